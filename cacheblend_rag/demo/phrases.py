@@ -1,0 +1,424 @@
+"""How the fictional world talks: the facts an entity can have, sentences that state them, questions about them.
+
+A statement template knows these slots: `{S}` the subject at a sentence start ("The Silver Heron", "It", "The vessel"),
+`{P}` its possessive there ("The vessel's"), `{s}` the subject inside a sentence, `{v}` the value and `{a}` its article.
+A question template knows `{E}`, the entity as a reader would write it inside a sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+def _split(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """One kind of fact.
+
+    Attributes:
+        pool: What the value is: a key of `words.VALUES`, or "person" or "company" for another entity's name.
+        statements: Sentences that state the fact, the subject before the value.
+        questions: Questions that ask for it.
+        value_first: Sentences that name the value before the subject; only for a subject that is already known.
+        links: Noun phrases that stand for the value in a two-hop question.
+    """
+
+    pool: str
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    value_first: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EntityKind:
+    """A kind of entity: the words that refer back to it, its headings, opening sentences and attributes."""
+
+    nouns: tuple[str, ...]
+    headings: tuple[str, ...]
+    openings: tuple[str, ...]
+    attributes: dict[str, Attribute]
+
+
+KINDS: Final[dict[str, EntityKind]] = {
+    "person": EntityKind(
+        nouns=(),
+        headings=("{H}", "# {H}", "About {H}", "The life of {H}", "People: {H}"),
+        openings=("This page is about {E}.", "{S} is well remembered.", "Many people still speak of {E}."),
+        attributes={
+            "birthplace": Attribute(
+                "town",
+                ("{S} was born in {v}.", "{S} came into the world in {v}.", "{P} birthplace was {v}."),
+                ("Where was {E} born?", "In which town was {E} born?", "What was the birthplace of {E}?"),
+                ("In {v} {s} was born.",),
+            ),
+            "trade": Attribute(
+                "trade",
+                ("{S} worked as {a} {v}.", "{S} trained as {a} {v}.", "{S} made a living as {a} {v}."),
+                ("What was the profession of {E}?", "What did {E} work as?", "What trade did {E} have?"),
+            ),
+            "employer": Attribute(
+                "company",
+                ("{S} was employed by {v}.", "{S} took a post at {v}.", "{S} found a job at {v}."),
+                ("Who employed {E}?", "Where did {E} take a post?", "Which company did {E} work for?"),
+                ("For years {s} worked for {v}.",),
+                ("the employer of {E}", "the company that employed {E}"),
+            ),
+            "teacher": Attribute(
+                "person",
+                ("{S} was taught by {v}.", "{S} learned the craft from {v}.", "{P} teacher was {v}."),
+                ("Who taught {E}?", "Who was the teacher of {E}?"),
+                (),
+                ("the teacher of {E}", "the person who taught {E}"),
+            ),
+            "instrument": Attribute(
+                "instrument",
+                ("{S} played the {v}.", "{S} loved to play the {v}.", "{S} practised the {v} every evening."),
+                ("Which instrument did {E} play?", "What instrument did {E} practise?"),
+                ("In the evenings {s} practised the {v}.",),
+            ),
+            "pet": Attribute(
+                "animal",
+                ("{S} kept a pet {v}.", "{S} owned a tame {v}.", "{P} only pet was a {v}."),
+                ("Which animal did {E} keep?", "What pet did {E} own?"),
+                ("At home {s} had a {v}.",),
+            ),
+            "dish": Attribute(
+                "dish",
+                ("{S} was very fond of {v}.", "{S} liked to eat {v}.", "{P} favourite dish was {v}."),
+                ("What did {E} like to eat?", "What was the favourite dish of {E}?"),
+            ),
+            "settled": Attribute(
+                "town",
+                ("{S} later moved to {v}.", "{S} finally settled in {v}.", "{S} retired to {v}."),
+                ("Where did {E} later move?", "In which town did {E} settle?", "Where did {E} retire?"),
+                ("In old age {s} retired to {v}.",),
+            ),
+            "medal": Attribute(
+                "year",
+                ("{S} won a medal in {v}.", "{S} received the medal in {v}."),
+                ("In what year did {E} win a medal?", "When did {E} receive the medal?"),
+                ("In {v} {s} won a medal.",),
+            ),
+            "points": Attribute(
+                "number",
+                ("{S} scored {v} points in the final.", "{S} finished the cup with {v} points."),
+                ("How many points did {E} score?", "How many points did {E} have in the cup?"),
+                ("In the tournament {s} scored {v} points.",),
+            ),
+        },
+    ),
+    "company": EntityKind(
+        nouns=("the company", "the firm"),
+        headings=("{H}", "# {H}", "About {H}", "{H}: a short history", "Company: {H}"),
+        openings=("This page is about {E}.", "{S} is an old company.", "Many people know {E}."),
+        attributes={
+            "founded": Attribute(
+                "year",
+                ("{S} was founded in {v}.", "{S} opened in {v}.", "{S} was established in {v}."),
+                ("In what year was {E} founded?", "When was {E} established?", "When did {E} open?"),
+                ("In {v} {s} was established.",),
+            ),
+            "founder": Attribute(
+                "person",
+                ("{S} was started by {v}.", "{S} was the creation of {v}.", "{P} founder was {v}."),
+                ("Who was the founder of {E}?", "Who started {E}?"),
+                (),
+                ("the founder of {E}", "the person who started {E}"),
+            ),
+            "manager": Attribute(
+                "person",
+                ("{S} is managed by {v}.", "{S} is now run by {v}.", "{P} manager is {v}."),
+                ("Who is the manager of {E}?", "Who runs {E} now?"),
+                (),
+                ("the manager of {E}", "the person who runs {E}"),
+            ),
+            "office": Attribute(
+                "town",
+                ("{S} is based in {v}.", "{S} has its main office in {v}.", "{P} main office is in {v}."),
+                ("Where is {E} based?", "In which town is the main office of {E}?"),
+            ),
+            "product": Attribute(
+                "product",
+                ("{S} makes {v}.", "{S} is known for its {v}.", "{S} sells many {v} every year."),
+                ("What does {E} make?", "What is {E} known for?"),
+                ("Every year {s} sells many {v}.",),
+            ),
+            "staff": Attribute(
+                "number",
+                ("{S} employs {v} people.", "{S} has {v} workers.", "{P} staff counts {v} people."),
+                ("How many people does {E} employ?", "How many workers does {E} have?"),
+            ),
+            "emblem": Attribute(
+                "emblem",
+                ("{S} uses {a} {v} as its emblem.", "{P} emblem is {a} {v}.", "{S} prints {a} {v} on every box."),
+                ("What is the emblem of {E}?", "Which emblem does {E} use?"),
+            ),
+            "rival": Attribute(
+                "company",
+                ("{S} competes with {v}.", "{P} great rival is {v}.", "{S} once sued {v}."),
+                ("Who is the rival of {E}?", "Which company does {E} compete with?"),
+                (),
+                ("the rival of {E}",),
+            ),
+            "carts": Attribute(
+                "colour",
+                ("{S} owns a row of {v} carts.", "{P} delivery carts are {v}.", "{S} paints its carts {v}."),
+                ("What colour are the carts of {E}?", "What colour are the delivery carts of {E}?"),
+            ),
+            "prize": Attribute(
+                "year",
+                ("{S} won a prize in {v}.", "{S} was given a prize in {v}."),
+                ("When did {E} win a prize?", "In what year was {E} given a prize?"),
+                ("In {v} {s} won a prize.",),
+            ),
+        },
+    ),
+    "observatory": EntityKind(
+        nouns=("the observatory",),
+        headings=("{H}", "# {H}", "About {E}", "Notes from {E}", "{H}: notes"),
+        openings=("This page is about {E}.", "{S} is a fine observatory.", "Many people know {E}."),
+        attributes={
+            "built": Attribute(
+                "year",
+                ("{S} was built in {v}.", "{S} was completed in {v}.", "{S} saw first light in {v}."),
+                ("In what year was {E} built?", "When was {E} completed?"),
+                ("In {v} {s} saw first light.",),
+            ),
+            "director": Attribute(
+                "person",
+                ("{S} is led by {v}.", "{S} has {v} as its director.", "{P} director is {v}."),
+                ("Who is the director of {E}?", "Who leads {E}?"),
+                (),
+                ("the director of {E}", "the person who leads {E}"),
+            ),
+            "planner": Attribute(
+                "person",
+                ("{S} was planned by {v}.", "{S} was drawn by {v}.", "{P} architect was {v}."),
+                ("Who was the architect of {E}?", "Who planned {E}?"),
+                (),
+                ("the architect of {E}", "the person who planned {E}"),
+            ),
+            "near": Attribute(
+                "town",
+                ("{S} stands on a hill near {v}.", "{S} lies close to {v}.", "{P} nearest town is {v}."),
+                ("Which town is close to {E}?", "Near which town does {E} stand?"),
+            ),
+            "sky": Attribute(
+                "sky",
+                ("{S} studies {v}.", "{S} is famous for finding {v}.", "{S} watches for {v} each night."),
+                ("What does {E} study?", "What is {E} famous for finding?"),
+                ("Each night {s} watches for {v}.",),
+            ),
+            "telescopes": Attribute(
+                "number",
+                ("{S} has {v} telescopes.", "{S} operates {v} telescopes."),
+                ("How many telescopes does {E} have?", "How many telescopes does {E} operate?"),
+            ),
+            "sponsor": Attribute(
+                "company",
+                ("{S} is paid for by {v}.", "{S} gets its money from {v}.", "{P} sponsor is {v}."),
+                ("Who is the sponsor of {E}?", "Who pays for {E}?"),
+                (),
+                ("the sponsor of {E}", "the company that pays for {E}"),
+            ),
+            "lens": Attribute(
+                "company",
+                ("{S} bought its great lens from {v}.", "{P} great lens came from {v}."),
+                ("Who made the great lens of {E}?", "From which company did {E} buy its great lens?"),
+                (),
+                ("the maker of the great lens of {E}",),
+            ),
+            "dome": Attribute(
+                "colour",
+                ("{S} has {a} {v} dome.", "{P} dome is {v}.", "{P} great dome was painted {v}."),
+                ("What colour is the dome of {E}?", "Which colour does the dome of {E} have?"),
+            ),
+            "guard": Attribute(
+                "animal",
+                ("{S} keeps a {v} in the yard.", "{P} gate is guarded by a {v}."),
+                ("Which animal lives at {E}?", "What animal does {E} keep?"),
+            ),
+        },
+    ),
+    "ship": EntityKind(
+        nouns=("the ship", "the vessel"),
+        headings=("{H}", "# {H}", "About {E}", "Log of {E}", "{H}: ship's papers"),
+        openings=("This page is about {E}.", "{S} is a sturdy ship.", "Many sailors know {E}."),
+        attributes={
+            "launched": Attribute(
+                "year",
+                ("{S} was launched in {v}.", "{S} first sailed in {v}.", "{S} left the docks in {v}."),
+                ("In what year was {E} launched?", "When did {E} first sail?"),
+                ("In {v} {s} left the docks.",),
+            ),
+            "captain": Attribute(
+                "person",
+                ("{S} is commanded by {v}.", "{S} sails under captain {v}.", "{P} captain is {v}."),
+                ("Who is the captain of {E}?", "Who commands {E}?"),
+                (),
+                ("the captain of {E}", "the person who commands {E}"),
+            ),
+            "cook": Attribute(
+                "person",
+                ("{S} took on {v} as cook.", "{P} cook is {v}.", "{S} has {v} in the kitchen."),
+                ("Who is the cook of {E}?", "Who cooks on {E}?"),
+                (),
+                ("the cook of {E}",),
+            ),
+            "port": Attribute(
+                "town",
+                ("{S} is registered in {v}.", "{P} home port is {v}.", "{S} returns every winter to {v}."),
+                ("What is the home port of {E}?", "Where is {E} registered?"),
+                ("Every winter {s} returns to {v}.",),
+            ),
+            "cargo": Attribute(
+                "cargo",
+                ("{S} carries {v}.", "{S} was loaded with {v}.", "{P} usual cargo is {v}."),
+                ("What does {E} carry?", "What is the cargo of {E}?"),
+            ),
+            "crew": Attribute(
+                "number",
+                ("{S} has a crew of {v}.", "{S} sails with {v} sailors.", "{P} crew counts {v} sailors."),
+                ("How many sailors does {E} have?", "How large is the crew of {E}?"),
+            ),
+            "builder": Attribute(
+                "company",
+                ("{S} was made by {v}.", "{S} came from the yard of {v}.", "{P} builder was {v}."),
+                ("Who was the builder of {E}?", "Which company made {E}?"),
+                (),
+                ("the builder of {E}", "the company that made {E}"),
+            ),
+            "hull": Attribute(
+                "colour",
+                ("{S} has {a} {v} hull.", "{P} hull is {v}.", "{P} sides are painted {v}."),
+                ("What colour is the hull of {E}?", "Which colour does the hull of {E} have?"),
+            ),
+            "figurehead": Attribute(
+                "emblem",
+                ("{S} carries {a} {v} as figurehead.", "{P} figurehead is {a} {v}."),
+                ("What is the figurehead of {E}?", "Which figurehead does {E} have?"),
+            ),
+            "refit": Attribute(
+                "year",
+                ("{S} was repaired in {v}.", "{S} got a new mast in {v}."),
+                ("When was {E} repaired?", "In what year did {E} get a new mast?"),
+                ("In {v} {s} was repaired.",),
+            ),
+        },
+    ),
+}
+
+NICKNAMES: Final = (
+    "{S} is also called {v}.",
+    "{S} is better known as {v}.",
+    "{S} has the nickname {v}.",
+)
+
+# Talk about the subject that states nothing anyone asks for.
+REMARKS: Final = (
+    "{S} was often in the newspapers.",
+    "{S} is mentioned in many old letters.",
+    "{S} had good years and bad years.",
+    "Visitors liked to hear about {o}.",
+    "The children of the village made songs about {o}.",
+    "Nobody remembers a better story than the one about {o}.",
+    "{S} was never far from trouble.",
+    "{S} had many friends in the valley.",
+    "There are several pictures of {o} in the library.",
+    "{S} came through the hard winter well.",
+    "An old book says little more about {o}.",
+    "People have always been proud of {o}.",
+    "{S} was the talk of the market for weeks.",
+    "{P} story is told to every new student.",
+)
+
+# Talk about anything else: weather, roads, markets.
+FILLER: Final = (
+    "The {place} was {adj} {time}.",
+    "{People} {verb} the {place} {time}.",
+    "There was plenty of {thing} {time}.",
+    "{Time} the {place} looked {adj} and {adj2}.",
+    "The price of {thing} rose {time}.",
+    "A {adj} {place} lay behind the {place2}.",
+    "{People} brought {thing} to the {place}.",
+    "Nobody could say why the {place} was so {adj}.",
+    "The {place} and the {place2} were {adj} {time}.",
+    "It rained {time} and the {place} stayed {adj}.",
+    "They say that the {place} is {adj}, but {people} rarely mind.",
+    "From the {place} one could see the {place2}.",
+    "{People} and {people2} shared the {thing} {time}.",
+    "The road from the {place} to the {place2} is {adj}, and {people} use it {time}.",
+    "If the {place} is {adj}, {people} stay at home.",
+    "Please keep the {place} clean and put the {thing} back after use.",
+    "The weather was {adj} {time}, so {people} stayed near the {place}.",
+    "Some {people} say the {place} used to be {adj}.",
+    "{Time} {people} {verb} the {place2}.",
+    "We saw the {place} {time}, and it was {adj}.",
+    "The {people} of the {place} were {adj} and had little {thing}.",
+    "More {thing} was sold {time} than ever before.",
+    "Repairs to the {place} began {time} and took longer than planned.",
+    "A letter about the {thing} was read aloud at the {place}.",
+)
+FILLER_WORDS: Final[dict[str, tuple[str, ...]]] = {
+    "place": _split(
+        "valley harbour village market garden river bridge forest road hill library station square mill beach "
+        "school church field island street kitchen office tower canal orchard hall"
+    ),
+    "adj": _split(
+        "quiet cold warm narrow busy old small wide bright damp pleasant crowded empty green windy dusty dark calm "
+        "plain muddy"
+    ),
+    "time": (
+        "in the morning",
+        "in the evening",
+        "during the summer",
+        "in winter",
+        "after the rain",
+        "every spring",
+        "at night",
+        "on Sundays",
+        "in those days",
+        "for many weeks",
+        "at noon",
+        "before sunrise",
+        "once a month",
+        "that year",
+    ),
+    "people": _split(
+        "visitors farmers children travellers neighbours merchants students fishermen people guests workers sailors"
+    ),
+    "verb": (
+        "walked along",
+        "talked about",
+        "gathered near",
+        "drew pictures of",
+        "often passed",
+        "waited by",
+        "met at",
+        "wrote letters about",
+        "were proud of",
+        "took care of",
+    ),
+    "thing": (
+        "bread",
+        "flour",
+        "firewood",
+        "cloth",
+        "apples",
+        "paper lanterns",
+        "letters",
+        "newspapers",
+        "honey",
+        "cheese",
+        "hay",
+        "candles",
+        "milk",
+        "butter",
+        "water",
+    ),
+}

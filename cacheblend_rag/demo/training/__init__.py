@@ -1,0 +1,1 @@
+"""Training of the bundled model: tokenizer, initialisation, training loop, evaluation."""
