@@ -165,11 +165,11 @@ class DemoModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return next-token logits of normalised hidden states, in the last dimension's place."""
-        return torch.matmul(hidden, self.embed_tokens.weight.to(hidden.dtype).T)
+        return F.linear(hidden, self.embed_tokens.weight.to(hidden.dtype))
 
 
 def _semi_orthogonal(rows: int, columns: int) -> Tensor:
-    q, _ = torch.linalg.qr(torch.randn(max(rows, columns), min(rows, columns)))
+    q: Tensor = torch.linalg.qr(torch.randn(max(rows, columns), min(rows, columns)))[0]
     return q.T.contiguous() if rows < columns else q
 
 

@@ -3,7 +3,7 @@
 Data-parallel over CPU processes with averaged gradients. Every random choice follows from the seed, the step and the
 process, so an interrupted run resumes from its last checkpoint with the same batches. The recipe: answers'
 cross-entropy, a little text cross-entropy, a binding loss without extra weights (after two layers the tied head must
-name the entity a value belongs to), Muon for matrices, and contexts that grow from one short chunk to six of 512 tokens.
+name the entity a value belongs to), Muon for matrices, and contexts that grow from a short chunk to six of 512 tokens.
 """
 
 from __future__ import annotations
@@ -151,12 +151,15 @@ def _synchronise(parameters: Sequence[Tensor], extra: list[float], processes: in
     return flat[start:].tolist()
 
 
-def _save(path: Path, model: DemoModel, optimisers: Sequence[torch.optim.Optimizer], progress: Progress) -> None:
+def _save(
+    path: Path, model: DemoModel, optimisers: Sequence[torch.optim.Optimizer], progress: Progress, *, seed: int
+) -> None:
     state = {
         "model": model.state_dict(),
         "shape": model.shape.as_dict(),
         "optimisers": [optimiser.state_dict() for optimiser in optimisers],
         "progress": vars(progress),
+        "seed": seed,
     }
     unfinished = path.with_suffix(".tmp")
     torch.save(state, unfinished)
@@ -222,7 +225,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
         if finished or (progress.stage_step > 40 and progress.accuracy > stage.goal):
             progress.stage, progress.stage_step, progress.accuracy = progress.stage + 1, 0, 0.0
         if rank == 0 and (progress.step % options.save_every == 0 or progress.stage == len(CURRICULUM)):
-            _save(latest, model, optimisers, progress)
+            _save(latest, model, optimisers, progress, seed=options.seed)
     if rank == 0:
         export(latest, options.out, options.model)
     if options.processes > 1:

@@ -1,0 +1,50 @@
+"""The model card of the bundled model, written from an evaluation's real output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+_CARD = """# The bundled demo model
+
+A small Llama trained from scratch on generated, fictional documents. It answers short questions about people,
+companies, observatories and ships from the chunks in its prompt, for names it never saw in training. It knows nothing
+else: it exists so that the library can be tried, tested and measured without a download.
+
+- Shape: {shape}
+- Prompt: `<bos>Answer from the notes.\\n\\n{{chunk}}\\n\\n{{chunk}}\\n\\nQuestion: {{question}}\\nAnswer:`, with as
+  many chunks as fit; answer: ` {{answer}}<eos>`. The chat template renders a system and a user message to the
+  same text. A two-hop answer names the entity in between first.
+- Trained by `{training}` (what `make demo-model` runs): seed {seed}, {steps} steps, {tokens} tokens.
+- Weights: `model.safetensors`, bf16, xxh3-128 `{digest}`.
+- Licence: Apache-2.0, as the project.
+
+## Quality
+
+Held-out names, prompts of six chunks of at most 512 tokens, exact match of the whole answer, greedy decoding; `cross`
+and `two-hop-cross` need a fact whose name stands in an earlier chunk. Written by `{command}`:
+
+{table}
+"""
+
+
+def write_card(path: Path, table: str, facts: Mapping[str, str], command: str) -> None:
+    """Write the model card.
+
+    Args:
+        path: The card's file.
+        table: Result of `evaluate.table`.
+        facts: Result of `evaluate.fingerprint`.
+        command: The command that measured the table.
+    """
+    text = _CARD.format(
+        shape=facts["shape"],
+        training=facts["training"],
+        seed=facts["seed"],
+        steps=facts["steps"],
+        tokens=f"{int(facts['tokens']):,}",
+        digest=facts["xxh3_128"],
+        command=command,
+        table=table,
+    )
+    path.write_text(text, encoding="utf-8")
