@@ -1,0 +1,270 @@
+"""What users and integrations hold: `BlendEngine`, and the values that go in and come out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry
+
+Mode = Literal["blend", "prefill"]
+Reuse = Literal["chunks", "prefix", "nothing"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to decode.
+
+    Attributes:
+        max_tokens: Most tokens to generate.
+        temperature: 0 is greedy.
+        top_p: Nucleus mass in (0, 1].
+        seed: Makes sampling repeatable.
+        stop: Strings that end the answer; they are not part of it.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if self.max_tokens < 1:
+            raise InputError(f"max_tokens is {self.max_tokens}; give at least 1.")
+        if self.temperature < 0:
+            raise InputError(f"temperature is {self.temperature}; give 0 (greedy) or more.")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; give a value in (0, 1].")
+        if any(not s for s in self.stop):
+            raise InputError("A stop string is empty; leave it out.")
+
+
+@dataclass(frozen=True)
+class BlendSettings:
+    """How to treat stored KV in one prompt.
+
+    Attributes:
+        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed.
+            None takes the model profile's.
+        policy: Name of a token-selection policy (:mod:`cacheblend_rag.selection`).
+        check_layers: Layers at which KV deviation is measured, ascending; None takes the model profile's.
+        reuse: ``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only what an ordinary prefix cache could,
+            ``"nothing"`` is the full prefill.
+    """
+
+    ratio: float | None = None
+    policy: str = "hkvd"
+    check_layers: tuple[int, ...] | None = None
+    reuse: Reuse = "chunks"
+
+    def __post_init__(self) -> None:
+        """Refuse a ratio outside [0, 1]."""
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise InputError(f"ratio is {self.ratio}; give a value from 0 (full KV reuse) to 1 (full recompute).")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request.
+
+    ``prompt_tokens = reused_tokens + recomputed_tokens + (text and missing chunks)``; what was not reused was computed:
+    ``computed_tokens = prompt_tokens - reused_tokens``.
+
+    Attributes:
+        prompt_tokens: Tokens in the prompt.
+        reused_tokens: Prompt tokens whose stored KV was used as it is (the exact prefix included).
+        recomputed_tokens: Tokens with stored KV that the selection policy chose to recompute.
+        computed_tokens: Prompt tokens that went through all layers: text, missing chunks and recomputed ones.
+        completion_tokens: Tokens generated.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Wall-clock seconds of one request.
+
+    Attributes:
+        load_s: Time the computation waited for stored KV.
+        ttft_s: Time to first token, from the engine's receipt of the prompt.
+        total_s: Time to the last token.
+    """
+
+    load_s: float
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: The answer.
+        token_ids: Generated token ids, the end-of-sequence token excluded.
+        finish_reason: ``"stop"`` or ``"length"``.
+        mode: ``"blend"`` if stored KV was used anywhere in the prompt, else ``"prefill"``.
+        reason: Why that mode, in words.
+        missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    mode: Mode
+    reason: str
+    usage: Usage
+    timings: Timings
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """A piece of a streamed answer; the last event carries the whole :class:`Generation`."""
+
+    text: str
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True)
+class PrecomputeReport:
+    """What :meth:`BlendEngine.precompute` did. ``failed`` maps chunk ids to why they are not in the store."""
+
+    computed: int = 0
+    present: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class BlendEngine(ABC):
+    """A model that answers prompts made of text and chunks, reusing the chunks' stored KV.
+
+    Safe to call from several threads; how much runs side by side is the engine's business.
+
+    Attributes:
+        fingerprint: Identity of the model, part of every store key.
+        tokenizer: The model's Hugging Face tokenizer.
+        context_window: Most tokens of prompt and completion together.
+        registry: Chunks the engine knows: references are resolved and plain text is matched against it.
+    """
+
+    fingerprint: ModelFingerprint
+    tokenizer: Any
+    context_window: int
+    registry: ChunkRegistry
+
+    @abstractmethod
+    def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
+        """Compute, store and register the KV of ``chunks`` (those already stored are skipped).
+
+        Args:
+            chunks: Chunks cut with this engine's tokenizer.
+            progress: Called with the number of chunks finished since its last call.
+
+        Raises:
+            StoreError: The store cannot be written. What was stored before stays.
+        """
+
+    @abstractmethod
+    def stream(
+        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> Iterator[StreamEvent]:
+        """Answer piece by piece. Closing the iterator ends the work.
+
+        A plain string is searched for registered chunks; without any it is an ordinary prefill.
+
+        Raises:
+            PromptTooLongError: Prompt and ``max_tokens`` exceed the context window.
+            UnknownChunkError: A reference to a chunk that was never registered.
+        """
+
+    def generate(
+        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> Generation:
+        """Answer in one piece; raises as :meth:`stream` does."""
+        last = None
+        for event in self.stream(prompt, sampling, settings):
+            last = event.generation
+        assert last is not None
+        return last
+
+    async def aprecompute(
+        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
+    ) -> PrecomputeReport:
+        """Async twin of :meth:`precompute`, off the event loop."""
+        return await asyncio.to_thread(self.precompute, chunks, progress)
+
+    async def agenerate(
+        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> Generation:
+        """Async twin of :meth:`generate`, off the event loop."""
+        return await asyncio.to_thread(self.generate, prompt, sampling, settings)
+
+    async def astream(
+        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """Async twin of :meth:`stream`; a cancelled consumer stops the work at its next token."""
+        async for event in _iterate_in_thread(lambda: self.stream(prompt, sampling, settings)):
+            yield event
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the model and the store. The engine must not be used afterwards."""
+
+    def __enter__(self) -> BlendEngine:
+        """Use as a context manager that closes."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+
+async def _iterate_in_thread(make: Callable[[], Iterator[StreamEvent]]) -> AsyncIterator[StreamEvent]:
+    loop = asyncio.get_running_loop()
+    # Unbounded and thread-safe: the producer never waits on the event loop, so it cannot deadlock with a gone consumer.
+    events: asyncio.Queue[StreamEvent | BaseException | None] = asyncio.Queue()
+    stop = threading.Event()
+
+    def send(item: StreamEvent | BaseException | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(events.put_nowait, item)
+
+    def produce() -> None:
+        iterator = make()
+        try:
+            for event in iterator:
+                send(event)
+                if stop.is_set():
+                    break
+            send(None)
+        except BaseException as error:  # handed to the consumer, which re-raises it
+            send(error)
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+
+    threading.Thread(target=produce, name="cacheblend-stream", daemon=True).start()
+    try:
+        while (item := await events.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()

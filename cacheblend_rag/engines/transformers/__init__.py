@@ -1,0 +1,5 @@
+"""The transformers engine."""
+
+from cacheblend_rag.engines.transformers.engine import TransformersEngine
+
+__all__ = ["TransformersEngine"]

@@ -1,0 +1,136 @@
+"""The KV cache handed to the model's forward: full-length buffers, written at given positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cacheblend_rag.kv import LayerKV
+
+
+class StopForward(Exception):  # noqa: N818  (a signal, not an error)
+    """Ends a pass at its stop layer, from inside the model's own forward."""
+
+    def __init__(self, fresh: LayerKV):
+        """Carry the stop layer's fresh KV."""
+        self.fresh = fresh
+
+
+class ModelsOwnCache:
+    """Whatever state a model that is not blended keeps between tokens; it makes and updates it itself."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.state: Any = None
+        self.length = 0
+
+
+class PositionedCache:
+    """Keys and values of one batch, each layer ``[batch, kv_heads, capacity, head_dim]``.
+
+    Transformers calls :meth:`update` in every attention layer, after RoPE; the other methods answer its questions about
+    mask sizes when it builds its own masks (full prefill and decoding).
+    """
+
+    is_compileable = False
+
+    def __init__(self, num_layers: int, capacity: int):
+        """Make room for ``capacity`` tokens; a layer's memory is taken when it is first written."""
+        self._k: list[torch.Tensor | None] = [None] * num_layers
+        self._v: list[torch.Tensor | None] = [None] * num_layers
+        self._capacity = capacity
+        self._length = 0
+        self._positions: torch.Tensor | slice = slice(0, 0)
+        self._visible = 0
+        self._before_layer: Callable[[int], None] | None = None
+        self._stop_layer: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of slots written in all layers, from the first on."""
+        return self._length
+
+    def append(self, count: int) -> None:
+        """Prepare for a forward over the next ``count`` tokens in order."""
+        self._positions = slice(self._length, self._length + count)
+        self._length = self._visible = self._length + count
+        self._before_layer = self._stop_layer = None
+        if self._length > self._capacity:
+            self._grow(max(self._length, 2 * self._capacity))
+
+    def scatter(
+        self, positions: torch.Tensor, visible: int, before_layer: Callable[[int], None] | None, stop_layer: int | None
+    ) -> None:
+        """Prepare for a forward over the tokens at ``positions``, which see the first ``visible`` slots (and a mask)."""
+        self._positions, self._visible = positions, visible
+        self._before_layer, self._stop_layer = before_layer, stop_layer
+
+    def filled(self, length: int) -> None:
+        """Declare the first ``length`` slots of all layers written."""
+        self._length = length
+
+    def write(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
+        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, at ``positions``."""
+        k, v = self._buffers(layer, kv.k[None], kv.v[None])
+        k[0].index_copy_(1, positions, kv.k)
+        v[0].index_copy_(1, positions, kv.v)
+
+    def read(self, layer: int, batch: int, start: int, end: int) -> LayerKV:
+        """Return a copy of the slots ``start`` to ``end`` of one sequence."""
+        k, v = self._k[layer], self._v[layer]
+        assert k is not None
+        assert v is not None
+        return LayerKV(k[batch, :, start:end].clone(), v[batch, :, start:end].clone())
+
+    # What transformers calls.
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the fresh KV ``[batch, kv_heads, tokens, head_dim]`` and return all that is visible."""
+        if self._before_layer is not None:
+            self._before_layer(layer_idx)
+        if layer_idx == self._stop_layer:
+            raise StopForward(LayerKV(key_states[0], value_states[0]))
+        k, v = self._buffers(layer_idx, key_states, value_states)
+        if isinstance(self._positions, slice):
+            k[:, :, self._positions] = key_states
+            v[:, :, self._positions] = value_states
+        else:
+            k.index_copy_(2, self._positions, key_states)
+            v.index_copy_(2, self._positions, value_states)
+        return k[:, :, : self._visible], v[:, :, : self._visible]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens precede the running ones."""
+        return self.get_query_offset(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the position of the first running token, for contiguous passes."""
+        return self._positions.start if isinstance(self._positions, slice) else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of visible slots and their offset."""
+        return self._visible, 0
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return len(self._k)
+
+    def _buffers(self, layer: int, k_like: torch.Tensor, v_like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self._k[layer], self._v[layer]
+        if k is None or v is None:
+            k = self._k[layer] = k_like.new_empty((*k_like.shape[:2], self._capacity, k_like.shape[3]))
+            v = self._v[layer] = v_like.new_empty((*v_like.shape[:2], self._capacity, v_like.shape[3]))
+        return k, v
+
+    def _grow(self, capacity: int) -> None:
+        for buffers in (self._k, self._v):
+            for layer, old in enumerate(buffers):
+                if old is not None:
+                    new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
+                    new[:, :, : self._capacity] = old
+                    buffers[layer] = new
+        self._capacity = capacity

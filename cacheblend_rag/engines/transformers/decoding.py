@@ -1,0 +1,72 @@
+"""Picking tokens and turning them into text, one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from transformers import TopPLogitsWarper
+
+from cacheblend_rag.engines.base import SamplingParams
+
+
+class Sampler:
+    """Greedy, or temperature and nucleus sampling, repeatable by seed."""
+
+    def __init__(self, params: SamplingParams, device: torch.device):
+        """Seed the generator (afresh from the system if no seed is given)."""
+        self._temperature = params.temperature
+        self._top_p = TopPLogitsWarper(params.top_p) if params.top_p < 1 else None
+        self._generator = torch.Generator(device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def __call__(self, logits: torch.Tensor) -> int:
+        """Return the next token for ``logits``, ``[vocab]``."""
+        if self._temperature == 0:
+            return int(logits.argmax())
+        scores = logits[None].float() / self._temperature
+        if self._top_p is not None:
+            scores = self._top_p(None, scores)
+        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+
+
+class TextStream:
+    """Token ids to text, holding back what a stop string might still swallow."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]):
+        """Decode with ``tokenizer`` (None: no text at all)."""
+        self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
+        self._decode = DecodeStream(skip_special_tokens=True)
+        self._stop = stop
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Return the text that is certain after ``token``; sets ``stopped`` when a stop string is complete."""
+        piece = self._decode.step(self._backend, token) if self._backend is not None else None
+        self._held += piece or ""
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._release(min(found))
+        hold = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        return self._release(len(self._held) - hold)
+
+    def flush(self) -> str:
+        """Return what is still held, at the end of the answer."""
+        return "" if self.stopped else self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        out, self._held = self._held[:count], self._held[count:]
+        self.text += out
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,162 @@
+"""Getting a model: from a directory, a hub name, an object in memory, or random weights of a known shape."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from cacheblend_rag.engines.transformers import attention
+from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.kv import ModelFingerprint
+
+BUNDLED_MODEL = "bundled"
+
+# Shapes of published models, for measuring without their weights.
+_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "mistral-7b": {
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run; ``directory`` is where it was read from, if anywhere."""
+
+    model: Any
+    tokenizer: Any
+    fingerprint: ModelFingerprint
+    directory: Path | None
+
+
+def bundled_model_directory() -> Path:
+    """Return where the small model that ships with the package lies."""
+    return Path(str(files("cacheblend_rag") / "demo" / "model"))
+
+
+def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype | None) -> LoadedModel:
+    """Load ``model``: None (the bundled one), a directory, a hub name, or a loaded model.
+
+    Raises:
+        ModelError: It cannot be loaded; the message says why.
+    """
+    if isinstance(model, PreTrainedModel):
+        model = model.to(device).eval()
+        name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+        fingerprint = ModelFingerprint.from_module(model, model.config.to_dict(), model.dtype, name)
+        return LoadedModel(usable_attention(model), tokenizer, fingerprint, None)
+    bundled = model is None or str(model) == BUNDLED_MODEL
+    name = BUNDLED_MODEL if bundled else str(model)
+    try:
+        directory = bundled_model_directory() if bundled else _resolve(name)
+        config = AutoConfig.from_pretrained(directory)
+        # A CPU without bf16 units is slower and less exact in bf16 than in fp32.
+        dtype = dtype or (torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16)
+        loaded = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"Cannot load the model {name!r}: {_first_line(error)} Give a directory with a Hugging Face causal LM "
+            "(config.json, weights, tokenizer), a hub name, or nothing for the bundled model."
+        ) from error
+    loaded = loaded.to(device).eval()
+    return LoadedModel(
+        usable_attention(loaded), tokenizer, ModelFingerprint.from_directory(directory, dtype, name), directory
+    )
+
+
+def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
+    """Return a Llama with random weights, for measuring speed.
+
+    Args:
+        spec: ``llama:LAYERSxHIDDEN`` (64-dimensional heads, four to a KV head) or a published shape's name.
+        device: Where to make it.
+        dtype: Its dtype.
+        seed: Of its weights.
+
+    Raises:
+        InputError: The spec is not understood.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    match = re.fullmatch(r"llama:(\d+)x(\d+)", spec)
+    if match:
+        layers, hidden = int(match[1]), int(match[2])
+        if hidden % 256 or not layers:
+            raise InputError(
+                f"--random-weights {spec}: the hidden size must be a multiple of 256 and the layers at least 1."
+            )
+        shape: dict[str, Any] = {
+            "vocab_size": 512,
+            "hidden_size": hidden,
+            "intermediate_size": hidden * 11 // 4,
+            "num_hidden_layers": layers,
+            "num_attention_heads": hidden // 64,
+            "num_key_value_heads": hidden // 256,
+        }
+    elif spec in _SHAPES:
+        shape = _SHAPES[spec]
+    else:
+        raise InputError(
+            f"--random-weights {spec!r} is unknown; give llama:LAYERSxHIDDEN or one of {', '.join(_SHAPES)}."
+        )
+    torch.manual_seed(seed)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=32768, **shape))
+    finally:
+        torch.set_default_dtype(previous)
+    model.config._name_or_path = f"random:{spec}:{seed}"
+    return model.eval()
+
+
+def _resolve(name: str) -> Path:
+    """Return the directory of a local model, or of a hub model's downloaded snapshot."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise OSError(f"{path} has no config.json.")
+        return path
+    if path.exists() or name.startswith((".", "/", "~")):
+        raise OSError(f"{path} is not a directory.")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+
+
+def usable_attention(model: Any) -> Any:
+    """Return ``model`` with an attention that honours its config and takes an explicit mask."""
+    config = model.config.get_text_config()
+    # SDPA drops the soft cap on attention scores (Gemma-2) and learned sinks: there only eager computes what the config says.
+    no_sdpa = getattr(config, "attn_logit_softcapping", None) or not getattr(model, "_supports_sdpa", True)
+    eager = no_sdpa or config._attn_implementation == "eager"
+    model.set_attn_implementation("eager" if eager else attention.NAME)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return line + "."

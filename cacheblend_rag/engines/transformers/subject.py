@@ -1,0 +1,48 @@
+"""A transformers model as the parity gate and calibration drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
+from cacheblend_rag.fusor import BlendTarget
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.rope import Rope, detect_rope
+
+_PROBE_TOKENS, _PROBE_OFFSET = 16, 29
+
+
+class TransformersSubject:
+    """See :class:`~cacheblend_rag.gate.GateSubject`."""
+
+    def __init__(self, runner: ModelRunner):
+        """Wrap a runner."""
+        self._runner = runner
+        self.num_layers, self.dtype = runner.num_layers, runner.dtype
+        self.vocab_size = int(runner.model.config.get_text_config().vocab_size)
+
+    def detect_rope(self) -> Rope:
+        """Run the same tokens at two offsets and see how their keys moved."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocab_size, (_PROBE_TOKENS,), generator=generator).tolist()
+        source = torch.arange(_PROBE_TOKENS, device=self._runner.device)
+        keys = [[x.k for x in self.full_prefill(ids, offset)[1].layers] for offset in (0, _PROBE_OFFSET)]
+        return detect_rope(self._runner.rope_tables(), keys[0], keys[1], source, source + _PROBE_OFFSET)
+
+    def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
+        """See :class:`~cacheblend_rag.gate.GateSubject`."""
+        cache = self._runner.new_cache(len(token_ids))
+        logits = self._runner.append(torch.tensor([token_ids], device=self._runner.device), cache, offset)[0]
+        return logits, ChunkKV([cache.read(i, 0, 0, len(token_ids)) for i in range(self.num_layers)], offset)
+
+    def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
+        """See :class:`~cacheblend_rag.gate.GateSubject`."""
+        return TransformersTarget(self._runner, rope, token_ids)
+
+    def logits(self, target: BlendTarget) -> torch.Tensor:
+        """See :class:`~cacheblend_rag.gate.GateSubject`."""
+        assert isinstance(target, TransformersTarget)
+        assert target.logits is not None
+        return target.logits

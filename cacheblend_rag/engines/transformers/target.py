@@ -1,0 +1,175 @@
+"""A transformers model as a blend target: its own forward, at given positions, with an exact mask."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cacheblend_rag.engines.transformers.attention import scattered
+from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, StopForward
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.rope import CosSin, Rope
+
+# Slots kept free behind the prompt, so that most answers never move the cache.
+_DECODE_ROOM = 256
+
+
+class ModelRunner:
+    """Runs a causal LM's own forward over positions of one sequence. No modelling code per architecture."""
+
+    def __init__(self, model: Any):
+        """Wrap a loaded ``AutoModelForCausalLM``."""
+        self.model = model
+        config = model.config.get_text_config()
+        self.num_layers = int(config.num_hidden_layers)
+        self.device = torch.device(model.device)
+        self.dtype: torch.dtype = model.dtype
+        layer_types = getattr(config, "layer_types", None)
+        self._window: int | None = getattr(config, "sliding_window", None)
+        # Only models that tell layers apart take one mask for each kind of layer.
+        self._layer_types: Sequence[str] | None = None
+        if layer_types and set(layer_types) != {"full_attention"}:
+            self._layer_types = sorted(set(layer_types))
+        elif layer_types or not getattr(config, "use_sliding_window", True):
+            self._window = None
+        parameters = inspect.signature(model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def new_cache(self, num_tokens: int) -> PositionedCache:
+        """Return an empty cache for a prompt of ``num_tokens`` and some of its answer."""
+        return PositionedCache(self.num_layers, num_tokens + _DECODE_ROOM)
+
+    @torch.inference_mode()
+    def append(self, ids: torch.Tensor, cache: PositionedCache | ModelsOwnCache, offset: int = 0) -> torch.Tensor:
+        """Run the next tokens ``[batch, tokens]`` with the model's own masks.
+
+        Args:
+            ids: Token ids.
+            cache: Cache of the tokens before them.
+            offset: Added to all positions (attention between the tokens stays as it is).
+
+        Returns:
+            The last token's logits ``[batch, vocab]``.
+        """
+        start, count = cache.length, ids.shape[1]
+        if isinstance(cache, ModelsOwnCache):
+            output = self.model(input_ids=ids, past_key_values=cache.state, use_cache=True, **self._last_logits)
+            cache.state, cache.length = output.past_key_values, start + count
+            logits: torch.Tensor = output.logits[:, -1]
+            return logits
+        cache.append(count)
+        positions = torch.arange(start + offset, start + offset + count, device=self.device)[None]
+        return self._forward(ids, positions, cache, None)
+
+    @torch.inference_mode()
+    def scatter(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: PositionedCache,
+        before_layer: Callable[[int], None],
+        stop_layer: int | None,
+    ) -> LayerKV | torch.Tensor:
+        """Run the tokens ``ids``, ``[tokens]``, at ascending ``positions``, ``[tokens]``.
+
+        Returns:
+            The stop layer's fresh KV, or without a stop layer the last token's logits ``[vocab]``.
+        """
+        visible = int(positions[-1]) + 1
+        cache.scatter(positions, visible, before_layer, stop_layer)
+        try:
+            with scattered(positions):
+                return self._forward(ids[None], positions[None], cache, self._mask(positions, visible))[0]
+        except StopForward as stop:
+            return stop.fresh
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: PositionedCache, mask: Any) -> torch.Tensor:
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **self._last_logits,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _mask(self, positions: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return the exact causal mask ``[1, 1, tokens, visible]`` for scattered queries, one per kind of layer."""
+        keys = torch.arange(visible, device=self.device)
+        causal = keys <= positions[:, None]
+
+        def build(kind: str) -> torch.Tensor:
+            allowed = causal
+            if kind == "sliding_attention" and self._window is not None:
+                allowed = causal & (keys > positions[:, None] - self._window)
+            # Additive, since eager attention adds it, and SDPA would convert a boolean one anew in every layer.
+            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
+            return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[None, None]
+
+        if self._layer_types is None:
+            return build("sliding_attention")
+        return {kind: build(kind) for kind in self._layer_types}
+
+    def rope_tables(self) -> list[CosSin]:
+        """Return every distinct RoPE table of the model, as its own rotary modules compute them, in fp32."""
+        tables: list[CosSin] = []
+        for module in self.model.modules():
+            names = [
+                n for n, _ in module.named_buffers(recurse=False) if n.endswith("inv_freq") and "original" not in n
+            ]
+            if not names:
+                continue
+            kinds = inspect.signature(module.forward).parameters
+            for name in names:
+                extra = {"layer_type": name.removesuffix("_inv_freq")} if "layer_type" in kinds else {}
+                tables.append(self._table(module, extra))
+        return tables
+
+    def _table(self, module: torch.nn.Module, extra: dict[str, str]) -> CosSin:
+        def table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            like = torch.zeros(1, dtype=torch.float32, device=self.device)
+            cos, sin = module(like, positions[None].to(self.device), **extra)
+            return cos[0].float(), sin[0].float()
+
+        return table
+
+
+class TransformersTarget:
+    """One prompt being blended on a :class:`ModelRunner`; a :class:`~cacheblend_rag.fusor.BlendTarget`.
+
+    Attributes:
+        logits: Logits ``[vocab]`` of the prompt's last token, after the sparse pass.
+        cache: The prompt's KV cache, ready for decoding then.
+    """
+
+    def __init__(self, runner: ModelRunner, rope: Rope, token_ids: Sequence[int]):
+        """Prepare an empty cache for the prompt ``token_ids``."""
+        self._runner = runner
+        self._ids = torch.tensor(token_ids, device=runner.device)
+        self.num_layers, self.device, self.rope = runner.num_layers, runner.device, rope
+        self.cache = runner.new_cache(len(token_ids))
+        self.logits: torch.Tensor | None = None
+
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
+        """See :class:`~cacheblend_rag.fusor.BlendTarget`."""
+        self.cache.write(layer, kv, positions)
+
+    def forward(
+        self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
+    ) -> LayerKV | None:
+        """See :class:`~cacheblend_rag.fusor.BlendTarget`."""
+        result = self._runner.scatter(self._ids[positions], positions, self.cache, before_layer, stop_layer)
+        if isinstance(result, LayerKV):
+            return result
+        self.logits = result
+        self.cache.filled(len(self._ids))
+        return None
+
+    def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
+        """Return ``deviation``: one process holds all heads."""
+        return deviation

@@ -1,0 +1,43 @@
+"""The errors a user can meet. Their message is shown as it is: what was wrong, and what to do about it."""
+
+from __future__ import annotations
+
+
+class CacheBlendError(Exception):
+    """Base of every error this library raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(CacheBlendError):
+    """A file, a flag or an argument that cannot be used as given."""
+
+    exit_code = 2
+
+
+class PromptTooLongError(InputError):
+    """Prompt plus requested completion exceed the model's context window."""
+
+
+class UnknownChunkError(InputError):
+    """A chunk id that the engine has never been given."""
+
+
+class StoreError(CacheBlendError):
+    """The KV store cannot do what was asked: full disk, no write permission, foreign contents."""
+
+    exit_code = 3
+
+
+class StoreMismatchError(StoreError):
+    """A store that was written for another model or with other settings."""
+
+
+class DamagedKVError(StoreError):
+    """A stored KV entry failed its checks. Always handled as a miss; it reaches a user only through `verify`."""
+
+
+class ModelError(CacheBlendError):
+    """A model that cannot be loaded or used."""
+
+    exit_code = 4

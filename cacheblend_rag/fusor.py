@@ -1,0 +1,220 @@
+"""The fusor: place → dense pass → select → sparse pass, written once for every engine (paper section 4).
+
+1. *Place*: stored KV goes to its positions, layer by layer, just before the layer is computed.
+2. *Dense pass*: all tokens outside the exact prefix run up to the check layer, where fresh KV is compared with stored KV.
+3. *Select*: the policy chooses the tokens to recompute; with several check layers the set narrows (gradual filtering).
+4. *Sparse pass*: the chosen tokens and everything without stored KV run through all layers, from layer 0.
+
+The passes are the model's own forward at given positions; the causal mask they use is ``kv_position <= query_position``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.loader import LayerLoader
+from cacheblend_rag.plan import BlendPlan
+from cacheblend_rag.rope import Rope
+from cacheblend_rag.selection import Candidates, SelectionPolicy
+
+
+class BlendTarget(Protocol):
+    """The running model, as the fusor drives it; the only thing an engine supplies for blending.
+
+    Attributes:
+        num_layers: Number of transformer layers.
+        device: Where positions and placed KV must be.
+        rope: The model's rotation.
+    """
+
+    num_layers: int
+    device: torch.device
+    rope: Rope
+
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
+        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, at ``positions``, ``[tokens]``, of the prompt's KV cache."""
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        before_layer: Callable[[int], None],
+        stop_layer: int | None = None,
+    ) -> LayerKV | None:
+        """Run the prompt's tokens at ``positions`` (ascending) through the model's own forward.
+
+        Each layer's fresh KV is written at ``positions``, and attention sees keys at positions ``<=`` the query's.
+        ``before_layer(i)`` must be called before layer ``i`` reads the KV cache. With ``stop_layer`` the pass ends
+        there: that layer's fresh KV is returned and not written. Without, the last position's logits are kept.
+        """
+
+    def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
+        """Sum over tensor-parallel ranks, so that all of them select the same tokens."""
+
+
+@dataclass(frozen=True)
+class BlendSchedule:
+    """At which layers to measure KV deviation, and how many tokens to keep there.
+
+    Attributes:
+        check_layers: Ascending layer indices.
+        widths: For each check layer, the set's size as a multiple of the recompute ratio; the last is 1.
+    """
+
+    check_layers: tuple[int, ...] = (1,)
+    widths: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True)
+class FuseResult:
+    """What a blend did.
+
+    Attributes:
+        recomputed: Ascending positions of tokens with stored KV that were recomputed.
+        computed_tokens: All positions that went through all layers.
+        load_wait_s: Seconds the computation waited for stored KV.
+        loaded_bytes: Bytes of stored KV read.
+    """
+
+    recomputed: torch.Tensor
+    computed_tokens: int
+    load_wait_s: float
+    loaded_bytes: int
+
+
+def fuse(
+    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+) -> FuseResult:
+    """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
+
+    Args:
+        plan: What is stored; must use stored KV.
+        target: The model.
+        policy: Which tokens to recompute.
+        ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill.
+        schedule: Check layers, for policies that measure KV deviation.
+
+    Raises:
+        DamagedSpanError: Stored KV turned out damaged; the KV cache is unusable and the plan must be made anew.
+    """
+    candidates = _candidates(plan, target.device)
+    forced = _forced(plan, candidates.positions, target.device)
+    total = len(candidates.positions)
+    count = round(ratio * total)
+    measure = policy.needs_deviation and 0 < count < total
+    if measure:
+        checks = _checks(schedule, target.num_layers)
+        keep = torch.ones(total, dtype=torch.bool, device=target.device)
+    else:
+        checks = []
+        keep = _select_unmeasured(policy, candidates, count)
+    loader = LayerLoader(
+        plan.exact,
+        () if keep.all() and not measure else plan.stale,
+        target.rope,
+        target.num_layers,
+        target.device,
+        stale_from_layer=checks[0][0] if checks else 0,
+    )
+    with loader:
+        placer = _Placer(loader, target, {layer for layer, _ in checks})
+        for layer, width in checks:
+            running = _subset(candidates, keep)
+            positions = _merge(running.positions, forced[forced < int(candidates.positions[-1])])
+            fresh = target.forward(positions, placer.before_layer, stop_layer=layer)
+            assert fresh is not None
+            deviation = kv_deviation(
+                _at(fresh, torch.isin(positions, running.positions)),
+                _at(placer.stale(layer), keep.nonzero().squeeze(1)),
+            )
+            chosen = policy.select(
+                replace(running, deviation=target.all_reduce(deviation)),
+                min(round(ratio * width * total), len(running.positions)),
+            )
+            keep[keep.clone()] = chosen
+        recomputed = candidates.positions[keep]
+        positions = _merge(recomputed, forced)
+        target.forward(positions, placer.before_layer)
+    return FuseResult(recomputed, len(positions), loader.wait_s, loader.loaded_bytes)
+
+
+def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
+    """Return the KV deviation ``[tokens]``: squared L2 distance of keys plus that of values, summed over KV heads, in fp32."""
+    k = (fresh.k.float() - stale.k.float()).square().sum((0, 2))
+    v = (fresh.v.float() - stale.v.float()).square().sum((0, 2))
+    return k + v
+
+
+class _Placer:
+    """Places each layer once, when the first pass reaches it; later passes find it as the earlier ones left it."""
+
+    def __init__(self, loader: LayerLoader, target: BlendTarget, remember: set[int]):
+        self._loader, self._target, self._remember = loader, target, remember
+        self._next = 0
+        self._stale: dict[int, LayerKV] = {}
+
+    def before_layer(self, layer: int) -> None:
+        while self._next <= layer:
+            placed = self._loader.layer(self._next)
+            if placed is not None:
+                self._target.place(self._next, placed.kv, placed.positions)
+                if self._next in self._remember:
+                    self._stale[self._next] = LayerKV(*(t[:, placed.stale_from :] for t in placed.kv))
+            self._next += 1
+
+    def stale(self, layer: int) -> LayerKV:
+        return self._stale.pop(layer)
+
+
+def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]:
+    # A check at layer 0 would always see zero: its KV depends on the token and its position alone.
+    inside = [(c, w) for c, w in zip(schedule.check_layers, schedule.widths, strict=True) if 0 < c < num_layers]
+    if not inside:
+        raise InputError(
+            f"No check layer of {list(schedule.check_layers)} lies inside this model's layers 1 to {num_layers - 1}."
+        )
+    return inside
+
+
+def _candidates(plan: BlendPlan, device: torch.device) -> Candidates:
+    """Return every token with stale KV; the prompt's last token is none, since its logits must be computed."""
+    last = plan.num_tokens - 1
+    parts = [(i, s.start, min(s.end, last)) for i, s in enumerate(plan.stale)]
+    return Candidates(
+        _cat([torch.arange(a, b, device=device) for _, a, b in parts], device),
+        _cat([torch.full((b - a,), i, device=device) for i, a, b in parts], device),
+        _cat([torch.arange(b - a, device=device) for _, a, b in parts], device),
+    )
+
+
+def _forced(plan: BlendPlan, candidates: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the positions that are neither exact nor candidates: text, missing chunks, the question."""
+    every = torch.arange(plan.exact_tokens, plan.num_tokens, device=device)
+    return every[~torch.isin(every, candidates)]
+
+
+def _select_unmeasured(policy: SelectionPolicy, candidates: Candidates, count: int) -> torch.Tensor:
+    if not policy.needs_deviation:
+        return policy.select(candidates, count)
+    return torch.full_like(candidates.positions, count > 0, dtype=torch.bool)
+
+
+def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:
+    return Candidates(candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep])
+
+
+def _at(kv: LayerKV, tokens: torch.Tensor) -> LayerKV:
+    return LayerKV(kv.k[:, tokens], kv.v[:, tokens])
+
+
+def _merge(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.cat([a, b]).sort().values
+
+
+def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64, device=device)

@@ -1,0 +1,136 @@
+"""Moving keys to another position: one fp32 rotation by the model's own RoPE table.
+
+The layout of the rotation (which dimensions pair up, how many rotate, which table a layer uses) is not read from a model's
+name but measured: the same tokens are run at two offsets, and the layout that turns one set of keys into the other is
+the model's. A model for which none does is not blended. See docs/architecture.md, "Rotation".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Positions ``[n]`` to the model's own fp32 cos and sin, each ``[n, rotated_dims]``, scaling included."""
+
+Layout = Literal["half", "interleaved", "none"]
+
+# Relative error up to which a layout explains a model's keys: the arithmetic noise of a deep forward in that dtype.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 8e-2}
+
+
+class NotRotaryError(Exception):
+    """The model's keys do not move between positions by any known rotation."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Delta rotation of one RoPE table from source to target positions: fp32 cos and sin, each ``[tokens, rotated_dims / 2]``."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Rope:
+    """The rotations of a whole model: a table and a layout for each layer."""
+
+    def __init__(self, tables: Sequence[CosSin], table_of_layer: Sequence[int], layout_of_layer: Sequence[Layout]):
+        """Give the distinct tables, and for each layer which table and which layout it uses."""
+        self._tables = tuple(tables)
+        self.table_of_layer = tuple(table_of_layer)
+        self.layout_of_layer = tuple(layout_of_layer)
+
+    def rotations(self, source: torch.Tensor, target: torch.Tensor) -> list[Rotation]:
+        """Return one delta rotation per table, to be reused by all layers.
+
+        Args:
+            source: Positions ``[tokens]`` the keys were computed at.
+            target: Positions ``[tokens]`` they are wanted at.
+        """
+        return [_delta(table, source, target) for table in self._tables]
+
+    def rotate(self, layer: int, k: torch.Tensor, rotations: Sequence[Rotation], first: int = 0) -> torch.Tensor:
+        """Return the keys of ``layer``, ``[kv_heads, tokens, head_dim]``, moved; computed in fp32, in the dtype of ``k``.
+
+        The tokens before ``first`` stay as they are; the rotations are for those from ``first`` on.
+        """
+        layout = self.layout_of_layer[layer]
+        if layout == "none" or first == k.shape[1]:
+            return k
+        return apply_rotation(k, rotations[self.table_of_layer[layer]], layout, first)
+
+
+def _half_table(x: torch.Tensor) -> torch.Tensor:
+    """Return the ``rotated_dims / 2`` distinct columns of a table that repeats each, side by side or pairwise."""
+    half = x.shape[-1] // 2
+    return x[:, :half] if torch.equal(x[:, :half], x[:, half:]) else x[:, 0::2]
+
+
+def _delta(table: CosSin, source: torch.Tensor, target: torch.Tensor) -> Rotation:
+    cos_o, sin_o = (_half_table(x) for x in table(source))
+    cos_n, sin_n = (_half_table(x) for x in table(target))
+    # YaRN scales cos and sin: dividing by the squared norm leaves a pure rotation.
+    norm = cos_o.square() + sin_o.square()
+    return Rotation((cos_n * cos_o + sin_n * sin_o) / norm, (sin_n * cos_o - cos_n * sin_o) / norm)
+
+
+def apply_rotation(k: torch.Tensor, rotation: Rotation, layout: Layout, first: int = 0) -> torch.Tensor:
+    """Return a copy of ``k``, ``[kv_heads, tokens, head_dim]``, whose tokens from ``first`` on are rotated, in fp32.
+
+    Dimensions beyond the rotated ones pass through.
+    """
+    half = rotation.cos.shape[-1]
+    out = k.clone()
+    if layout == "half":
+        left, right = slice(0, half), slice(half, 2 * half)
+    else:
+        left, right = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    a, b = k[:, first:, left].float(), k[:, first:, right].float()
+    out[:, first:, left] = a * rotation.cos - b * rotation.sin
+    out[:, first:, right] = b * rotation.cos + a * rotation.sin
+    return out
+
+
+def detect_rope(
+    tables: Sequence[CosSin],
+    keys_at_source: Sequence[torch.Tensor],
+    keys_at_target: Sequence[torch.Tensor],
+    source: torch.Tensor,
+    target: torch.Tensor,
+) -> Rope:
+    """Find, for each layer, the table and layout that turn the keys at ``source`` into the keys at ``target``.
+
+    Args:
+        tables: Every RoPE table found in the model (none for models without rotation).
+        keys_at_source: Per layer, ``[kv_heads, tokens, head_dim]`` of a token sequence run at positions ``source``.
+        keys_at_target: The same tokens run at positions ``target``.
+        source: ``[tokens]``.
+        target: ``[tokens]``, ``source`` plus a constant (so that attention within the sequence is unchanged).
+
+    Raises:
+        NotRotaryError: For some layer no candidate fits.
+    """
+    deltas = [_delta(table, source, target) for table in tables]
+    chosen: list[tuple[int, Layout]] = []
+    for layer, (old, new) in enumerate(zip(keys_at_source, keys_at_target, strict=True)):
+        best: tuple[float, int, Layout] = (_relative_error(old, new), 0, "none")
+        for index, delta in enumerate(deltas):
+            if 2 * delta.cos.shape[-1] > old.shape[-1]:
+                continue
+            for layout in ("half", "interleaved"):
+                error = _relative_error(apply_rotation(old, delta, layout), new)
+                best = min(best, (error, index, layout))
+        if not best[0] <= _TOLERANCE[old.dtype]:
+            raise NotRotaryError(
+                f"keys of layer {layer} do not move between positions by any known rotation (best relative error {best[0]:.2g})"
+            )
+        chosen.append((best[1], best[2]))
+    return Rope(tables, [index for index, _ in chosen], [layout for _, layout in chosen])
+
+
+def _relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    want = want.float()
+    return float((got.float() - want).norm() / want.norm().clamp_min(1e-30))

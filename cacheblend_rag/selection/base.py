@@ -1,0 +1,46 @@
+"""The interface of a token-selection policy: which of the tokens with stored KV to recompute."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens with stored, inexact KV, in ascending position. All tensors are ``[candidates]`` on one device.
+
+    Attributes:
+        positions: Absolute positions in the prompt.
+        chunk: Which chunk of the prompt each belongs to, counting chunks with candidates from 0.
+        offset: Index within its chunk.
+        deviation: KV deviation at the check layer (fp32, summed over KV heads and dimensions of K and V), for policies
+            that need it.
+    """
+
+    positions: torch.Tensor
+    chunk: torch.Tensor
+    offset: torch.Tensor
+    deviation: torch.Tensor | None = None
+
+
+class SelectionPolicy(ABC):
+    """Chooses tokens to recompute. The question, text between chunks and missing chunks are always recomputed besides.
+
+    Attributes:
+        name: What users call it.
+        needs_deviation: Whether KV deviation must be measured first (costs the dense pass up to the check layer).
+    """
+
+    name: ClassVar[str]
+    needs_deviation: ClassVar[bool] = False
+
+    @abstractmethod
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return a boolean mask ``[candidates]`` of the tokens to recompute, about ``count`` of them.
+
+        Must depend on its arguments alone, so that every tensor-parallel rank chooses the same tokens.
+        """
