@@ -1,0 +1,49 @@
+"""KV stores: one canonical, immutable copy of each chunk's KV cache, in RAM and on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.disk import DiskStore
+from cacheblend_rag.store.memory import MemoryStore
+from cacheblend_rag.store.tiered import TieredStore
+
+__all__ = [
+    "DiskStore",
+    "EntryInfo",
+    "KVStore",
+    "MemoryStore",
+    "StoreStats",
+    "TieredStore",
+    "VerifyReport",
+    "open_store",
+]
+
+
+def open_store(
+    path: Path | str | None = None, ram_budget: int | None = None, disk_budget: int | None = None
+) -> KVStore:
+    """Open the usual store: RAM in front of the disk, or RAM alone.
+
+    Args:
+        path: Directory of the disk tier, made where it is missing; None for no disk tier.
+        ram_budget: Bytes of KV held in RAM; None for a quarter of the machine's memory.
+        disk_budget: Bytes of KV held on disk; None for half of what the disk has free besides what the store holds.
+
+    Raises:
+        StoreError: ``path`` is not a directory or cannot be made.
+    """
+    if ram_budget is None:
+        ram_budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    ram = MemoryStore(ram_budget)
+    if path is None:
+        return ram
+    disk = DiskStore(path)
+    if disk_budget is None:
+        # Counting what it holds as free keeps the budget the same however full the store is.
+        disk_budget = (shutil.disk_usage(path).free + disk.stats().nbytes) // 2
+    disk.budget = disk_budget
+    return TieredStore([ram, disk])

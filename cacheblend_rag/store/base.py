@@ -1,0 +1,116 @@
+"""The contract of a KV store. See docs/architecture.md for who calls what when."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cacheblend_rag.kv import ChunkKV, KVKey, StoredKV
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """One stored entry as ``cacheblend store ls`` lists it. Sizes in bytes, times in seconds since the epoch."""
+
+    key: KVKey
+    nbytes: int
+    tier: str
+    last_used: float
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counters since the store was opened, and its present contents. Sizes in bytes."""
+
+    tier: str
+    entries: int
+    nbytes: int
+    budget: int | None  # None: no limit
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    evictions: int = 0
+    damaged: int = 0
+    tiers: tuple[StoreStats, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a full check found. Damaged entries have been removed when ``repair`` was asked for."""
+
+    checked: int
+    damaged: tuple[KVKey, ...]
+
+
+class KVStore(ABC):
+    """One canonical, immutable copy of KV per key (design: KVStore).
+
+    All methods may be called from several threads. ``put`` is atomic: a reader sees a whole entry or none. A damaged or
+    missing entry is a miss, never a wrong answer.
+
+    Attributes:
+        budget: Bytes that :meth:`put` stays within; None: no limit.
+    """
+
+    budget: int | None = None
+
+    @abstractmethod
+    def get(self, key: KVKey) -> StoredKV | None:
+        """Return a readable entry and mark it as used, or None for a miss. Layers are read when asked for."""
+
+    @abstractmethod
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        """Store ``kv``; a key that is present is only marked as used. Return whether it is in the store afterwards.
+
+        False means that it cannot fit the budget (larger than it, or everything else is pinned).
+
+        Raises:
+            StoreError: The medium refuses (disk full, read-only). Existing entries are untouched.
+        """
+
+    @abstractmethod
+    def contains(self, key: KVKey) -> bool:
+        """Say whether ``key`` is present, without reading it or marking it as used."""
+
+    @abstractmethod
+    def delete(self, key: KVKey) -> bool:
+        """Remove an entry; readers that hold it finish undisturbed. Return whether it was there."""
+
+    @abstractmethod
+    def pin(self, key: KVKey) -> None:
+        """Keep an entry from eviction until :meth:`unpin` is called as often (in this process).
+
+        A pin belongs to the key, present or not. It does not stand in the way of :meth:`delete`.
+        """
+
+    @abstractmethod
+    def unpin(self, key: KVKey) -> None:
+        """Undo one :meth:`pin`.
+
+        Raises:
+            ValueError: The key is not pinned.
+        """
+
+    def touch(self, key: KVKey) -> None:  # noqa: B027 - not every tier has a cheap way
+        """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
+
+    @abstractmethod
+    def entries(self) -> Iterator[EntryInfo]:
+        """List what is stored, least recently used first."""
+
+    @abstractmethod
+    def evict(self, to_bytes: int) -> int:
+        """Evict least recently used, unpinned entries until at most ``to_bytes`` remain. Return the bytes freed."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """Return counters and contents."""
+
+    @abstractmethod
+    def verify(self, repair: bool = True) -> VerifyReport:
+        """Read every entry against its checksums; with ``repair``, remove the damaged ones."""
+
+    def close(self) -> None:  # noqa: B027 - not every tier holds something open
+        """Release handles. The store must not be used afterwards."""

@@ -1,0 +1,198 @@
+"""The directory of entries that all processes on one store share: who holds the lock may change it."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.kv import KVKey
+
+LOCK_TIMEOUT_S = 60.0
+_KEY = re.compile(r"[0-9a-f]{8,128}")  # nothing else becomes a file name, whatever a user types after `store rm`
+_USAGE = struct.Struct("<qq")
+
+
+class EntryFile(NamedTuple):
+    """One entry's file as the directory lists it. ``mtime_ns`` is when it was last used; it is the LRU clock."""
+
+    mtime_ns: int
+    key: KVKey
+    nbytes: int
+
+
+class EntryDirectory:
+    """``<root>/kv``: one file per entry, a lock, and a count of the bytes in use.
+
+    The count is an upper bound at every instant, also after a crash: it is raised before a file appears and lowered
+    after one is gone. So a put need not list the directory; :meth:`recount` (at open, and when eviction has used up
+    what it knows) makes it exact.
+    """
+
+    def __init__(self, path: Path):
+        """Describe the directory at ``path``; touches nothing."""
+        self.path = path
+        self.mutex = threading.RLock()  # threads queue here, so that they do not poll for the file lock
+        self._usage = path / "usage"
+        self._candidates: dict[KVKey, EntryFile] = {}
+        self._clock_lock = threading.Lock()
+        self._clock_ns = 0
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock against every thread and process. Methods marked "Locked" need it.
+
+        Raises:
+            filelock.Timeout: Somebody has held it for :data:`LOCK_TIMEOUT_S`.
+            OSError: The lock file cannot be written.
+        """
+        # A new FileLock each time: one that was made before a fork cannot be used after it.
+        with self.mutex, FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_S, poll_interval=0.005):
+            yield
+
+    def file(self, key: KVKey) -> Path:
+        """Return the path of ``key``'s file, whether or not it exists.
+
+        Raises:
+            InputError: ``key`` is not a KV key.
+        """
+        if not _KEY.fullmatch(key):
+            raise InputError(f"{key!r} is not the id of a KV entry: ids are hex digits, see `cacheblend store ls`")
+        return self.path / key[:2] / f"{key}.safetensors"
+
+    def size(self, key: KVKey) -> int | None:
+        """Return the size of ``key``'s file in bytes, None where there is none."""
+        try:
+            return self.file(key).stat().st_size
+        except OSError:
+            return None
+
+    def touch(self, path: Path) -> None:
+        """Mark a file as used now; silent where that is not permitted."""
+        with self._clock_lock:
+            self._clock_ns = max(time.time_ns(), self._clock_ns + 1)  # two uses never tie
+            now = self._clock_ns
+        with suppress(OSError):
+            os.utime(path, ns=(now, now))
+
+    def scan(self) -> list[EntryFile]:
+        """List all entries, least recently used first."""
+        found = []
+        for shard in _listing(self.path):
+            if len(shard.name) != 2 or not shard.is_dir():
+                continue
+            for file in _listing(shard.path):
+                key = KVKey(file.name.removesuffix(".safetensors"))
+                if key == file.name or not _KEY.fullmatch(key):
+                    continue
+                with suppress(FileNotFoundError):  # evicted since it was listed
+                    status = file.stat()
+                    found.append(EntryFile(status.st_mtime_ns, key, status.st_size))
+        return sorted(found)
+
+    def used(self) -> int:
+        """Return an upper bound of the bytes in use. Locked."""
+        with suppress(OSError, struct.error):
+            count: int
+            count, check = _USAGE.unpack(self._usage.read_bytes())
+            if count >= 0 and check == ~count:
+                return count
+        return self.recount()
+
+    def recount(self) -> int:
+        """Make the count and the candidates for eviction exact, and return the count. Locked."""
+        files = self.scan()
+        self._candidates = {file.key: file for file in files}
+        count = sum(file.nbytes for file in files)
+        self._write_usage(count)
+        return count
+
+    def publish(self, temporary: Path, key: KVKey, nbytes: int) -> None:
+        """Make a written and synced file of ``nbytes`` the entry ``key``. Locked."""
+        target = self.file(key)
+        self.touch(temporary)
+        target.parent.mkdir(exist_ok=True)
+        self._write_usage(self.used() + nbytes)
+        temporary.replace(target)
+
+    def remove(self, key: KVKey) -> int | None:
+        """Remove an entry; return its size, None where there is none. Locked."""
+        size = self.size(key)
+        if size is None:
+            return None
+        used = self.used()
+        self.file(key).unlink()
+        self._write_usage(max(0, used - size))
+        return size
+
+    def evict(self, limit: int, keep: Callable[[KVKey], bool]) -> list[int]:
+        """Remove least recently used entries until at most ``limit`` bytes are in use; return their sizes. Locked.
+
+        Candidates come from the last :meth:`recount`. One that was used or replaced since has another mtime and is
+        newer than all that remain, so the order is exact without listing the directory again.
+        """
+        used = self.used()
+        exact = False
+        freed: list[int] = []
+        try:
+            while used > limit:
+                victim = next((file for file in self._candidates.values() if not keep(file.key)), None)
+                if victim is None:
+                    if exact:
+                        break
+                    used, exact = self.recount(), True
+                elif self._remove_unchanged(victim):
+                    used -= victim.nbytes
+                    freed.append(victim.nbytes)
+        finally:
+            self._write_usage(used)
+        return freed
+
+    def _remove_unchanged(self, victim: EntryFile) -> bool:
+        path = self.file(victim.key)
+        try:
+            status = path.stat()
+            unchanged = (status.st_mtime_ns, status.st_size) == (victim.mtime_ns, victim.nbytes)
+            if unchanged:
+                path.unlink()
+        except FileNotFoundError:
+            unchanged = False
+        del self._candidates[victim.key]
+        return unchanged
+
+    def _write_usage(self, count: int) -> None:
+        try:
+            # In place and within one sector: works on a full disk; the complement tells a count from garbage.
+            fd = os.open(self._usage, os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                os.write(fd, _USAGE.pack(count, ~count))
+            finally:
+                os.close(fd)
+        except OSError:
+            self._usage.unlink(missing_ok=True)  # an unknown count is made anew, a wrong one would be believed
+
+
+def sync(path: Path) -> None:
+    """Force a file or a directory to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _listing(path: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError:
+        return []

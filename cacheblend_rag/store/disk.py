@@ -1,0 +1,230 @@
+"""The disk tier. Its format and what it guarantees are described in ``docs/store.md``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cacheblend_rag.errors import DamagedKVError, StoreError
+from cacheblend_rag.kv import ChunkKV, KVKey
+from cacheblend_rag.store import kvfile
+from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.bookkeeping import Events, Pins
+from cacheblend_rag.store.codec import get_codec
+from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
+from cacheblend_rag.store.faults import explain, explained
+from cacheblend_rag.store.spool import Spool
+
+_log = logging.getLogger(__name__)
+
+
+class DiskStore(KVStore):
+    """KV entries in files under one directory, which any number of processes may use at once.
+
+    Readers take no lock. Budgets count whole files; a process keeps the shared total within its own budget.
+    Entries being written count once they are complete.
+    """
+
+    def __init__(self, root: Path | str, budget: int | None = None, codec: str = "raw"):
+        """Open the store at ``root``, creating the directory where it is missing.
+
+        Args:
+            root: The store's directory. One that cannot be written to can still be read.
+            budget: Bytes on disk to stay within when putting (None: no limit).
+            codec: How new entries are encoded; the one named in their keys.
+
+        Raises:
+            StoreError: ``root`` is not a directory or cannot be made.
+        """
+        self.root = Path(root)
+        self.budget = budget
+        self._codec = get_codec(codec)
+        self._directory = EntryDirectory(self.root / "kv")
+        self._spool = Spool(self.root / "tmp")
+        self._pins = Pins()
+        self._events = Events()
+        self._condemned: set[tuple[KVKey, int]] = set()
+        self._prepare()
+
+    def get(self, key: KVKey) -> kvfile.KVFile | None:
+        """See :meth:`KVStore.get`. The handle keeps its file open; it stays whole when the entry is evicted."""
+        path = self._directory.file(key)
+        found = self._open(path, key)
+        if found is not None:
+            self._directory.touch(path)
+        self._events.add("misses" if found is None else "hits")
+        return found
+
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        """See :meth:`KVStore.put`. On return the entry is on the disk itself, not only in the system's cache."""
+        path = self._directory.file(key)
+        if self.contains(key):
+            self._directory.touch(path)
+            return True
+        encoded = kvfile.encode(key, kv, self._codec)
+        if not self._fits(key, encoded.nbytes):
+            return False
+        with self._writing(), self._temporary() as temporary:
+            kvfile.write(encoded, temporary)
+            # The library makes files private; who may use the directory may use what is in it.
+            temporary.chmod(self.root.stat().st_mode & 0o666)
+            sync(temporary)
+            size = temporary.stat().st_size
+            with self._directory.exclusive():
+                if self.contains(key):  # another writer was faster
+                    self._directory.touch(path)
+                    return True
+                if not self._fits(key, size):
+                    return False
+                if self.budget is not None:
+                    self._evict(self.budget - size)
+                self._directory.publish(temporary, key, size)
+            sync(path.parent)
+            sync(path.parent.parent)
+        self._events.add("puts")
+        return True
+
+    def contains(self, key: KVKey) -> bool:
+        """See :meth:`KVStore.contains`."""
+        try:
+            inode = self._directory.file(key).stat().st_ino
+        except OSError:
+            return False
+        return (key, inode) not in self._condemned
+
+    def delete(self, key: KVKey) -> bool:
+        """See :meth:`KVStore.delete`.
+
+        Raises:
+            StoreError: The entry is there but cannot be removed.
+        """
+        if self._directory.size(key) is None:
+            return False
+        with self._writing(), self._directory.exclusive():
+            return self._directory.remove(key) is not None
+
+    def pin(self, key: KVKey) -> None:
+        """See :meth:`KVStore.pin`. Other processes do not see the pin; a handle survives their evictions anyway."""
+        with self._directory.mutex:
+            self._pins.add(key)
+
+    def unpin(self, key: KVKey) -> None:
+        """See :meth:`KVStore.unpin`."""
+        with self._directory.mutex:
+            self._pins.drop(key)
+
+    def touch(self, key: KVKey) -> None:
+        """See :meth:`KVStore.touch`."""
+        self._directory.touch(self._directory.file(key))
+
+    def entries(self) -> Iterator[EntryInfo]:
+        """See :meth:`KVStore.entries`; sizes are those of the files."""
+        for file in self._directory.scan():
+            yield EntryInfo(file.key, file.nbytes, "disk", file.mtime_ns / 1e9, file.key in self._pins)
+
+    def evict(self, to_bytes: int) -> int:
+        """See :meth:`KVStore.evict`.
+
+        Raises:
+            StoreError: Entries cannot be removed.
+        """
+        with self._writing(), self._directory.exclusive():
+            return self._evict(to_bytes)
+
+    def stats(self) -> StoreStats:
+        """See :meth:`KVStore.stats`; the contents are what all processes have put."""
+        files = self._directory.scan()
+        return StoreStats("disk", len(files), sum(file.nbytes for file in files), self.budget, **self._events.counts())
+
+    def verify(self, repair: bool = True) -> VerifyReport:
+        """See :meth:`KVStore.verify`. Entries that cannot be opened for lack of permission are reported as well."""
+        checked = 0
+        damaged = []
+        for file in self._directory.scan():
+            checked += 1
+            try:
+                entry = kvfile.KVFile(
+                    self._directory.file(file.key), file.key, self._discard if repair else lambda *_: None
+                )
+                for index in range(entry.num_layers):
+                    entry.layer(index)
+            except FileNotFoundError:
+                checked -= 1  # evicted meanwhile
+            except (DamagedKVError, OSError):
+                damaged.append(file.key)
+        return VerifyReport(checked, tuple(damaged))
+
+    def close(self) -> None:
+        """Remove this writer's temporary directory. Handles stay readable."""
+        with suppress(OSError), self._directory.exclusive():
+            self._spool.close()
+
+    def _prepare(self) -> None:
+        entries = self._directory.path
+        try:
+            try:
+                entries.mkdir(parents=True, exist_ok=True)
+            except OSError:
+                # A store that is read-only or on a full disk opens all the same.
+                if not self.root.is_dir() or entries.exists():
+                    raise
+            else:
+                next(entries.iterdir(), None)  # a store that cannot be read must not look like an empty one
+        except OSError as error:
+            raise explain(error, self.root, "open") from error
+        with suppress(OSError), self._directory.exclusive():
+            self._spool.sweep()
+            self._directory.recount()
+
+    def _open(self, path: Path, key: KVKey) -> kvfile.KVFile | None:
+        try:
+            found = kvfile.KVFile(path, key, self._discard)
+        except (FileNotFoundError, DamagedKVError):
+            return None
+        except OSError as error:
+            # Says nothing about the entry (too many open files, no permission), so the file stays.
+            _log.warning("KV entry %s cannot be opened and counts as missing: %s", key, error)
+            return None
+        return None if (key, found.inode) in self._condemned else found
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with explained(self.root, LOCK_TIMEOUT_S):
+            yield
+
+    @contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        self._directory.path.mkdir(parents=True, exist_ok=True)
+        with self._directory.exclusive():
+            path = self._spool.new_file()
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _fits(self, key: KVKey, nbytes: int) -> bool:
+        if self.budget is None:
+            return True
+        with self._directory.mutex:
+            pinned = sum(self._directory.size(other) or 0 for other in self._pins if other != key)
+        return pinned + nbytes <= self.budget
+
+    def _evict(self, to_bytes: int) -> int:
+        freed = self._directory.evict(to_bytes, self._pins.__contains__)
+        self._events.add("evictions", len(freed))
+        return sum(freed)
+
+    def _discard(self, entry: kvfile.KVFile, damage: DamagedKVError) -> None:
+        """Remove a damaged entry, unless another file has taken its place already."""
+        self._events.add("damaged")
+        _log.warning("%s", damage)
+        try:
+            with self._writing(), self._directory.exclusive(), suppress(FileNotFoundError):
+                # The handle still has the file open, so no other file can have its inode number.
+                if entry.path.stat().st_ino == entry.inode:
+                    self._directory.remove(entry.key)
+        except StoreError as error:
+            _log.warning("the damaged entry stays, unused: %s", error)
+            self._condemned.add((entry.key, entry.inode))

@@ -1,0 +1,234 @@
+"""The file format of one KV entry: a safetensors file whose every byte is checked before it is believed.
+
+``docs/store.md`` describes the format. Nothing here knows of budgets, locks or directories.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from cacheblend_rag.errors import DamagedKVError, InputError
+from cacheblend_rag.kv import KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.codec import Codec, get_codec
+
+FORMAT = "cacheblend-kv/1"
+"""Written into every file; a change of the layout needs a new number."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 100_000_000  # what the safetensors library accepts; a flipped length must not make us allocate more
+
+
+class EncodedKV(NamedTuple):
+    """An entry ready to be written: named tensors in host memory, and the metadata that protects them."""
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors in bytes; the file is larger by its header."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def encode(key: KVKey, kv: StoredKV, codec: Codec) -> EncodedKV:
+    """Encode every layer of ``kv`` and compute the checksums.
+
+    Raises:
+        InputError: A tensor has a dtype that the format has no name for.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    metadata = {
+        "format": FORMAT,
+        "key": key,
+        "codec": codec.name,
+        "layers": str(kv.num_layers),
+        "tokens": str(kv.num_tokens),
+        "start": str(kv.start),
+        "nbytes": str(kv.nbytes),
+    }
+    storages: set[int] = set()
+    for index in range(kv.num_layers):
+        state = xxhash.xxh3_128()
+        for name, tensor in sorted(codec.encode(kv.layer(index)).items()):
+            if tensor.dtype not in _DTYPE_NAMES:
+                raise InputError(f"KV of dtype {tensor.dtype} cannot be stored: use one of {', '.join(_DTYPES)}")
+            flat = tensor.detach().to("cpu").contiguous()
+            if flat.untyped_storage().data_ptr() in storages:
+                flat = flat.clone()  # safetensors refuses tensors that share memory, as layers with shared KV do
+            storages.add(flat.untyped_storage().data_ptr())
+            full_name = _name(index, name)
+            tensors[full_name] = flat
+            _update(state, full_name, _DTYPE_NAMES[flat.dtype], list(flat.shape), flat.reshape(-1).view(torch.uint8))
+        metadata[_checksum_name(index)] = state.hexdigest()
+    metadata["checksum"] = _metadata_checksum(metadata)
+    return EncodedKV(tensors, metadata)
+
+
+def write(encoded: EncodedKV, path: Path) -> None:
+    """Write ``encoded`` to ``path``; neither atomic nor synced.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    save_file(encoded.tensors, path, encoded.metadata)
+
+
+class _Place(NamedTuple):
+    """A tensor in the file: what it is, and where it lies, in bytes from the file's beginning."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    nbytes: int
+
+
+class KVFile(StoredKV):
+    """A KV entry that is read from its open file, one layer at a time.
+
+    It reads with ``pread`` into memory of its own and checks that copy: a mapped file would turn an unreadable sector
+    or a truncation into a crash, and could change after it was checked. The open file keeps its bytes readable when
+    the entry is evicted meanwhile, by this process or another.
+    """
+
+    tier = "disk"
+
+    def __init__(self, path: Path, key: KVKey, on_damage: Callable[[KVFile, DamagedKVError], None]):
+        """Open ``path`` and check everything but the layers.
+
+        Args:
+            path: The file.
+            key: The key that it must hold.
+            on_damage: Called with the handle and the error, here or from :meth:`layer`, before the error is raised.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            OSError: The file cannot be opened.
+            DamagedKVError: The file is not a whole entry of ``key``.
+        """
+        self.key = key
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        self._on_damage = on_damage
+        status = os.fstat(self._fd)
+        self.inode = status.st_ino
+        self.file_bytes = status.st_size
+        try:
+            metadata, places = self._parse()
+            self._codec = get_codec(metadata["codec"])
+            self.num_layers = int(metadata["layers"])
+            self.num_tokens = int(metadata["tokens"])
+            self.start = int(metadata["start"])
+            self.nbytes = int(metadata["nbytes"])
+            self._checksums = [metadata[_checksum_name(index)] for index in range(self.num_layers)]
+            self._layers: list[list[_Place]] = [[] for _ in range(self.num_layers)]
+            for place in sorted(places):
+                self._layers[_layer_index(place.name)].append(place)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, InputError) as error:
+            raise self._report(f"header: {error!r}") from error
+
+    def layer(self, index: int) -> LayerKV:
+        """See :meth:`StoredKV.layer`."""
+        if not 0 <= index < self.num_layers:
+            raise IndexError(f"layer {index} of an entry with {self.num_layers} layers")
+        state = xxhash.xxh3_128()
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            for place in self._layers[index]:
+                data = self._read(place.offset, place.nbytes)
+                _update(state, place.name, place.dtype, place.shape, data)  # while the processor's cache still has it
+                tensors[_tensor_name(place.name)] = data.view(_DTYPES[place.dtype]).view(place.shape)
+            if state.hexdigest() != self._checksums[index]:
+                raise ValueError("checksum mismatch")
+        except (ValueError, OSError) as error:
+            raise self._report(f"layer {index}: {error!r}") from error
+        return self._codec.decode(tensors)
+
+    def _report(self, what: str) -> DamagedKVError:
+        damage = DamagedKVError(f"KV entry {self.key} is damaged and counts as missing; {what} ({self.path})")
+        self._on_damage(self, damage)
+        return damage
+
+    def _read(self, offset: int, nbytes: int) -> torch.Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        view = buffer.numpy().data
+        done = 0
+        while done < nbytes:
+            size = os.preadv(self._fd, [view[done:]], offset + done)
+            if not size:
+                raise ValueError("the file ends too early")
+            done += size
+        return buffer
+
+    def _parse(self) -> tuple[dict[str, str], list[_Place]]:
+        """Read the header ourselves: the library would map the file, see the class. Raises what a broken one causes."""
+        (length,) = struct.unpack("<Q", self._read(0, 8).numpy().tobytes())
+        if length > min(_MAX_HEADER, self.file_bytes - 8):
+            raise ValueError(f"header of {length} bytes in a file of {self.file_bytes}")
+        header = json.loads(self._read(8, length).numpy().tobytes())
+        metadata = header.pop("__metadata__")
+        if metadata.pop("checksum") != _metadata_checksum(metadata):
+            raise ValueError("checksum mismatch")
+        if metadata["format"] != FORMAT or metadata["key"] != self.key:
+            raise ValueError(f"holds {metadata['key']} in format {metadata['format']}, not {self.key} in {FORMAT}")
+        places = [_place(name, entry, 8 + length) for name, entry in header.items()]
+        end = max((place.offset + place.nbytes for place in places), default=8 + length)
+        if end != self.file_bytes:
+            raise ValueError(f"{self.file_bytes} bytes instead of {end}")
+        return metadata, places
+
+
+def _place(name: str, entry: Mapping[str, Any], data: int) -> _Place:
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError("sizes that are not whole numbers")
+    nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
+    if end - begin != nbytes:
+        raise ValueError(f"{end - begin} bytes for a tensor of {nbytes}")
+    return _Place(name, dtype, shape, data + begin, nbytes)
+
+
+def _name(index: int, tensor: str) -> str:
+    # Zero-padded, because the library sorts by name: sorted must mean layer by layer.
+    return f"layer.{index:05d}.{tensor}"
+
+
+def _layer_index(name: str) -> int:
+    return int(name.split(".", 2)[1])
+
+
+def _tensor_name(name: str) -> str:
+    return name.split(".", 2)[2]
+
+
+def _checksum_name(index: int) -> str:
+    return f"checksum.{index:05d}"
+
+
+def _update(state: xxhash.xxh3_128, name: str, dtype: str, shape: list[int], data: torch.Tensor) -> None:
+    state.update(f"{name} {dtype} {shape}\n".encode())
+    state.update(data.numpy().data)
+
+
+def _metadata_checksum(metadata: Mapping[str, str]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(metadata, sort_keys=True).encode())

@@ -1,0 +1,195 @@
+"""Several tiers as one store."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.bookkeeping import Events
+
+_log = logging.getLogger(__name__)
+
+
+class TieredStore(KVStore):
+    """Tiers, fastest first. Puts go to every tier; what is read whole from a slower tier moves up into the faster ones.
+
+    Any :class:`KVStore` can be a tier; a remote one goes to the end of the list.
+    """
+
+    def __init__(self, tiers: Sequence[KVStore]):
+        """Combine ``tiers`` (fastest first), which belong to this store from now on.
+
+        Raises:
+            InputError: There are none.
+        """
+        if not tiers:
+            raise InputError("a tiered KV store needs at least one tier")
+        self.tiers = tuple(tiers)
+        self._events = Events()
+        self._lock = threading.RLock()  # reentrant: a handle can end by garbage collection while it is held
+        self._promoting = 0
+
+    def get(self, key: KVKey) -> StoredKV | None:
+        """See :meth:`KVStore.get`. The fastest tier that has the entry serves it; the use counts in all of them."""
+        for level, tier in enumerate(self.tiers):
+            found = tier.get(key)
+            if found is None:
+                continue
+            for slower in self.tiers[level + 1 :]:
+                slower.touch(key)
+            self._events.add("hits")
+            return self._promoted(key, found, self.tiers[:level])
+        self._events.add("misses")
+        return None
+
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        """See :meth:`KVStore.put`. Every tier is tried; True when at least one has the entry.
+
+        Raises:
+            StoreError: A tier refused. The others have been given the entry.
+        """
+        stored = False
+        refusal: StoreError | None = None
+        for tier in self.tiers:
+            try:
+                stored |= tier.put(key, kv)
+            except StoreError as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
+        if stored:
+            self._events.add("puts")
+        return stored
+
+    def contains(self, key: KVKey) -> bool:
+        """See :meth:`KVStore.contains`."""
+        return any(tier.contains(key) for tier in self.tiers)
+
+    def delete(self, key: KVKey) -> bool:
+        """See :meth:`KVStore.delete`; from every tier."""
+        removed = [tier.delete(key) for tier in self.tiers]
+        return any(removed)
+
+    def pin(self, key: KVKey) -> None:
+        """See :meth:`KVStore.pin`; in every tier, so also where a promotion puts the entry later."""
+        for tier in self.tiers:
+            tier.pin(key)
+
+    def unpin(self, key: KVKey) -> None:
+        """See :meth:`KVStore.unpin`."""
+        for tier in self.tiers:
+            tier.unpin(key)
+
+    def touch(self, key: KVKey) -> None:
+        """See :meth:`KVStore.touch`."""
+        for tier in self.tiers:
+            tier.touch(key)
+
+    def entries(self) -> Iterator[EntryInfo]:
+        """See :meth:`KVStore.entries`. Each key once, as the fastest tier that has it lists it."""
+        merged: dict[KVKey, EntryInfo] = {}
+        for tier in self.tiers:
+            for entry in tier.entries():
+                merged.setdefault(entry.key, entry)
+        return iter(sorted(merged.values(), key=lambda entry: entry.last_used))
+
+    def evict(self, to_bytes: int) -> int:
+        """See :meth:`KVStore.evict`; every tier is brought down to ``to_bytes``."""
+        return sum(tier.evict(to_bytes) for tier in self.tiers)
+
+    def stats(self) -> StoreStats:
+        """See :meth:`KVStore.stats`. Entries are counted once, bytes in every tier; the tiers' own stats are nested."""
+        tiers = tuple(tier.stats() for tier in self.tiers)
+        counts = self._events.counts()
+        return StoreStats(
+            tier="tiered",
+            entries=sum(1 for _ in self.entries()),
+            nbytes=sum(stats.nbytes for stats in tiers),
+            budget=self.budget,
+            hits=counts["hits"],
+            misses=counts["misses"],
+            puts=counts["puts"],
+            evictions=sum(stats.evictions for stats in tiers),
+            damaged=sum(stats.damaged for stats in tiers),
+            tiers=tiers,
+        )
+
+    def verify(self, repair: bool = True) -> VerifyReport:
+        """See :meth:`KVStore.verify`; every copy is checked."""
+        reports = [tier.verify(repair) for tier in self.tiers]
+        return VerifyReport(
+            sum(report.checked for report in reports),
+            tuple(dict.fromkeys(key for report in reports for key in report.damaged)),
+        )
+
+    def close(self) -> None:
+        """Close every tier."""
+        for tier in self.tiers:
+            tier.close()
+
+    def _promoted(self, key: KVKey, found: StoredKV, faster: Sequence[KVStore]) -> StoredKV:
+        """Return ``found``, wrapped so that reading all of it puts it into the ``faster`` tiers that can hold it."""
+        targets = [tier for tier in faster if tier.budget is None or tier.budget >= found.nbytes]
+        if not targets:
+            return found
+        limit = max(math.inf if tier.budget is None else tier.budget for tier in targets)
+        with self._lock:
+            if self._promoting + found.nbytes > limit:
+                return found
+            self._promoting += found.nbytes
+        return _Promotion(key, found, targets, self._promotion_ended)
+
+    def _promotion_ended(self, nbytes: int) -> None:
+        with self._lock:
+            self._promoting -= nbytes
+
+
+class _Promotion(StoredKV):
+    """A handle that keeps the layers read through it and, once it has all, puts them into the faster tiers.
+
+    So a promotion costs no read of its own. What unfinished promotions hold together is bounded by the faster tier's
+    budget: of a prompt larger than that, the rest is read through.
+    """
+
+    def __init__(self, key: KVKey, source: StoredKV, targets: Sequence[KVStore], on_end: Callable[[int], None]):
+        """Read from ``source``; call ``on_end`` with its size once, when the promotion is over or given up."""
+        self._key = key
+        self._source = source
+        self._targets = targets
+        self._layers: dict[int, LayerKV] = {}
+        self._lock = threading.Lock()
+        self.num_layers = source.num_layers
+        self.num_tokens = source.num_tokens
+        self.start = source.start
+        self.nbytes = source.nbytes
+        self.tier = source.tier
+        self._end = weakref.finalize(self, on_end, source.nbytes)
+
+    def layer(self, index: int) -> LayerKV:
+        """See :meth:`StoredKV.layer`."""
+        with self._lock:
+            held = self._layers.get(index)
+        if held is not None:
+            return held
+        layer = self._source.layer(index)
+        with self._lock:
+            complete = index not in self._layers and len(self._layers) == self.num_layers - 1
+            self._layers.setdefault(index, layer)
+        if complete:
+            self._promote()
+        return layer
+
+    def _promote(self) -> None:
+        kv = ChunkKV([self._layers[index] for index in range(self.num_layers)], self.start)
+        for tier in self._targets:
+            try:
+                tier.put(self._key, kv)
+            except StoreError as error:  # the read itself went well
+                _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
+        self._end()
