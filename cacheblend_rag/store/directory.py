@@ -116,13 +116,21 @@ class EntryDirectory:
         self._write_usage(count)
         return count
 
-    def publish(self, temporary: Path, key: KVKey, nbytes: int) -> None:
-        """Make a written and synced file of ``nbytes`` the entry ``key``. Locked."""
+    def publish(self, temporary: Path, key: KVKey, nbytes: int) -> list[Path]:
+        """Make a written and synced file of ``nbytes`` the entry ``key``. Locked.
+
+        Returns:
+            The directories to sync (without the lock) for the entry to outlast a power failure.
+        """
         target = self.file(key)
         self.touch(temporary)
-        target.parent.mkdir(exist_ok=True)
+        changed = [target.parent]
+        if not target.parent.exists():
+            target.parent.mkdir()
+            changed.append(self.path)
         self._write_usage(self.used() + nbytes)
         temporary.replace(target)
+        return changed
 
     def remove(self, key: KVKey) -> int | None:
         """Remove an entry; return its size, None where there is none. Locked."""

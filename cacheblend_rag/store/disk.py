@@ -80,9 +80,9 @@ class DiskStore(KVStore):
                     return False
                 if self.budget is not None:
                     self._evict(self.budget - size)
-                self._directory.publish(temporary, key, size)
-            sync(path.parent)
-            sync(path.parent.parent)
+                changed = self._directory.publish(temporary, key, size)
+            for directory in changed:
+                sync(directory)
         self._events.add("puts")
         return True
 

@@ -65,16 +65,16 @@ def encode(key: KVKey, kv: StoredKV, codec: Codec) -> EncodedKV:
         "start": str(kv.start),
         "nbytes": str(kv.nbytes),
     }
-    storages: set[int] = set()
+    taken: set[int] = set()
     for index in range(kv.num_layers):
         state = xxhash.xxh3_128()
         for name, tensor in sorted(codec.encode(kv.layer(index)).items()):
             if tensor.dtype not in _DTYPE_NAMES:
                 raise InputError(f"KV of dtype {tensor.dtype} cannot be stored: use one of {', '.join(_DTYPES)}")
             flat = tensor.detach().to("cpu").contiguous()
-            if flat.untyped_storage().data_ptr() in storages:
-                flat = flat.clone()  # safetensors refuses tensors that share memory, as layers with shared KV do
-            storages.add(flat.untyped_storage().data_ptr())
+            if flat.data_ptr() in taken:
+                flat = flat.clone()  # safetensors refuses tensors that are one in memory, as layers with shared KV are
+            taken.add(flat.data_ptr())
             full_name = _name(index, name)
             tensors[full_name] = flat
             _update(state, full_name, _DTYPE_NAMES[flat.dtype], list(flat.shape), flat.reshape(-1).view(torch.uint8))

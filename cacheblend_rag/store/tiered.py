@@ -54,6 +54,7 @@ class TieredStore(KVStore):
         Raises:
             StoreError: A tier refused. The others have been given the entry.
         """
+        known = self.contains(key)
         stored = False
         refusal: StoreError | None = None
         for tier in self.tiers:
@@ -63,7 +64,7 @@ class TieredStore(KVStore):
                 refusal = refusal or error
         if refusal is not None:
             raise refusal
-        if stored:
+        if stored and not known:
             self._events.add("puts")
         return stored
 

@@ -1,0 +1,47 @@
+"""Entries whose contents follow from a number, so that any process can tell a right tensor from a wrong one."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV, StoredKV
+
+
+def key_of(number: int) -> KVKey:
+    return KVKey(hashlib.sha256(str(number).encode()).hexdigest()[:40])
+
+
+def kv_of(number: int, layers: int = 2, tokens: int = 3, dtype: torch.dtype = torch.float32) -> ChunkKV:
+    generator = torch.Generator().manual_seed(number)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return ChunkKV([LayerKV(tensor(2, tokens, 4), tensor(2, tokens, 6)) for _ in range(layers)], start=number % 7)
+
+
+def same(stored: StoredKV, expected: ChunkKV) -> bool:
+    """Read every layer of ``stored`` and compare all there is to compare, bit for bit."""
+    described = (stored.num_layers, stored.num_tokens, stored.start, stored.nbytes)
+    if described != (expected.num_layers, expected.num_tokens, expected.start, expected.nbytes):
+        return False
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for index in range(expected.num_layers)
+        for a, b in zip(stored.layer(index), expected.layer(index), strict=True)
+    )
+
+
+@contextmanager
+def memory_directory() -> Iterator[Path]:
+    """A directory that is quick to sync where there is one; open to other users, unlike pytest's."""
+    shared_memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as path:
+        Path(path).chmod(0o755)
+        yield Path(path)

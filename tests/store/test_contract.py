@@ -1,0 +1,263 @@
+"""What every store promises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
+from tests.store.samples import key_of, kv_of, same
+
+Open = Callable[[int | None], KVStore]
+"""Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
+
+
+@pytest.fixture(params=["memory", "disk", "tiered", "tiered_disk_only"])
+def open_with(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    opened: list[KVStore] = []
+    measured = DiskStore(tmp_path / "measured")
+    measured.put(key_of(0), kv_of(0))
+    file_size = measured.stats().nbytes
+
+    def open_it(entries: int | None = None) -> KVStore:
+        ram = MemoryStore(None if entries is None else entries * kv_of(0).nbytes)
+        disk = DiskStore(tmp_path / "store", None if entries is None else entries * file_size)
+        stores: dict[str, KVStore] = {
+            "memory": ram,
+            "disk": disk,
+            "tiered": TieredStore([ram, disk]),
+            "tiered_disk_only": TieredStore([disk]),
+        }
+        opened.append(stores[request.param])
+        return opened[-1]
+
+    yield open_it
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(open_with: Open) -> KVStore:
+    return open_with(None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_what_is_put_is_what_is_got(store: KVStore, dtype: torch.dtype) -> None:
+    assert store.put(key_of(1), kv_of(1, dtype=dtype))
+    found = store.get(key_of(1))
+    assert found is not None
+    assert same(found, kv_of(1, dtype=dtype))
+
+
+def test_layers_may_differ_in_shape_and_dtype_and_be_read_in_any_order(store: KVStore) -> None:
+    kv = ChunkKV(
+        [LayerKV(torch.randn(heads, 5, dim).to(dtype), torch.randn(heads, 5, 2 * dim).to(dtype))
+         for heads, dim, dtype in [(1, 8, torch.float32), (4, 2, torch.bfloat16), (2, 6, torch.float16)]],
+        start=9,
+    )  # fmt: skip
+    assert store.put(key_of(1), kv)
+    found = store.get(key_of(1))
+    assert found is not None
+    for index in (2, 0, 1, 2):
+        assert all(torch.equal(a, b) for a, b in zip(found.layer(index), kv.layer(index), strict=True))
+    assert same(found, kv)
+
+
+def test_views_and_shared_tensors_are_stored_as_what_they_show(store: KVStore) -> None:
+    batch = torch.randn(3, 4, 2, 5, 8)
+    shared = LayerKV(batch[1, 0].transpose(0, 1), batch[1, 0].transpose(0, 1))
+    kv = ChunkKV([shared, shared, LayerKV(batch[1, 2][:, 1:4], batch[1, 3][:, 1:4])], start=0)
+    expected = ChunkKV([LayerKV(k.clone(), v.clone()) for k, v in kv.layers], start=0)
+    assert store.put(key_of(1), kv)
+    batch.zero_()
+    found = store.get(key_of(1))
+    assert found is not None
+    assert all(
+        torch.equal(a, b) for index in range(3) for a, b in zip(found.layer(index), expected.layer(index), strict=True)
+    )
+
+
+def test_an_entry_without_tokens_is_an_entry(store: KVStore) -> None:
+    assert store.put(key_of(1), kv_of(1, tokens=0))
+    found = store.get(key_of(1))
+    assert found is not None
+    assert same(found, kv_of(1, tokens=0))
+
+
+def test_a_missing_key_is_a_miss(store: KVStore) -> None:
+    assert store.get(key_of(1)) is None
+    assert not store.contains(key_of(1))
+    assert not store.delete(key_of(1))
+    assert store.stats().misses == 1
+
+
+def test_the_first_put_of_a_key_stays(store: KVStore) -> None:
+    assert store.put(key_of(1), kv_of(1))
+    assert store.put(key_of(1), kv_of(2))
+    found = store.get(key_of(1))
+    assert found is not None
+    assert same(found, kv_of(1))
+    assert store.stats().puts == 1
+
+
+def test_delete_removes_and_leaves_readers_whole(store: KVStore) -> None:
+    store.put(key_of(1), kv_of(1))
+    found = store.get(key_of(1))
+    assert found is not None
+    assert store.delete(key_of(1))
+    assert not store.contains(key_of(1))
+    assert store.get(key_of(1)) is None
+    assert same(found, kv_of(1))
+
+
+def test_the_budget_holds_and_the_least_recently_used_goes_first(open_with: Open) -> None:
+    store = open_with(3)
+    for number in (1, 2, 3):
+        assert store.put(key_of(number), kv_of(number))
+    store.get(key_of(1))
+    store.touch(key_of(2))
+    assert store.put(key_of(4), kv_of(4))
+    assert [entry.key for entry in store.entries()] == [key_of(1), key_of(2), key_of(4)]
+    assert store.put(key_of(1), kv_of(1))
+    assert store.put(key_of(5), kv_of(5))
+    assert [entry.key for entry in store.entries()] == [key_of(4), key_of(1), key_of(5)]
+    assert store.stats().evictions >= 2
+
+
+def test_what_cannot_fit_is_refused_and_evicts_nothing(open_with: Open) -> None:
+    store = open_with(2)
+    store.put(key_of(1), kv_of(1))
+    store.put(key_of(2), kv_of(2))
+    assert not store.put(key_of(3), kv_of(3, tokens=1000))
+    store.pin(key_of(1))
+    store.pin(key_of(2))
+    assert not store.put(key_of(3), kv_of(3))
+    assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
+
+
+def test_pinned_entries_outlast_eviction_until_unpinned_as_often(store: KVStore) -> None:
+    store.put(key_of(1), kv_of(1))
+    store.put(key_of(2), kv_of(2))
+    store.pin(key_of(1))
+    store.pin(key_of(1))
+    store.unpin(key_of(1))
+    assert store.evict(0) > 0
+    assert [(entry.key, entry.pinned) for entry in store.entries()] == [(key_of(1), True)]
+    store.unpin(key_of(1))
+    store.evict(0)
+    assert store.stats().entries == 0
+    with pytest.raises(ValueError, match="not pinned"):
+        store.unpin(key_of(1))
+
+
+def test_a_pin_waits_for_its_entry_and_does_not_prevent_deletion(store: KVStore) -> None:
+    store.pin(key_of(1))
+    store.put(key_of(1), kv_of(1))
+    store.evict(0)
+    assert store.contains(key_of(1))
+    assert store.delete(key_of(1))
+
+
+def test_evict_frees_no_more_than_it_must(store: KVStore) -> None:
+    for number in range(4):
+        store.put(key_of(number), kv_of(number))
+    before = store.stats().nbytes
+    deepest = store.stats().tiers[-1].nbytes if store.stats().tiers else before
+    freed = store.evict(deepest // 2)
+    assert store.stats().nbytes == before - freed
+    assert key_of(3) in {entry.key for entry in store.entries()}
+    assert store.evict(before) == 0
+
+
+def test_counters_count(store: KVStore) -> None:
+    store.put(key_of(1), kv_of(1))
+    store.get(key_of(1))
+    store.get(key_of(1))
+    store.get(key_of(2))
+    stats = store.stats()
+    assert (stats.hits, stats.misses, stats.puts, stats.entries) == (2, 1, 1, 1)
+    assert stats.nbytes >= kv_of(1).nbytes
+
+
+def test_contains_and_listing_do_not_count_as_use(store: KVStore) -> None:
+    for number in (1, 2):
+        store.put(key_of(number), kv_of(number))
+    assert store.contains(key_of(1))
+    assert store.verify().damaged == ()
+    assert [entry.key for entry in store.entries()] == [key_of(1), key_of(2)]
+    assert store.stats().hits == 0
+
+
+def test_verify_checks_every_entry(store: KVStore) -> None:
+    for number in range(3):
+        store.put(key_of(number), kv_of(number))
+    assert store.verify().checked >= 3
+
+
+def test_threads_share_a_store(open_with: Open) -> None:
+    store = open_with(6)
+    barrier = threading.Barrier(4)
+
+    def work(thread: int) -> int:
+        barrier.wait()
+        read = 0
+        for step in range(60):
+            number = (step * 7 + thread * 3) % 10
+            found = store.get(key_of(number))
+            if found is None:
+                store.put(key_of(number), kv_of(number))
+            else:
+                assert same(found, kv_of(number))
+                read += 1
+            if step % 20 == 19:
+                store.evict(0)
+        return read
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(work, range(4))) > 0
+    assert store.stats().damaged == 0
+    assert store.verify().damaged == ()
+
+
+def test_one_handle_serves_many_threads(store: KVStore) -> None:
+    kv = kv_of(1, layers=16, tokens=50)
+    store.put(key_of(1), kv)
+    found = store.get(key_of(1))
+    assert found is not None
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: same(found, kv), range(12)))
+
+
+def test_open_store_without_a_path_is_memory_alone() -> None:
+    store = open_store()
+    assert isinstance(store, MemoryStore)
+    assert store.budget is not None
+
+
+def test_open_store_keeps_entries_on_disk_within_its_budgets(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "deep" / "store", ram_budget=1000, disk_budget=100_000)
+    assert [tier.budget for tier in store.stats().tiers] == [1000, 100_000]
+    store.put(key_of(1), kv_of(1))
+    store.close()
+    again = open_store(tmp_path / "deep" / "store")
+    found = again.get(key_of(1))
+    assert found is not None
+    assert found.tier == "disk"
+    assert same(found, kv_of(1))
+    assert all(tier.budget for tier in again.stats().tiers)
+
+
+def test_keys_are_not_paths(tmp_path: Path) -> None:
+    (tmp_path / "precious.safetensors").touch()
+    store = DiskStore(tmp_path / "store")
+    for key in ("../../precious", "", "ab", "AB" * 20, "ab" * 20 + "\n"):
+        with pytest.raises(InputError, match="hex digits"):
+            store.delete(KVKey(key))
+    assert (tmp_path / "precious.safetensors").exists()
