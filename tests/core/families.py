@@ -1,0 +1,84 @@
+"""Small random models of every family named in the README. Weights are large enough for attention to matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+from transformers import AutoModelForCausalLM
+
+from cacheblend_rag.engines.transformers.loading import usable_attention
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.12,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_HALF_WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+BLENDED: dict[str, Any] = {
+    "llama": lambda: hf.LlamaConfig(**_BASE),
+    "llama3_rope": lambda: hf.LlamaConfig(**_BASE, rope_parameters=_LLAMA3),
+    "yarn_rope": lambda: hf.LlamaConfig(**_BASE, rope_parameters=_YARN),
+    "mistral": lambda: hf.MistralConfig(**_BASE, sliding_window=None),
+    "mistral_window": lambda: hf.MistralConfig(**_BASE, sliding_window=20),
+    "qwen2": lambda: hf.Qwen2Config(**_BASE),
+    "qwen3": lambda: hf.Qwen3Config(**_BASE, head_dim=32),
+    "phi3": lambda: hf.Phi3Config(**_BASE),
+    "phi3_partial": lambda: hf.Phi3Config(**_BASE, partial_rotary_factor=0.5),
+    "gemma2": lambda: hf.Gemma2Config(**_BASE, head_dim=16, sliding_window=20),
+    "gemma3": lambda: hf.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=20, layer_types=_HALF_WINDOWED),
+    "mixtral": lambda: hf.MixtralConfig(**_BASE, num_local_experts=4),
+    "glm": lambda: hf.GlmConfig(**_BASE, head_dim=16),
+}
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 512,
+    "factor": 8.0,
+}
+NOT_BLENDED: dict[str, tuple[Any, str]] = {
+    "learned positions": (lambda: hf.GPT2Config(vocab_size=300, n_embd=64, n_layer=3, n_head=4), "rotation"),
+    "alibi": (lambda: hf.BloomConfig(vocab_size=300, hidden_size=64, n_layer=3, n_head=4), "forward"),
+    "length-dependent rope": (lambda: hf.Phi3Config(**_BASE, rope_parameters=_LONGROPE), "length"),
+    "linear attention": (
+        lambda: hf.Qwen3NextConfig(
+            **_BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ),
+        "linear_attention",
+    ),
+    "one layer": (lambda: hf.LlamaConfig(**{**_BASE, "num_hidden_layers": 1}), "one layer"),
+}
+
+
+def make_model(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """Return the model of ``config`` with seeded weights, norms and biases included."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return usable_attention(model)

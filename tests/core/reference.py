@@ -1,0 +1,154 @@
+"""An independent CacheBlend: the model's full forward over every token, with K and V overridden inside attention.
+
+It shares nothing with the library but the definition of the method: no scattered queries, no cache, no placement, no re-rotation
+(stale KV is computed directly at its position in the prompt, which relative attention allows) and its own masks. It works for
+every family, because the model itself computes q, k and v of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+
+@dataclass
+class Part:
+    """A piece of a prompt: ``kind`` is text, exact (computed in place), stale (computed alone) or missing."""
+
+    ids: list[int]
+    kind: str
+
+
+@dataclass
+class _Run:
+    stale: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    keep: torch.Tensor | None = None  # [tokens]: stale tokens still recomputed
+    is_stale: torch.Tensor | None = None
+    checks: dict[int, int] = field(default_factory=dict)  # layer -> how many tokens to keep
+    fresh_below: int = 0
+    captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    deviation: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+_run: _Run | None = None
+
+
+def _attention(
+    module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    _mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    assert _run is not None
+    layer = module.layer_idx
+    if _run.captured is not None:
+        _run.captured[layer] = (k[0].clone(), v[0].clone())
+    if _run.is_stale is not None and layer >= _run.fresh_below:
+        stale_k, stale_v = _run.stale[layer]
+        if layer in _run.checks:
+            deviation = ((k[0] - stale_k) ** 2).sum((0, 2)) + ((v[0] - stale_v) ** 2).sum((0, 2))
+            _run.deviation[layer] = deviation
+            deviation = deviation.masked_fill(~_run.keep, -1)
+            best = sorted(range(len(deviation)), key=lambda i: (-float(deviation[i]), i))[: _run.checks[layer]]
+            _run.keep = torch.zeros_like(_run.keep)
+            _run.keep[best] = True
+        frozen = (_run.is_stale & ~_run.keep)[None, :, None]
+        k, v = torch.where(frozen, stale_k, k[0])[None], torch.where(frozen, stale_v, v[0])[None]
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * (scaling or q.shape[-1] ** -0.5)
+    if kwargs.get("softcap"):
+        scores = torch.tanh(scores / kwargs["softcap"]) * kwargs["softcap"]
+    row, column = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])[None]
+    hidden = column > row
+    window = kwargs.get("sliding_window")
+    if window:
+        hidden = hidden | (column <= row - window)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ v.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("reference_blend", _attention)
+
+
+@contextmanager
+def _reference_attention(model: Any, run: _Run) -> Any:
+    global _run
+    before = model.config._attn_implementation
+    model.set_attn_implementation("reference_blend")
+    _run = run
+    try:
+        yield
+    finally:
+        _run = None
+        model.set_attn_implementation(before)
+
+
+def _forward(model: Any, ids: Sequence[int], first_position: int = 0) -> torch.Tensor:
+    positions = torch.arange(first_position, first_position + len(ids))[None]
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(ids)]), position_ids=positions, use_cache=False).logits[0, -1]
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    recomputed: list[int]
+    deviation: dict[int, torch.Tensor]
+
+
+def blend(
+    model: Any,
+    header: list[int],
+    parts: Sequence[Part],
+    ratio: float,
+    check_layers: Sequence[int] = (1,),
+    widths: Sequence[float] = (1.0,),
+    chosen: Sequence[int] | None = None,
+) -> Result:
+    """Blend the prompt made of ``parts``; ``chosen`` fixes the recomputed positions instead of choosing by deviation."""
+    ids = [i for part in parts for i in part.ids]
+    layers = model.config.get_text_config().num_hidden_layers
+    is_stale = torch.zeros(len(ids), dtype=torch.bool)
+    stale: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    start = 0
+    for part in parts:
+        end = start + len(part.ids)
+        if part.kind == "stale":
+            is_stale[start:end] = True
+            run = _Run(captured={})
+            with _reference_attention(model, run):
+                _forward(model, header + part.ids, start - len(header))
+            for layer, (k, v) in run.captured.items():
+                if layer not in stale:
+                    stale[layer] = (
+                        k.new_zeros(k.shape[0], len(ids), k.shape[2]),
+                        v.new_zeros(v.shape[0], len(ids), v.shape[2]),
+                    )
+                stale[layer][0][:, start:end], stale[layer][1][:, start:end] = k[:, len(header) :], v[:, len(header) :]
+        start = end
+    is_stale[-1] = False  # the last token's logits are wanted: it is always computed
+    total = int(is_stale.sum())
+    count = round(ratio * total)
+    run = _Run(stale=stale, is_stale=is_stale, keep=is_stale.clone())
+    if chosen is not None:
+        run.keep = torch.zeros_like(is_stale)
+        run.keep[list(chosen)] = True
+    elif count == 0:
+        run.keep = torch.zeros_like(is_stale)
+    elif count < total:
+        sizes, size = {}, total
+        for layer, width in zip(check_layers, widths, strict=True):
+            sizes[layer] = size = min(round(ratio * width * total), size)
+        run.checks, run.fresh_below = sizes, min(check_layers)
+    assert layers == len(stale) or not total
+    with _reference_attention(model, run):
+        logits = _forward(model, ids)
+    return Result(logits, run.keep.nonzero().squeeze(1).tolist(), run.deviation)
