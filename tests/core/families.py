@@ -80,5 +80,5 @@ def make_model(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
     return usable_attention(model)

@@ -35,7 +35,7 @@ class _Run:
     deviation: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-_run: _Run | None = None
+_active: list[_Run] = []
 
 
 def _attention(
@@ -47,20 +47,20 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    assert _run is not None
+    run = _active[-1]
     layer = module.layer_idx
-    if _run.captured is not None:
-        _run.captured[layer] = (k[0].clone(), v[0].clone())
-    if _run.is_stale is not None and layer >= _run.fresh_below:
-        stale_k, stale_v = _run.stale[layer]
-        if layer in _run.checks:
+    if run.captured is not None:
+        run.captured[layer] = (k[0].clone(), v[0].clone())
+    if run.is_stale is not None and layer >= run.fresh_below:
+        stale_k, stale_v = run.stale[layer]
+        if layer in run.checks:
             deviation = ((k[0] - stale_k) ** 2).sum((0, 2)) + ((v[0] - stale_v) ** 2).sum((0, 2))
-            _run.deviation[layer] = deviation
-            deviation = deviation.masked_fill(~_run.keep, -1)
-            best = sorted(range(len(deviation)), key=lambda i: (-float(deviation[i]), i))[: _run.checks[layer]]
-            _run.keep = torch.zeros_like(_run.keep)
-            _run.keep[best] = True
-        frozen = (_run.is_stale & ~_run.keep)[None, :, None]
+            run.deviation[layer] = deviation
+            deviation = deviation.masked_fill(~run.keep, -1)
+            best = sorted(range(len(deviation)), key=lambda i: (-float(deviation[i]), i))[: run.checks[layer]]
+            run.keep = torch.zeros_like(run.keep)
+            run.keep[best] = True
+        frozen = (run.is_stale & ~run.keep)[None, :, None]
         k, v = torch.where(frozen, stale_k, k[0])[None], torch.where(frozen, stale_v, v[0])[None]
     groups = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * (scaling or q.shape[-1] ** -0.5)
@@ -80,14 +80,13 @@ AttentionInterface.register("reference_blend", _attention)
 
 @contextmanager
 def _reference_attention(model: Any, run: _Run) -> Any:
-    global _run
     before = model.config._attn_implementation
     model.set_attn_implementation("reference_blend")
-    _run = run
+    _active.append(run)
     try:
         yield
     finally:
-        _run = None
+        _active.pop()
         model.set_attn_implementation(before)
 
 
