@@ -8,7 +8,7 @@ from random import Random
 
 from cacheblend_rag.demo import words
 from cacheblend_rag.demo.names import NameMaker, article
-from cacheblend_rag.demo.phrases import FILLER, FILLER_WORDS, KINDS, Attribute
+from cacheblend_rag.demo.phrases import ASIDES, FILLER, FILLER_WORDS, KINDS, Attribute
 
 
 @dataclass
@@ -67,19 +67,25 @@ def render(template: str, entity: Entity, subject: str, value: str = "") -> str:
     )
 
 
-def filler_sentence(rng: Random) -> str:
-    """Return a sentence that states nothing about any entity."""
+def filler_sentence(rng: Random, kind: str | None = None) -> str:
+    """Return a sentence that states nothing about any entity; for a `kind` often one that suits it."""
     pick = {slot: rng.choice(pool) for slot, pool in FILLER_WORDS.items()}
     for slot in ("place", "adj", "people"):
         pick[slot + "2"] = rng.choice([word for word in FILLER_WORDS[slot] if word != pick[slot]])
-    return rng.choice(FILLER).format(**pick, Time=capital(pick["time"]), People=capital(pick["people"]))
+    templates = ASIDES[kind] if kind and rng.random() < 0.7 else FILLER
+    return rng.choice(templates).format(**pick, Time=capital(pick["time"]), People=capital(pick["people"]))
 
 
-def make_entities(rng: Random, names: NameMaker, count: int, alias_share: float) -> list[Entity]:
-    """Return `count` entities with all their facts; half of the names among the values are entities of the list."""
+def draw_kinds(rng: Random, count: int) -> list[str]:
+    """Return the kinds of `count` entities; often the first two are alike, so that short contexts need the name."""
     kinds = rng.choices(list(KINDS), weights=[3, 3, 2, 2], k=count)
     if count > 1 and rng.random() < 0.4:
         kinds[1] = kinds[0]
+    return kinds
+
+
+def make_entities(rng: Random, names: NameMaker, kinds: Sequence[str], alias_share: float) -> list[Entity]:
+    """Return entities of these kinds with all their facts; half of the names among the values are entities of the list."""
     entities = [Entity(kind, *names.draw(kind)) for kind in kinds]
     for entity in entities:
         if rng.random() < alias_share:

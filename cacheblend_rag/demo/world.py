@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from cacheblend_rag.demo.entities import Entity, make_entities
+from cacheblend_rag.demo.entities import Entity, draw_kinds, make_entities
 from cacheblend_rag.demo.names import NameMaker
 from cacheblend_rag.demo.phrases import KINDS
 from cacheblend_rag.demo.writer import CountTokens, Sentence, Style, Writer
@@ -55,7 +55,7 @@ class Context:
 
 
 def ask(rng: Random, entities: Sequence[Entity]) -> tuple[list[Question], list[Question]]:
-    """Return one-hop and two-hop questions about everything the chunks state."""
+    """Return one-hop and two-hop questions about everything the entities' `where` lists."""
     by_name = {entity.name: entity for entity in entities}
     plain: list[Question] = []
     hops: dict[str, Question] = {}
@@ -131,7 +131,7 @@ def sample_context(
         filler = rng.choice([0.1, 0.25, 0.4]) if chunk_tokens >= 100 else rng.choice([0.0, 0.0, 0.2])
     wanted = chunks + missing_chunk
     count = int(wanted * chunk_tokens / (110 if chunk_tokens >= 100 else 60)) + 2
-    entities = make_entities(rng, names, count, alias_share)
+    entities = make_entities(rng, names, draw_kinds(rng, count), alias_share)
     writer = Writer(rng, count_tokens, chunks=wanted, chunk_tokens=chunk_tokens, style=Style(filler))
     for entity in entities:
         if writer.full:

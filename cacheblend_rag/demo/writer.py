@@ -42,12 +42,14 @@ class Style:
         headings: Share of documents with a heading.
         long: Share of long documents where the chunk has room; near a chunk's end most are long.
         short_chunks: Share of chunks that end early.
+        inline: Share of documents that begin within a paragraph.
     """
 
     filler: float = 0.25
     headings: float = 0.3
     long: float = 0.3
     short_chunks: float = 0.1
+    inline: float = 0.3
 
 
 class Writer:
@@ -87,10 +89,10 @@ class Writer:
         self._used = 0
         self._budget = self._new_budget()
 
-    def fill(self, tokens: float, before: str = " ") -> None:
-        """Write about `tokens` tokens of filler, as far as they fit."""
+    def fill(self, tokens: float, before: str = " ", kind: str | None = None) -> None:
+        """Write about `tokens` tokens of filler, as far as they fit, some of it suited to a `kind` of entity."""
         while tokens > 5:
-            text = filler_sentence(self._rng)
+            text = filler_sentence(self._rng, kind)
             size = self._count(text)
             if size > tokens + 6 or not self._fits(text, before):
                 return
@@ -103,14 +105,17 @@ class Writer:
         rng, kind = self._rng, KINDS[entity.kind]
         roomy = self._chunk_tokens >= 100
         # A long document where the chunk is nearly full spreads references over much of the next chunk.
-        long = roomy and rng.random() < (0.85 if self.left < self._chunk_tokens / 2 else self._style.long)
-        keys = rng.sample(list(kind.attributes), rng.randint(7 if long else 4, len(kind.attributes)))
-        remark_share = rng.choice([0.3, 0.6, 0.8]) if long else (0.1 if roomy else 0.0)
-        aside_share = rng.choice([self._style.filler, 0.7]) if long else 0.0
+        near_end = roomy and self.left < 0.4 * self._chunk_tokens and rng.random() < 0.9
+        long = near_end or (roomy and rng.random() < self._style.long)
+        size = len(kind.attributes)
+        keys = rng.sample(list(kind.attributes), rng.randint(size if near_end else 7 if long else 4, size))
+        remark_share = rng.choice([0.6, 0.8] if near_end else [0.3, 0.6]) if long else (0.1 if roomy else 0.0)
+        aside_share = rng.choice([0.7 if near_end else self._style.filler, 0.7]) if long else 0.0
         paragraph_share = 0.12 if long else 0.02
-        break_before = "\n\n" if rng.random() < 0.7 else " "
+        break_before = " " if rng.random() < self._style.inline else "\n\n"
         line_break = "\n" if rng.random() < 0.06 else " "
         rename = rng.random() < 0.1
+        remarks = rng.sample(REMARKS, len(REMARKS))
         named = False
         if rng.random() < self._style.headings and break_before == "\n\n":
             named = self._introduce(entity, rng.choice(kind.headings), break_before, opens=True)
@@ -124,10 +129,10 @@ class Writer:
                 return
             if entity.alias and entity.alias_in < 0 and rng.random() < 0.5:
                 self._give_alias(entity)
-            if rng.random() < remark_share and not self._remark(entity):
+            if rng.random() < remark_share and not self._remark(entity, remarks.pop()):
                 continue
             if rng.random() < aside_share:
-                self.fill(rng.uniform(8, 40))
+                self.fill(rng.uniform(8, 40), kind=entity.kind)
 
     def _new_budget(self) -> float:
         if self._chunk_tokens >= 100 and self._rng.random() < self._style.short_chunks:
@@ -158,8 +163,8 @@ class Writer:
             self._add(Sentence(text, " ", entity.name, entity.alias))
             entity.alias_in = len(self.chunks) - 1
 
-    def _remark(self, entity: Entity) -> bool:
-        text = render(self._rng.choice(REMARKS), entity, self._refer(entity))
+    def _remark(self, entity: Entity, template: str) -> bool:
+        text = render(template, entity, self._refer(entity))
         if not self._fits(text, " "):
             return False
         self._add(Sentence(text, " ", entity.name))

@@ -1,9 +1,6 @@
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from cacheblend_rag.demo import words
@@ -89,7 +86,11 @@ def test_the_chat_template_renders_the_native_prompt():
     assert rendered_more == rendered + " Me<eos>\n\nQuery: Why?\nAnswer: "
 
 
-def test_the_shipped_tokenizer_is_the_one_that_training_builds():
-    shipped = json.loads((MODEL_FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
-    assert json.loads(build_tokenizer().to_str()) == shipped
-    assert Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json")).get_vocab_size() == len(TOKENIZER)
+def test_a_newly_built_tokenizer_has_the_same_properties():
+    built = build_tokenizer(contexts=20)
+    assert built.get_vocab_size() == len(TOKENIZER)
+    text = "Halwick's note:\n\n日本 12,345"
+    assert built.decode(built.encode(text).ids) == text
+    assert (
+        built.encode("Heron", add_special_tokens=False).ids == built.encode("\nHeron", add_special_tokens=False).ids[1:]
+    )

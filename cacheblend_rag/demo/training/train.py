@@ -57,8 +57,8 @@ CURRICULUM: Final = (
     Stage(((2, 36, 8), (3, 36, 10)), 400, goal=0.72),
     Stage(((2, 36, 8), (4, 36, 12), (6, 36, 14), (6, 48, 16)), 400, goal=0.78),
     Stage(((6, 36, 14), (6, 64, 24), (6, 128, 36)), 200, gap=2600),
-    Stage(((6, 128, 40), (6, 256, 52), (4, 256, 44)), 180, 3700, gap=1600),
-    Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 200, 4600, gap=0),
+    Stage(((6, 128, 40), (6, 256, 52), (4, 256, 44)), 160, 3700, gap=1600),
+    Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 160, 4600, gap=0),
 )
 LR_MATRICES, LR_OTHER = 0.01, 4e-3
 LR_LONG = 0.6
@@ -82,9 +82,9 @@ class Progress:
     seconds: float = 0.0
 
 
-def make_batch(rng: Random, encoder: Encoder, stage: Stage) -> Batch:
-    """Draw examples of one shape until a step's tokens are used up."""
-    chunks, chunk_tokens, questions = rng.choice(stage.shapes)
+def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, int, int]) -> Batch:
+    """Draw examples of one of the stage's shapes until a step's tokens are used up."""
+    chunks, chunk_tokens, questions = shape
     examples: list[Any] = []
     width = 0
     while True:
@@ -202,7 +202,9 @@ def run(rank: int, options: argparse.Namespace) -> None:
         for optimiser, rate in zip(optimisers, base, strict=True):
             optimiser.param_groups[0]["lr"] = rate * factor
         torch.manual_seed(options.seed * 1_000_003 + progress.step * 64 + rank)
-        batch = make_batch(Random(f"{options.seed}:{progress.step}:{rank}"), encoder, stage)
+        # All processes draw the same shape: a step lasts as long as its slowest process.
+        sizes = Random(f"{options.seed}:{progress.step}").choice(stage.shapes)
+        batch = make_batch(Random(f"{options.seed}:{progress.step}:{rank}"), encoder, stage, sizes)
         total, shown = losses(model, batch)
         total.backward()  # type: ignore[no-untyped-call]
         (accuracy, tokens) = _synchronise(
@@ -241,11 +243,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--port", type=int, default=29517, help="local port the processes meet at")
+    parser.add_argument(
+        "--new-tokenizer", action="store_true", help="build a new vocabulary, keep the shipped one if not"
+    )
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
+    # Ids of indexed chunks stay valid across trainings when the vocabulary does.
+    known = MODEL_FOLDER / "tokenizer.json"
     if not (options.out / "tokenizer.json").exists():
-        save_tokenizer(build_tokenizer(), options.out)
+        fresh = options.new_tokenizer or not known.exists()
+        save_tokenizer(build_tokenizer() if fresh else Tokenizer.from_file(str(known)), options.out)
     if options.processes == 1:
         run(0, options)
     else:
