@@ -1,0 +1,217 @@
+"""What every engine must do. An engine's test module subclasses `EngineContract` and says how to make one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.chunking import Chunk, make_chunk
+from cacheblend_rag.engines.base import BlendEngine, BlendSettings, SamplingParams
+from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.prompt import BlendPrompt, ChunkRef, rag_prompt
+from cacheblend_rag.store import open_store
+
+TEXTS = [
+    "The Marlow observatory was founded in 1911. It stands on a hill above the harbour.",
+    "Its director is Ada Brenmoor, who came from the company.\n\nNothing else to report.",
+    "Ships' logs: wind north-west, sea calm; we passed the lighthouse at dawn.",
+    "Who runs the company now? The founder's daughter.",
+]
+SHORT = SamplingParams(max_tokens=12)
+FULL = BlendSettings(reuse="nothing")
+
+
+class EngineContract:
+    """Subclass and override :meth:`make`; every engine gets the same model and tokenizer."""
+
+    def make(self, store: Any, **options: Any) -> BlendEngine:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def engine(self, tmp_path: Path) -> Iterator[BlendEngine]:
+        with self.make(tmp_path / "store") as engine:
+            yield engine
+
+    @pytest.fixture
+    def chunks(self, engine: BlendEngine) -> list[Chunk]:
+        return [make_chunk(text, engine.tokenizer) for text in TEXTS]
+
+    @pytest.fixture
+    def prompt(self, engine: BlendEngine, chunks: list[Chunk]) -> BlendPrompt:
+        return rag_prompt(engine.tokenizer, chunks, "Who runs the observatory?")
+
+    def test_ratio_1_gives_the_answer_of_the_full_prefill(self, engine, chunks, prompt) -> None:
+        want = engine.generate(prompt, SHORT)
+        assert (want.mode, want.usage.reused_tokens) == ("prefill", 0)
+        engine.precompute(chunks)
+        got = engine.generate(prompt, SHORT, BlendSettings(ratio=1.0))
+        assert got.mode == "blend"
+        assert (got.token_ids, got.text) == (want.token_ids, want.text)
+
+    def test_usage_adds_up_and_says_what_was_reused(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        stale = sum(len(c.token_ids) for c in chunks[1:])
+        for ratio in (0.0, 0.25, 1.0):
+            usage = engine.generate(prompt, SHORT, BlendSettings(ratio=ratio)).usage
+            assert usage.recomputed_tokens == round(ratio * stale)
+            assert usage.prompt_tokens == usage.reused_tokens + usage.computed_tokens
+            question = usage.prompt_tokens - stale - len(chunks[0].token_ids) - len(engine.header_ids)
+            assert usage.computed_tokens == question + usage.recomputed_tokens
+
+    def test_reuse_can_be_limited_to_the_prefix_or_switched_off(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        full, prefix = engine.generate(prompt, SHORT, FULL), engine.generate(prompt, SHORT, BlendSettings(reuse="prefix"))
+        assert (full.mode, full.usage.reused_tokens) == ("prefill", 0)
+        assert prefix.usage.reused_tokens == len(engine.header_ids) + len(chunks[0].token_ids)
+        assert prefix.token_ids == full.token_ids
+
+    def test_precompute_skips_what_is_stored_and_reports_progress(self, engine, chunks) -> None:
+        seen: list[int] = []
+        first = engine.precompute([*chunks, chunks[0]], seen.append)
+        assert (first.computed, first.present, first.failed) == (len(chunks), 0, {})
+        assert sum(seen) == len(chunks) + 1
+        again = engine.precompute(chunks)
+        assert (again.computed, again.present) == (0, len(chunks))
+
+    def test_missing_chunks_are_written_back_after_the_answer(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks[:1])
+        first = engine.generate(prompt, SHORT)
+        assert set(first.missing) == {c.id for c in chunks[1:]}
+        second = engine.generate(prompt, SHORT)
+        assert second.missing == ()
+        assert engine.precompute(chunks).computed == 0
+
+    def test_stream_gives_the_same_text_piece_by_piece(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        whole = engine.generate(prompt, SHORT)
+        events = list(engine.stream(prompt, SHORT))
+        assert "".join(e.text for e in events) == whole.text == events[-1].generation.text
+        assert [e.generation is not None for e in events] == [False] * (len(events) - 1) + [True]
+        assert 0 < events[-1].generation.timings.ttft_s <= events[-1].generation.timings.total_s
+
+    def test_a_closed_stream_leaves_the_engine_usable(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        want = engine.generate(prompt, SHORT)
+        stream = engine.stream(prompt, SHORT)
+        next(stream)
+        stream.close()
+        assert engine.generate(prompt, SHORT).token_ids == want.token_ids
+
+    async def test_async_twins_agree_and_leave_the_event_loop_free(self, engine, chunks, prompt) -> None:
+        report = await engine.aprecompute(chunks)
+        assert report.computed == len(chunks)
+        want = engine.generate(prompt, SHORT)
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticker = asyncio.create_task(tick())
+        got = await engine.agenerate(prompt, SHORT)
+        events = [event async for event in engine.astream(prompt, SHORT)]
+        ticker.cancel()
+        assert ticks > 1
+        assert got.token_ids == want.token_ids == events[-1].generation.token_ids
+        assert "".join(e.text for e in events) == want.text
+
+    async def test_errors_reach_the_async_consumer(self, engine) -> None:
+        with pytest.raises(UnknownChunkError):
+            async for _ in engine.astream(BlendPrompt((ChunkRef("nowhere"),)), SHORT):
+                pass
+
+    def test_stop_strings_end_the_answer_and_are_not_part_of_it(self, engine, chunks, prompt) -> None:
+        text = engine.generate(prompt, SHORT).text
+        assert len(text) > 4
+        for stop in (text[2:4], text[1]):
+            got = engine.generate(prompt, SamplingParams(max_tokens=12, stop=("never appears", stop)))
+            assert got.finish_reason == "stop"
+            assert got.text == text[: text.index(stop)]
+            events = list(engine.stream(prompt, SamplingParams(max_tokens=12, stop=(stop,))))
+            assert "".join(e.text for e in events) == got.text
+
+    def test_sampling_is_repeatable_by_seed_and_differs_without_it(self, engine, prompt) -> None:
+        hot = [SamplingParams(max_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+        one, same, other = (engine.generate(prompt, p).token_ids for p in hot)
+        assert one == same != other
+        nucleus = SamplingParams(max_tokens=12, temperature=2.0, top_p=1e-6, seed=3)
+        assert engine.generate(prompt, nucleus).token_ids == engine.generate(prompt, SHORT).token_ids
+
+    def test_references_are_resolved_and_unknown_ones_refused(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        by_id = BlendPrompt(tuple(ChunkRef(s.id) if isinstance(s, Chunk) else s for s in prompt.segments))
+        assert engine.generate(by_id, SHORT).token_ids == engine.generate(prompt, SHORT).token_ids
+        with pytest.raises(UnknownChunkError, match="nowhere"):
+            engine.generate(BlendPrompt(("text", ChunkRef("nowhere"))), SHORT)
+
+    def test_registered_chunks_are_found_in_plain_text(self, engine, chunks) -> None:
+        engine.precompute(chunks)
+        text = "Some notes.\n\n" + "\n\n".join(TEXTS[1:3]) + "\n\nAnswer:"
+        answer = engine.generate(text, SHORT, BlendSettings(ratio=0.0))
+        assert answer.mode == "blend"
+        assert answer.usage.reused_tokens == sum(len(c.token_ids) for c in chunks[1:3])
+        plain = engine.generate("No chunk in here at all.", SHORT)
+        assert plain.mode == "prefill"
+        assert "no known chunk" in plain.reason
+
+    def test_a_prompt_beyond_the_context_window_is_refused_with_its_length(self, engine, prompt) -> None:
+        with pytest.raises(PromptTooLongError, match=str(engine.context_window)):
+            engine.generate(prompt, SamplingParams(max_tokens=engine.context_window))
+        with pytest.raises(InputError):
+            engine.generate(BlendPrompt(()), SHORT)
+        with pytest.raises(InputError, match="policy"):
+            engine.generate(prompt, SHORT, BlendSettings(policy="no such"))
+
+    def test_a_damaged_entry_is_a_miss_and_is_replaced(self, tmp_path: Path) -> None:
+        root = tmp_path / "damaged"
+        with self.make(root) as engine:
+            chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
+            prompt = rag_prompt(engine.tokenizer, chunks, "Who?")
+            engine.precompute(chunks)
+            want = engine.generate(prompt, SHORT, FULL).token_ids
+        files = sorted((root / "kv").rglob("*.safetensors"))
+        assert len(files) == len(chunks) + 1
+        for file in files[::2]:
+            data = bytearray(file.read_bytes())
+            data[-5] ^= 1  # the last layer: found out in the middle of a blend
+            file.write_bytes(data)
+        with self.make(root) as engine:
+            answer = engine.generate(prompt, SHORT, BlendSettings(ratio=1.0))
+            assert answer.token_ids == want
+            engine.generate(prompt, SHORT, BlendSettings(ratio=0.3))
+            engine.precompute(chunks)
+        with open_store(root) as store:
+            assert store.verify().damaged == ()
+            assert store.stats().entries == len(chunks) + 1
+
+    def test_requests_from_several_threads_do_not_mix(self, engine, chunks) -> None:
+        engine.precompute(chunks)
+        prompts = [rag_prompt(engine.tokenizer, chunks[i:] + chunks[:i], f"Question {i}?") for i in range(4)]
+        want = [engine.generate(p, SHORT, BlendSettings(ratio=0.3)).token_ids for p in prompts]
+        got: dict[int, Any] = {}
+
+        def run(index: int) -> None:
+            got[index] = engine.generate(prompts[index % 4], SHORT, BlendSettings(ratio=0.3)).token_ids
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [got[i] for i in range(8)] == want * 2
+
+    def test_chunks_that_do_not_fit_the_budget_are_reported_and_still_answered(self, tmp_path: Path) -> None:
+        with self.make(open_store(None, ram_budget=1000)) as engine:
+            chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
+            report = engine.precompute(chunks)
+            assert set(report.failed) == {c.id for c in chunks}
+            assert report.computed == 0
+            prompt = rag_prompt(engine.tokenizer, chunks, "Who?")
+            assert engine.generate(prompt, SHORT).token_ids == engine.generate(prompt, SHORT, FULL).token_ids

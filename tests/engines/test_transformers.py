@@ -1,0 +1,85 @@
+"""The transformers engine under the contract, and what is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import ModelError
+from cacheblend_rag.prompt import rag_prompt
+from tests.conftest import tokenizer_named
+from tests.core.families import _BASE, make_model
+from tests.engines.contract import TEXTS, EngineContract
+
+_CONFIG = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(hf.Qwen3Config(**_CONFIG, head_dim=16)).save_pretrained(directory)
+    tokenizer_named("byte_level").save_pretrained(directory)
+    return directory
+
+
+class TestTransformersEngine(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _directory(self, model_directory: Path) -> None:
+        self.directory = model_directory
+
+    def make(self, store: Any, **options: Any) -> TransformersEngine:
+        return TransformersEngine(self.directory, store=store, device="cpu", **options)
+
+    def test_the_fingerprint_is_that_of_the_files_dtype_and_weights(self, engine, tmp_path: Path) -> None:
+        import shutil
+
+        import torch
+
+        assert self.make(None).fingerprint == engine.fingerprint
+        assert self.make(None, dtype=torch.bfloat16).fingerprint != engine.fingerprint
+        copy = tmp_path / "copy"
+        shutil.copytree(self.directory, copy)
+        assert TransformersEngine(copy, device="cpu").fingerprint == engine.fingerprint
+        make_model(hf.Qwen3Config(**_CONFIG, head_dim=16), seed=1).save_pretrained(copy)
+        assert TransformersEngine(copy, device="cpu").fingerprint != engine.fingerprint
+
+    def test_answers_longer_than_the_room_kept_for_them_stay_right(self, engine, chunks, prompt) -> None:
+        import torch
+
+        long = SamplingParams(max_tokens=300)
+        got = engine.generate(prompt, long).token_ids
+        ids = [i for s in prompt.segments for i in (s.token_ids if not isinstance(s, str) else ())]
+        assert ids
+        tokens = torch.tensor([engine._tokenize(prompt).token_ids])
+        with torch.no_grad():
+            want = engine.runner.model.generate(tokens, max_new_tokens=300, do_sample=False, pad_token_id=0)
+        assert list(got) == want[0, tokens.shape[1] :].tolist()
+
+
+def test_a_model_that_cannot_be_loaded_is_named_with_what_to_give_instead(tmp_path: Path) -> None:
+    for wrong in (tmp_path, tmp_path / "missing", Path(__file__)):
+        with pytest.raises(ModelError, match="bundled model"):
+            TransformersEngine(wrong)
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        TransformersEngine(tmp_path)
+
+
+def test_a_chat_template_is_honoured_and_its_header_is_exact(tmp_path: Path) -> None:
+    from cacheblend_rag.chunking import make_chunk
+
+    tokenizer = tokenizer_named("byte_level_chatml")
+    engine = TransformersEngine(make_model(hf.LlamaConfig(**_CONFIG)), tokenizer=tokenizer, device="cpu")
+    chunks = [make_chunk(text, tokenizer) for text in TEXTS]
+    engine.precompute(chunks)
+    prompt = rag_prompt(tokenizer, chunks, "Who?")
+    tokens = engine._tokenize(prompt)
+    assert tokenizer.decode(tokens.token_ids).rstrip().endswith("assistant")
+    assert tokens.token_ids[: len(engine.header_ids)] == engine.header_ids
+    assert tokens.spans[0].start == len(engine.header_ids)
+    assert len(tokens.spans) == len(TEXTS)
