@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.errors import InputError
@@ -226,7 +226,7 @@ class BlendEngine(ABC):
     def close(self) -> None:
         """Release the model and the store. The engine must not be used afterwards."""
 
-    def __enter__(self) -> BlendEngine:
+    def __enter__(self) -> Self:
         """Use as a context manager that closes."""
         return self
 

@@ -86,6 +86,18 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
     )
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return the torch dtype of that name.
+
+    Raises:
+        InputError: It is none that a model can be run in.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise InputError(f"dtype {name!r} is unknown; give float32, bfloat16 or float16.")
+    return dtype
+
+
 def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
     """Return a Llama with random weights, for measuring speed.
 

@@ -55,9 +55,7 @@ def precompute(
     # One writer: the disk works while the next batch is computed; a failed write surfaces before the next but one.
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store") as writer:
         waiting: list[tuple[KVKey, Future[bool]]] = []
-        for batch in _batches(
-            wanted, len(header), _BATCH_TOKENS[runner.device.type if runner.device.type == "cuda" else "cpu"]
-        ):
+        for batch in _batches(wanted, len(header), runner.device):
             entries = list(_compute(runner, tuple(header), batch))
             for key, future in waiting:
                 stored(key, future)
@@ -71,14 +69,18 @@ def precompute(
     return PrecomputeReport(computed, present, tokens, time.perf_counter() - begin, failed)
 
 
+def rows_per_batch(device: torch.device, width: int) -> int:
+    """Return how many rows of ``width`` tokens one forward takes."""
+    return max(1, _BATCH_TOKENS["cuda" if device.type == "cuda" else "cpu"] // width)
+
+
 def _batches(
-    wanted: dict[KVKey, tuple[int, ...]], header: int, limit: int
+    wanted: dict[KVKey, tuple[int, ...]], header: int, device: torch.device
 ) -> Iterator[list[tuple[KVKey, tuple[int, ...]]]]:
     """Group entries of like length, so that padding stays small."""
     batch: list[tuple[KVKey, tuple[int, ...]]] = []
     for key, token_ids in sorted(wanted.items(), key=lambda item: -len(item[1])):
-        longest = header + len(batch[0][1] if batch else token_ids)
-        if batch and (len(batch) + 1) * longest > limit:
+        if batch and len(batch) == rows_per_batch(device, header + len(batch[0][1])):
             yield batch
             batch = []
         batch.append((key, token_ids))

@@ -1,0 +1,9 @@
+"""Measurements behind `cacheblend bench`: time to first token, and the rate of indexing."""
+
+from __future__ import annotations
+
+from cacheblend_rag.bench.indexing import IndexSettings, bench_index
+from cacheblend_rag.bench.setup import BenchModel, Workbench
+from cacheblend_rag.bench.ttft import TTFTSettings, bench_ttft
+
+__all__ = ["BenchModel", "IndexSettings", "TTFTSettings", "Workbench", "bench_index", "bench_ttft"]

@@ -1,0 +1,101 @@
+"""Token rate of indexing against a plain batched prefill of the same tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cacheblend_rag.bench.measure import machine, median
+from cacheblend_rag.bench.setup import Workbench, own_attention
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.transformers.precompute import rows_per_batch
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.kv import kv_key
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """What to index in every round.
+
+    Attributes:
+        chunks: Chunks in a round.
+        chunk_tokens: Tokens of each.
+        repeat: Timed rounds of each method.
+        seed: Of the random tokens.
+    """
+
+    chunks: int = 16
+    chunk_tokens: int = 512
+    repeat: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        for name in ("chunks", "chunk_tokens", "repeat"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
+
+
+def bench_index(
+    place: Workbench, settings: IndexSettings, progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Measure; the methods take turns, after one warm-up round.
+
+    ``plain`` runs transformers' own forward over the same rows ``header + chunk`` in the same batches and keeps nothing.
+    """
+    say = progress or (lambda line: None)
+    plain_s: list[float] = []
+    index_s: list[float] = []
+    for number in range(settings.repeat + 1):
+        say("warm-up" if not number else f"round {number} of {settings.repeat}")
+        chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed + number)
+        steps = [(plain_s, _plain_prefill), (index_s, _index)]
+        for seconds, step in steps if number % 2 else reversed(steps):
+            took = step(place, chunks)
+            if number:
+                seconds.append(took)
+    tokens = settings.chunks * settings.chunk_tokens
+    return {
+        "engine": "transformers",
+        "model": place.label,
+        "settings": {
+            **asdict(settings),
+            "kv": place.kv,
+            "warmup_rounds": 1,
+            "rows_per_batch": rows_per_batch(place.device, len(place.engine.header_ids) + settings.chunk_tokens),
+            "device": str(place.device),
+            "dtype": str(place.engine.runner.dtype).removeprefix("torch."),
+        },
+        "methods": {
+            "plain": {"seconds": plain_s, "tokens_per_s": tokens / median(plain_s)},
+            "index": {"seconds": index_s, "tokens_per_s": tokens / median(index_s)},
+        },
+        "rate_index_vs_plain": median(plain_s) / median(index_s),
+        "machine": machine(place.device),
+    }
+
+
+def _index(place: Workbench, chunks: list[Chunk]) -> float:
+    begin = time.perf_counter()
+    place.engine.precompute(chunks)
+    seconds = time.perf_counter() - begin
+    for chunk in chunks:  # later rounds must not find less room than the first
+        place.engine.store.delete(kv_key(place.engine.fingerprint, place.engine.header_ids, chunk.token_ids))
+    return seconds
+
+
+@torch.inference_mode()
+def _plain_prefill(place: Workbench, chunks: list[Chunk]) -> float:
+    model, header = place.engine.runner.model, place.engine.header_ids
+    rows = [[*header, *chunk.token_ids] for chunk in chunks]
+    size = rows_per_batch(place.device, len(rows[0]))
+    with own_attention(model):
+        begin = time.perf_counter()
+        for start in range(0, len(rows), size):
+            ids = torch.tensor(rows[start : start + size], device=place.device)
+            model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[0, -1, 0].item()
+        return time.perf_counter() - begin

@@ -1,0 +1,103 @@
+"""What every measurement needs: peak memory, an empty page cache, and a description of the machine."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from cacheblend_rag.errors import InputError
+
+_LIBRARIES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors")
+
+
+class PeakMemory:
+    """The most memory in use since :meth:`restart`: of a CUDA device as its allocator counts it, else of this process."""
+
+    def __init__(self, device: torch.device):
+        """Measure ``device``'s memory, or the process's resident set if it is a CPU."""
+        self._device = device
+
+    def restart(self) -> None:
+        """Forget the peak so far. Memory that is free is given back first, so that it does not count for what follows."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed blocks, which would count as the next method's
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except (OSError, AttributeError):
+            self._device = torch.device("meta")
+
+    def nbytes(self) -> int | None:
+        """Return the peak in bytes; None where the system does not let it be reset (it needs Linux's ``clear_refs``)."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        if self._device.type == "meta":
+            return None
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+        return int(found[1]) * 1024 if found else None
+
+
+def drop_page_cache(files: Iterable[Path]) -> None:
+    """Make the next read of ``files`` come from the disk.
+
+    Raises:
+        InputError: This system has no ``posix_fadvise``.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        raise InputError("A cold page cache needs posix_fadvise, which this system lacks; leave --cold out.")
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # pages that are not on the disk yet cannot be dropped
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median; the name keeps callers to one kind of average."""
+    return statistics.median(values)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Describe the machine and the libraries; holds no host or user name."""
+    found: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["gpu_memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        found["cuda"] = torch.version.cuda
+    for library in _LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or "unknown"

@@ -1,0 +1,195 @@
+"""Time to first token of one RAG prompt: full recompute, prefix caching, full KV reuse and blend, side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache, machine, median
+from cacheblend_rag.bench.setup import Workbench, own_attention
+from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import TokenizedPrompt
+
+_PLAIN, _READ = "plain transformers", "plain read"
+
+
+@dataclass(frozen=True)
+class TTFTSettings:
+    """The prompt, the blend and the measurement.
+
+    Attributes:
+        chunks: Chunks in the prompt.
+        chunk_tokens: Tokens of each.
+        question_tokens: Tokens of the question behind them.
+        ratio: Recompute ratio; None takes the model profile's.
+        policy: Selection policy of the blend.
+        check_layers: Its check layers; None takes the model profile's.
+        repeat: Timed rounds; every round runs every method once.
+        cold: Empty the page cache of the stored KV before every method.
+        seed: Of the random tokens.
+    """
+
+    chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    ratio: float | None = None
+    policy: str = "hkvd"
+    check_layers: tuple[int, ...] | None = None
+    repeat: int = 3
+    cold: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        for name in ("chunks", "chunk_tokens", "question_tokens", "repeat"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
+
+
+@dataclass
+class _Method:
+    settings: BlendSettings
+    ttft_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    computed_tokens: int = 0
+    reused_tokens: int = 0
+    peak_memory_bytes: int | None = None
+
+    def result(self) -> dict[str, Any]:
+        found = asdict(self)
+        del found["settings"]
+        return found
+
+
+def bench_ttft(
+    place: Workbench, settings: TTFTSettings, progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Measure; see docs for the fields of the result.
+
+    One warm-up round, which also measures peak memory, then ``repeat`` timed rounds. A round runs every method once, each
+    round starting with another, so that a busy or throttling machine slows all of them alike. Along with them runs a
+    plain ``model(ids)`` of transformers: the check that our full prefill is no slow baseline.
+
+    Args:
+        place: Model and empty store.
+        settings: What to measure.
+        progress: Called with a line of text before each step.
+
+    Raises:
+        InputError: A cold page cache is asked for, but the KV is in RAM.
+    """
+    if settings.cold and place.kv != "disk":
+        raise InputError("A cold page cache needs the KV on disk; give --kv disk with --cold.")
+    say = progress or (lambda line: None)
+    engine = place.engine
+    chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed)
+    prompt = place.prompt(chunks, settings.question_tokens, settings.seed)
+    blend = BlendSettings(settings.ratio, settings.policy, settings.check_layers)
+    methods = {
+        "full": _Method(BlendSettings(reuse="nothing")),
+        "prefix": _Method(BlendSettings(reuse="prefix")),
+        "reuse": _Method(BlendSettings(0.0, "none")),
+        "blend": _Method(blend),
+    }
+    say("computing the chunks' KV")
+    engine.precompute(chunks)
+    bench = _Bench(place, prompt, methods, settings.cold)
+    for index in range(settings.repeat + 1):
+        say("warm-up" if not index else f"round {index} of {settings.repeat}")
+        bench.round(index, timed=index > 0)
+    kv_bytes = sum(entry.nbytes for entry in engine.store.entries())
+    full, fast = median(methods["full"].ttft_s), median(methods["blend"].ttft_s)
+    schedule = engine.profile.schedule(settings.check_layers)
+    result: dict[str, Any] = {
+        "engine": "transformers",
+        "model": place.label,
+        "settings": {
+            **asdict(replace(settings, ratio=engine.profile.ratio if settings.ratio is None else settings.ratio)),
+            "check_layers": schedule.check_layers,
+            "widths": schedule.widths,
+            "kv": place.kv,
+            "warmup_rounds": 1,
+            "prompt_tokens": len(prompt.token_ids),
+            "device": str(place.device),
+            "dtype": str(engine.runner.dtype).removeprefix("torch."),
+        },
+        "methods": {name: method.result() for name, method in methods.items()},
+        "speedup_blend_vs_full": full / fast,
+        "plain_transformers": {"ttft_s": bench.plain_s, "peak_memory_bytes": bench.plain_peak},
+        "full_vs_plain_transformers": full / median(bench.plain_s),
+        "chunk_kv_bytes": kv_bytes,
+        "machine": machine(place.device),
+    }
+    if settings.cold:
+        read = median(bench.read_s)
+        result["cold_read"] = {
+            "bytes": bench.read_bytes,
+            "read_s": bench.read_s,
+            "bytes_per_s": bench.read_bytes / read,
+            "speedup_if_reading_were_all": full / read,
+        }
+    return result
+
+
+class _Bench:
+    def __init__(self, place: Workbench, prompt: TokenizedPrompt, methods: dict[str, _Method], cold: bool):
+        self._place, self._prompt, self._methods = place, prompt, methods
+        self._memory = PeakMemory(place.device)
+        self._files = place.files() if cold else []
+        self.plain_s: list[float] = []
+        self.plain_peak: int | None = None
+        self.read_s: list[float] = []
+        self.read_bytes = sum(file.stat().st_size for file in self._files)
+
+    def round(self, index: int, timed: bool) -> None:
+        names = [*self._methods, _PLAIN, *([_READ] if self._files else [])]
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            drop_page_cache(self._files)
+            if not timed:
+                self._memory.restart()
+            if name == _PLAIN:
+                seconds = self._plain_prefill()
+                if timed:
+                    self.plain_s.append(seconds)
+                else:
+                    self.plain_peak = self._memory.nbytes()
+            elif name == _READ:
+                if timed:
+                    self.read_s.append(_plain_read(self._files))
+            else:
+                self._run(self._methods[name], timed)
+
+    def _run(self, method: _Method, timed: bool) -> None:
+        *_, last = self._place.engine.stream(self._prompt, SamplingParams(max_tokens=1), method.settings)
+        generation = last.generation
+        assert generation is not None
+        method.computed_tokens = generation.usage.computed_tokens
+        method.reused_tokens = generation.usage.reused_tokens
+        if timed:
+            method.ttft_s.append(generation.timings.ttft_s)
+            method.load_s.append(generation.timings.load_s)
+        else:
+            method.peak_memory_bytes = self._memory.nbytes()
+
+    @torch.inference_mode()
+    def _plain_prefill(self) -> float:
+        model = self._place.engine.runner.model
+        with own_attention(model):
+            begin = time.perf_counter()
+            ids = torch.tensor([self._prompt.token_ids], device=self._place.device)
+            int(model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+            return time.perf_counter() - begin
+
+
+def _plain_read(files: list[Path]) -> float:
+    begin = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as handle:
+            handle.read()
+    return time.perf_counter() - begin

@@ -1,0 +1,124 @@
+"""`bench`: what is counted must add up; how long it took is nobody's promise."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+import pytest
+import torch
+
+from cacheblend_rag.bench import BenchModel, IndexSettings, TTFTSettings, Workbench, bench_index, bench_ttft
+from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache
+from cacheblend_rag.bench.setup import own_attention
+from cacheblend_rag.errors import InputError, ModelError
+
+TINY = BenchModel(random_weights="llama:2x256", device="cpu")
+CHUNKS, TOKENS, QUESTION = 3, 20, 5
+SETTINGS = TTFTSettings(chunks=CHUNKS, chunk_tokens=TOKENS, question_tokens=QUESTION, ratio=0.5, repeat=2)
+
+
+@pytest.fixture
+def in_ram():
+    with Workbench.open(TINY) as bench:
+        yield bench
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    with Workbench.open(TINY, "disk", tmp_path) as bench:
+        yield bench
+
+
+def test_every_method_computes_exactly_what_it_must(in_ram):
+    result = bench_ttft(in_ram, SETTINGS)
+    prompt = CHUNKS * TOKENS + QUESTION
+    stale = (CHUNKS - 1) * TOKENS  # the first chunk is an exact prefix
+    assert {name: m["computed_tokens"] for name, m in result["methods"].items()} == {
+        "full": prompt,
+        "prefix": prompt - TOKENS,
+        "reuse": QUESTION,
+        "blend": QUESTION + stale // 2,
+    }
+    assert all(m["computed_tokens"] + m["reused_tokens"] == prompt for m in result["methods"].values())
+
+
+def test_the_result_is_json_and_its_summary_follows_from_its_samples(in_ram):
+    result = json.loads(json.dumps(bench_ttft(in_ram, SETTINGS)))
+    assert {"engine", "model", "settings", "methods", "speedup_blend_vs_full"} <= result.keys()
+    full, blend = (result["methods"][name]["ttft_s"] for name in ("full", "blend"))
+    assert len(full) == len(blend) == len(result["plain_transformers"]["ttft_s"]) == SETTINGS.repeat
+    assert result["speedup_blend_vs_full"] == pytest.approx(median(full) / median(blend))
+    assert result["settings"]["ratio"] == 0.5
+    assert result["machine"]["torch"] == torch.__version__
+    layers, kv_heads, head_dim, fp32 = 2, 1, 64, 4
+    assert result["chunk_kv_bytes"] == 2 * layers * kv_heads * head_dim * fp32 * CHUNKS * TOKENS
+
+
+def test_cold_runs_report_the_disks_own_limit(on_disk):
+    result = bench_ttft(on_disk, TTFTSettings(CHUNKS, TOKENS, QUESTION, repeat=2, cold=True))
+    files = sum(file.stat().st_size for file in on_disk.files())
+    assert result["cold_read"]["bytes"] == files > 0
+    assert len(result["cold_read"]["read_s"]) == 2
+    assert result["settings"]["kv"] == "disk"
+
+
+def test_cold_without_a_disk_is_refused(in_ram):
+    with pytest.raises(InputError, match="--kv disk"):
+        bench_ttft(in_ram, TTFTSettings(CHUNKS, TOKENS, QUESTION, cold=True))
+
+
+def test_a_model_that_is_not_blended_is_refused():
+    with pytest.raises(ModelError, match="not blended"), Workbench.open(BenchModel(random_weights="llama:1x256")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"model": "a", "random_weights": "b"}, "both"), ({"dtype": "int"}, "dtype"), ({"threads": 0}, "threads")],
+)
+def test_an_impossible_model_choice_names_its_field(fields, named):
+    with pytest.raises(InputError, match=named):
+        BenchModel(**fields)
+
+
+def test_the_device_and_kv_are_the_models_own(tmp_path, on_disk):
+    assert on_disk.kv == "disk"
+    assert on_disk.directory.parent == tmp_path
+
+
+def test_indexing_rounds_add_up_and_leave_no_chunk_behind(on_disk):
+    result = bench_index(on_disk, IndexSettings(chunks=5, chunk_tokens=TOKENS, repeat=2))
+    for method in result["methods"].values():
+        assert method["tokens_per_s"] == pytest.approx(5 * TOKENS / median(method["seconds"]))
+    plain, index = (result["methods"][name]["tokens_per_s"] for name in ("plain", "index"))
+    assert result["rate_index_vs_plain"] == pytest.approx(index / plain)
+    assert on_disk.files() == []
+
+
+def test_the_plain_prefill_runs_transformers_own_attention_and_gives_ours_back(in_ram):
+    model = in_ram.engine.runner.model
+    ours = model.config._attn_implementation
+    with own_attention(model):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == ours != "sdpa"
+
+
+def test_peak_memory_sees_what_was_freed_again():
+    memory = PeakMemory(torch.device("cpu"))
+    memory.restart()
+    before = memory.nbytes()
+    if before is None:
+        pytest.skip("this system does not let the peak be reset")
+    size = 200_000_000
+    torch.ones(size, dtype=torch.uint8).sum()
+    assert memory.nbytes() - before > 0.9 * size
+    memory.restart()
+    assert memory.nbytes() - before < 0.5 * size
+
+
+def test_dropping_the_page_cache_keeps_the_bytes(tmp_path):
+    file = tmp_path / "kv"
+    file.write_bytes(b"kv" * 5000)
+    drop_page_cache([file])
+    assert file.read_bytes() == b"kv" * 5000
