@@ -30,13 +30,10 @@ class Spool:
 
     def new_file(self) -> Path:
         """Return the name of a file that no other writer uses. The directory of the file exists."""
-        if self._own is None or self._pid != os.getpid():  # a forked child must not count on its parent's lock
-            token = secrets.token_hex(8)
-            self.path.mkdir(exist_ok=True)
-            self._lock = FileLock(self.path / f"{token}.lock")
-            self._lock.acquire(timeout=0)
-            self._own = self.path / token
-            self._pid = os.getpid()
+        # A forked child must not count on its parent's lock, nor anyone on a lock file that is gone.
+        if self._own is None or self._pid != os.getpid() or not _lock_of(self._own).exists():
+            self._register()
+        assert self._own is not None
         self._own.mkdir(exist_ok=True)
         return self._own / secrets.token_hex(8)
 
@@ -46,17 +43,28 @@ class Spool:
             if not _LOCK_NAME.fullmatch(path.name):
                 continue
             with suppress(Timeout), FileLock(path, timeout=0):
-                self._discard(path)
+                self._discard(path.with_suffix(""))
 
     def close(self) -> None:
         """Remove this writer's directory and free its lock."""
         if self._own is not None and self._lock is not None and self._pid == os.getpid():
-            self._discard(self.path / f"{self._own.name}.lock")
+            self._discard(self._own)
             self._lock.release()
         self._own = self._lock = None
 
+    def _register(self) -> None:
+        self.path.mkdir(exist_ok=True)
+        self._own = self.path / secrets.token_hex(8)
+        self._lock = FileLock(_lock_of(self._own))
+        self._lock.acquire(timeout=0)
+        self._pid = os.getpid()
+
     @staticmethod
-    def _discard(lock: Path) -> None:
+    def _discard(directory: Path) -> None:
         # The lock file goes last: after a crash in between, the next sweep still finds the directory.
-        shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-        lock.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        _lock_of(directory).unlink(missing_ok=True)
+
+
+def _lock_of(directory: Path) -> Path:
+    return directory.with_suffix(".lock")

@@ -1,0 +1,163 @@
+"""A full disk, missing permissions, things in the way: a clear message, and everything readable stays readable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store
+from tests.store import workers
+from tests.store.samples import key_of, kv_of, memory_directory, same
+
+ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with memory_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, where this user may mount one."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if not ROOT or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def holds(store: DiskStore, *numbers: int) -> bool:
+    found = [store.get(key_of(number)) for number in numbers]
+    return all(kv is not None and same(kv, kv_of(n, tokens=200)) for kv, n in zip(found, numbers, strict=True))
+
+
+def test_a_full_disk_refuses_and_keeps_what_it_has(small_disk: Path) -> None:
+    store = DiskStore(small_disk)
+    stored = []
+    with pytest.raises(StoreError, match=r"disk is full; free some space.*evict"):
+        for number in range(100):
+            store.put(key_of(number), kv_of(number, tokens=200))
+            stored.append(number)
+    assert len(stored) > 10
+    assert holds(store, *stored)
+    assert store.verify().damaged == ()
+    assert DiskStore(small_disk).stats().entries == len(stored)
+
+    assert store.evict(store.stats().nbytes // 2) > 0
+    assert store.put(key_of(99), kv_of(99, tokens=200))
+    assert holds(store, 99, stored[-1])
+
+
+def test_a_disk_filled_by_others_still_evicts_and_opens(small_disk: Path) -> None:
+    store = DiskStore(small_disk)
+    store.put(key_of(1), kv_of(1, tokens=200))
+    with pytest.raises(OSError, match="No space"), (small_disk / "other").open("wb", buffering=0) as other:
+        while True:
+            other.write(bytes(4096))
+    (small_disk / "kv" / "usage").unlink()
+    again = DiskStore(small_disk)
+    assert holds(again, 1)
+    with pytest.raises(StoreError, match="disk is full"):
+        again.put(key_of(2), kv_of(2, tokens=200))
+    assert again.delete(key_of(1))
+    assert again.stats().entries == 0
+
+
+def test_a_file_size_limit_refuses_and_keeps_what_it_has(root: Path) -> None:
+    message = workers.call(workers.under_file_size_limit, root, 100_000)
+    assert "largest file allowed" in message
+    assert "ulimit -f" in message
+    assert not [path for path in (root / "tmp").rglob("*") if path.is_file()]
+
+
+def test_without_file_descriptors_an_entry_is_missed_not_lost(root: Path) -> None:
+    DiskStore(root).put(key_of(1), kv_of(1))
+    assert workers.call(workers.without_file_descriptors, root) == 0
+
+
+def test_a_read_only_store_reads_and_refuses_to_write(root: Path) -> None:
+    path = root / "store"
+    store = DiskStore(path)
+    store.put(key_of(1), kv_of(1))
+    store.put(key_of(2), kv_of(2))
+    store.close()
+    (damaged,) = path.glob(f"kv/*/{key_of(2)}.safetensors")
+    data = bytearray(damaged.read_bytes())
+    data[-kv_of(2).nbytes] ^= 1
+    damaged.write_bytes(data)
+    everything = [path, *path.rglob("*")]
+    for each in everything:
+        each.chmod(0o555 if each.is_dir() else 0o444)
+    try:
+        messages = workers.call(workers.without_permission, path, workers.NOBODY if ROOT else None)
+    finally:
+        for each in everything:
+            each.chmod(0o755 if each.is_dir() else 0o644)
+    assert set(messages) == {"put", "delete", "evict"}
+    for message in messages.values():
+        assert str(path) in message
+        assert "no permission; give this user the permission" in message
+    assert {entry.key for entry in DiskStore(path).entries()} == {key_of(1), key_of(2)}
+
+
+def test_something_else_where_the_directory_should_be(root: Path) -> None:
+    (root / "file").touch()
+    (root / "store").mkdir()
+    (root / "store" / "kv").touch()
+    for path in (root / "file", root / "file" / "below", root / "store"):
+        with pytest.raises(StoreError, match=f"cannot open the KV store {path}: not a directory"):
+            open_store(path)
+
+
+def test_a_directory_removed_meanwhile_is_made_anew(root: Path) -> None:
+    store = DiskStore(root / "store", budget=10**6)
+    store.put(key_of(1), kv_of(1))
+    shutil.rmtree(root / "store")
+    assert store.get(key_of(1)) is None
+    assert store.put(key_of(1), kv_of(1))
+    assert store.stats().entries == 1
+
+
+def test_foreign_files_in_the_store_are_left_alone(root: Path) -> None:
+    store = DiskStore(root)
+    store.put(key_of(1), kv_of(1))
+    (root / "kv" / "README").touch()
+    (root / "kv" / "ab").mkdir(exist_ok=True)
+    (root / "kv" / "ab" / "notes.safetensors").touch()
+    assert DiskStore(root).stats().entries == 1
+    store.evict(0)
+    assert (root / "kv" / "ab" / "notes.safetensors").exists()
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff" * 16, b"12345678", bytes(15)])
+def test_a_broken_count_of_bytes_is_made_anew(root: Path, garbage: bytes) -> None:
+    store = DiskStore(root, budget=10**6)
+    store.put(key_of(1), kv_of(1))
+    (root / "kv" / "usage").write_bytes(garbage)
+    store.put(key_of(2), kv_of(2))
+    assert store._directory.used() == store.stats().nbytes
+
+
+def test_an_unknown_codec_is_refused(root: Path) -> None:
+    with pytest.raises(InputError, match="unknown KV codec 'zip': use one of raw"):
+        DiskStore(root, codec="zip")
+
+
+def test_a_tier_that_refuses_does_not_keep_the_others_from_the_entry(small_disk: Path) -> None:
+    ram = MemoryStore()
+    store = TieredStore([ram, DiskStore(small_disk)])
+    with pytest.raises(StoreError, match="disk is full"):
+        store.put(key_of(1), kv_of(1, tokens=100_000))
+    assert ram.contains(key_of(1))

@@ -1,0 +1,105 @@
+"""How entries move between tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from tests.store.samples import key_of, kv_of, memory_directory, same
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with memory_directory() as path:
+        yield path
+
+
+def test_an_entry_read_whole_moves_up_without_another_read(root: Path) -> None:
+    DiskStore(root).put(key_of(1), kv_of(1))
+    ram = MemoryStore()
+    store = TieredStore([ram, DiskStore(root)])
+    found = store.get(key_of(1))
+    assert found is not None
+    assert found.tier == "disk"
+    first = found.layer(0)
+    assert found.layer(0).k.data_ptr() == first.k.data_ptr()
+    assert not ram.contains(key_of(1))
+    found.layer(1)
+    held = ram.get(key_of(1))
+    assert held is not None
+    assert held.layer(0).k.data_ptr() == first.k.data_ptr()
+    again = store.get(key_of(1))
+    assert again is not None
+    assert again.tier == "ram"
+    assert same(again, kv_of(1))
+
+
+def test_promotions_hold_no_more_than_the_faster_tier_may(root: Path) -> None:
+    disk = DiskStore(root)
+    for number in range(4):
+        disk.put(key_of(number), kv_of(number))
+    ram = MemoryStore(2 * kv_of(0).nbytes)
+    store = TieredStore([ram, disk])
+    handles = [store.get(key_of(number)) for number in range(4)]
+    for number, handle in enumerate(handles):
+        assert handle is not None
+        assert same(handle, kv_of(number))
+    assert {entry.key for entry in ram.entries()} == {key_of(0), key_of(1)}
+    unfinished = store.get(key_of(2)), store.get(key_of(3))
+    del unfinished, handles, handle
+    later = store.get(key_of(2))
+    assert later is not None
+    assert same(later, kv_of(2))
+    assert ram.contains(key_of(2))
+
+
+def test_an_entry_larger_than_the_faster_tier_is_read_through(root: Path) -> None:
+    ram = MemoryStore(10)
+    store = TieredStore([ram, DiskStore(root)])
+    assert store.put(key_of(1), kv_of(1))
+    for _ in range(2):
+        found = store.get(key_of(1))
+        assert found is not None
+        assert same(found, kv_of(1))
+        assert found.tier == "disk"
+    assert ram.stats().entries == 0
+
+
+def test_a_hit_in_ram_counts_as_use_on_disk(root: Path) -> None:
+    disk = DiskStore(root)
+    store = TieredStore([MemoryStore(), disk])
+    for number in (1, 2):
+        store.put(key_of(number), kv_of(number))
+    store.get(key_of(1))
+    assert [entry.key for entry in disk.entries()] == [key_of(2), key_of(1)]
+
+
+def test_a_pin_protects_what_is_promoted_later(root: Path) -> None:
+    DiskStore(root).put(key_of(1), kv_of(1))
+    ram = MemoryStore()
+    store = TieredStore([ram, DiskStore(root)])
+    store.pin(key_of(1))
+    found = store.get(key_of(1))
+    assert found is not None
+    assert same(found, kv_of(1))
+    store.evict(0)
+    assert ram.contains(key_of(1))
+
+
+def test_an_entry_in_two_tiers_is_one_entry(root: Path) -> None:
+    store = TieredStore([MemoryStore(), DiskStore(root)])
+    store.put(key_of(1), kv_of(1))
+    assert [(entry.key, entry.tier) for entry in store.entries()] == [(key_of(1), "ram")]
+    stats = store.stats()
+    assert (stats.entries, stats.puts) == (1, 1)
+    assert [(tier.tier, tier.entries, tier.puts) for tier in stats.tiers] == [("ram", 1, 1), ("disk", 1, 1)]
+    assert stats.nbytes == sum(tier.nbytes for tier in stats.tiers)
+
+
+def test_a_store_of_no_tiers_is_refused() -> None:
+    with pytest.raises(InputError, match="at least one tier"):
+        TieredStore([])
