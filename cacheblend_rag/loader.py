@@ -72,7 +72,7 @@ class LayerLoader:
         # From RAM to a CPU there is nothing to hide, and a second thread would take a core from the computation.
         in_place = device.type == "cpu" and all(s.kv.tier == "ram" for s in self._all)
         self._pool = None if in_place or not self._all else ThreadPoolExecutor(1, thread_name_prefix="cacheblend-load")
-        self._pending: dict[int, Future[tuple[LayerKV, torch.cuda.Event | None]]] = {}
+        self._pending: dict[int, Future[tuple[list[LayerKV], torch.cuda.Event | None]]] = {}
         self.wait_s = 0.0
         self.loaded_bytes = 0
         if self._pool is not None:
@@ -103,15 +103,16 @@ class LayerLoader:
             return None
         begin = time.perf_counter()
         if self._pool is None:
-            kv, ready = self._read(index)
+            parts, ready = self._read(index)
         else:
             ahead = index + _LAYERS_AHEAD
-            kv, ready = self._pending.pop(index).result()
+            parts, ready = self._pending.pop(index).result()
             if ahead < self._num_layers:
                 self._pending[ahead] = self._pool.submit(self._read, ahead)
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
         self.wait_s += time.perf_counter() - begin
+        kv = _joined(parts)
         self.loaded_bytes += kv.k.nbytes + kv.v.nbytes
         count = kv.k.shape[1]
         # The exact prefix stands where it was computed: it is not rotated, so it keeps its bits.
@@ -122,26 +123,29 @@ class LayerLoader:
     def _spans(self, layer: int) -> tuple[StoredSpan, ...]:
         return self._all if layer >= self._stale_from_layer else self._exact
 
-    def _read(self, layer: int) -> tuple[LayerKV, torch.cuda.Event | None]:
+    def _read(self, layer: int) -> tuple[list[LayerKV], torch.cuda.Event | None]:
         parts = []
         for span in self._spans(layer):
             try:
                 parts.append(span.kv.layer(layer))
             except DamagedKVError as error:
                 raise DamagedSpanError(span) from error
-        if not parts:
-            empty = torch.empty(0)
-            return LayerKV(empty, empty), None
-        kv = LayerKV(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))
-        if self._copy_stream is None:
-            return LayerKV(kv.k.to(self._device), kv.v.to(self._device)), None
+        if self._copy_stream is None or not parts:
+            # Joining is left to the computing thread: a second thread of parallel operations would fight it for cores.
+            return parts, None
         with torch.cuda.stream(self._copy_stream):
-            kv = LayerKV(*(t.pin_memory().to(self._device, non_blocking=True) for t in kv))
+            kv = LayerKV(*(t.pin_memory().to(self._device, non_blocking=True) for t in _joined(parts)))
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(self._copy_stream)
         for tensor in kv:
             tensor.record_stream(torch.cuda.default_stream(self._device))
-        return kv, ready
+        return [kv], ready
+
+
+def _joined(parts: Sequence[LayerKV]) -> LayerKV:
+    if len(parts) == 1:
+        return parts[0]
+    return LayerKV(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))
 
 
 def _positions(spans: Sequence[StoredSpan], device: torch.device, first: Callable[[StoredSpan], int]) -> torch.Tensor:
