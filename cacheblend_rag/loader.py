@@ -75,9 +75,8 @@ class LayerLoader:
         self._pending: dict[int, Future[tuple[list[LayerKV], torch.cuda.Event | None]]] = {}
         self.wait_s = 0.0
         self.loaded_bytes = 0
-        if self._pool is not None:
-            for layer in range(min(_LAYERS_AHEAD, num_layers)):
-                self._pending[layer] = self._pool.submit(self._read, layer)
+        self._submitted = 0
+        self._read_ahead(_LAYERS_AHEAD)
 
     def __enter__(self) -> LayerLoader:
         """Return itself."""
@@ -98,17 +97,11 @@ class LayerLoader:
         Raises:
             DamagedSpanError: A stored layer failed its checks.
         """
-        spans = self._spans(index)
-        if not spans:
+        if not self._spans(index):
             return None
         begin = time.perf_counter()
-        if self._pool is None:
-            parts, ready = self._read(index)
-        else:
-            ahead = index + _LAYERS_AHEAD
-            parts, ready = self._pending.pop(index).result()
-            if ahead < self._num_layers:
-                self._pending[ahead] = self._pool.submit(self._read, ahead)
+        self._read_ahead(index + 1 + _LAYERS_AHEAD)
+        parts, ready = self._read(index) if self._pool is None else self._pending.pop(index).result()
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
         self.wait_s += time.perf_counter() - begin
@@ -119,6 +112,12 @@ class LayerLoader:
         fixed = self._exact_tokens
         k = kv.k if count == fixed else self._rope.rotate(index, kv.k, self._rotations, first=fixed)
         return PlacedLayer(LayerKV(k, kv.v), self._positions[:count], fixed)
+
+    def _read_ahead(self, end: int) -> None:
+        while self._pool is not None and self._submitted < min(end, self._num_layers):
+            if self._spans(self._submitted):
+                self._pending[self._submitted] = self._pool.submit(self._read, self._submitted)
+            self._submitted += 1
 
     def _spans(self, layer: int) -> tuple[StoredSpan, ...]:
         return self._all if layer >= self._stale_from_layer else self._exact

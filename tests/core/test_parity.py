@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.store import open_store
 from tests.core import reference
 from tests.core.families import BLENDED, NOT_BLENDED, make_model
 from tests.core.prompts import Scene, engine_for
@@ -182,3 +184,28 @@ def test_what_cannot_be_blended_is_an_ordinary_prefill_with_one_clear_warning(na
     with torch.no_grad():
         tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
     assert list(answer.token_ids) == tokens[: len(answer.token_ids)]
+
+
+@pytest.mark.parametrize("header", [0, 3])
+@pytest.mark.parametrize("ratio,checks", [(0.0, (1,)), (0.3, (1,)), (0.3, (3,)), (0.3, (2, 4)), (1.0, (1,))])
+def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
+    tmp_path: Path, header: int, ratio: float, checks: tuple[int, ...]
+) -> None:
+    model, scene = model_of("gemma3"), Scene(header=header)
+    settings = BlendSettings(ratio=ratio, check_layers=checks)
+    in_ram = engine_for(model, scene)
+    on_disk = engine_for(model, scene, store=open_store(tmp_path, ram_budget=1))
+    foreign = Scene(seed=5).chunks[0]  # in front: then nothing is exact, and the layers below the check need no stored KV
+    prompts = [scene.prompt]
+    moved = Scene(header=header)
+    moved.chunks = [foreign, *scene.chunks[1:]]
+    prompts.append(moved.prompt)
+    for engine in (in_ram, on_disk):
+        engine.precompute(scene.chunks)
+    for prompt in prompts:
+        scene_of = scene if prompt is prompts[0] else moved
+        want, chosen, _ = blended_logits(in_ram, scene_of, settings)
+        got, chosen_too, result = blended_logits(on_disk, scene_of, settings)
+        assert chosen == chosen_too
+        assert torch.equal(got, want)
+    assert result.load_wait_s > 0 or ratio == 1
