@@ -1,0 +1,124 @@
+"""Text to token ids, independent of the mutable state that a Hugging Face tokenizer shares between its callers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tokenizers import Tokenizer
+
+from cacheblend_rag.errors import InputError, ModelError
+
+
+class TextEncoder:
+    """Encodes document text and template text with one tokenizer, from any number of threads.
+
+    A tokenizer call with ``split_special_tokens=`` flips a switch inside the object that all its users share, so two
+    threads can hand each other control tokens. This class keeps two private copies of the backend instead: one that
+    parses special tokens (text rendered by a chat template) and one that never does (documents).
+
+    Attributes:
+        prefix_ids: Special tokens the tokenizer puts before a text by default (BOS, or nothing).
+    """
+
+    def __init__(self, tokenizer: Any):
+        """Copy the backend of ``tokenizer``.
+
+        Raises:
+            ModelError: The tokenizer has no ``tokenizers`` backend, so token edges cannot be mapped to characters.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ModelError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer. Add a tokenizer.json to the model directory."
+            )
+        spec = json.loads(backend.to_str())
+        spec["truncation"] = spec["padding"] = None
+        self._template = Tokenizer.from_str(json.dumps(spec))
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        for token in spec["added_tokens"]:
+            # Some models add their turn markers as ordinary tokens; a document must not be able to spell those either.
+            token["special"] = token["special"] or (bool(token["content"].strip()) and token["content"] in template)
+        self._document = Tokenizer.from_str(json.dumps(spec))
+        self._document.encode_special_tokens = True
+        unknown = getattr(tokenizer, "unk_token", None)
+        special = (token for token in spec["added_tokens"] if token["special"] and token["content"] != unknown)
+        self._special = {token["id"]: token["content"] for token in special}
+        self.prefix_ids = self._default_prefix()
+
+    def template(self, text: str) -> list[int]:
+        """Encode text whose special tokens mean what they say (rendered by a chat template). Adds none."""
+        return list(_encode(self._template, text, False).ids)
+
+    def document(self, text: str) -> list[int]:
+        """Encode text in which nothing is a special token. Adds none."""
+        encoding = _encode(self._document, text, False)
+        if self._spelled(encoding.ids, text):
+            return self._cut_apart(text)
+        return list(encoding.ids)
+
+    def document_starts(self, text: str) -> list[int]:
+        """Return the character offset at which each token of ``text`` starts (ascending), special tokens not parsed."""
+        starts = [start for start, _ in _encode(self._document, text, False).offsets]
+        highest = 0
+        for index, start in enumerate(starts):
+            highest = starts[index] = max(highest, start)
+        return starts
+
+    def _spelled(self, ids: Iterable[int], text: str) -> bool:
+        return any(token in self._special and self._special[token] in text for token in ids)
+
+    def _cut_apart(self, text: str) -> list[int]:
+        # Unigram and WordLevel vocabularies hold control tokens as ordinary entries: encode the halves of each apart.
+        cuts = {0, len(text)}
+        for content in set(self._special.values()):
+            at = text.find(content)
+            while at >= 0:
+                cuts.add(at + max(1, len(content) // 2))
+                at = text.find(content, at + 1)
+        pieces = (text[a:b] for a, b in pairwise(sorted(cuts)))
+        return [token for piece in pieces for token in _encode(self._document, piece, False).ids]
+
+    def _default_prefix(self) -> tuple[int, ...]:
+        bare = list(_encode(self._template, "a", False).ids)
+        full = list(_encode(self._template, "a", True).ids)
+        for size in range(len(full) - len(bare) + 1):
+            if full[size : size + len(bare)] == bare:
+                return tuple(full[:size])
+        return ()
+
+
+def _encode(backend: Tokenizer, text: str, add_special_tokens: bool) -> Any:
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise InputError(f"Text that is not valid Unicode cannot be tokenised ({error}).") from error
+
+
+_encoders: WeakKeyDictionary[Any, tuple[object, TextEncoder]] = WeakKeyDictionary()
+_encoders_lock = threading.Lock()
+_integers: list[int] = []
+
+
+def encoder_for(tokenizer: Any) -> TextEncoder:
+    """Return the encoder of ``tokenizer``, made on first use and again when its vocabulary or chat template changed."""
+    state = (len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
+    with _encoders_lock:
+        known = _encoders.get(tokenizer)
+        if known is None or known[0] != state:
+            known = _encoders[tokenizer] = (state, TextEncoder(tokenizer))
+        return known[1]
+
+
+def pack_ids(ids: Iterable[int]) -> tuple[int, ...]:
+    """Return ``ids`` as a tuple that shares its integers with every other: 8 bytes a token instead of 36."""
+    ids = list(ids)
+    top = max(ids, default=-1)
+    with _encoders_lock:
+        if top >= len(_integers):
+            _integers.extend(range(len(_integers), top + 1))
+    return tuple(map(_integers.__getitem__, ids))

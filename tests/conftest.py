@@ -1,0 +1,86 @@
+"""Tiny tokenizers of the two common kinds, with and without chat templates."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = [
+    "The Marlow observatory was founded in 1911. It stands on a hill above the harbour; its director is Ada Brenmoor.",
+    "Answer from the notes. Question: who runs the company now? Answer: the founder's daughter.",
+    "Ships' logs: wind north-west, sea calm; we passed the lighthouse at dawn.\n\nNothing else to report.\n",
+    "# Heading\n\n- first item\n- second item\n\n| a | b |\n",
+] * 4
+SPECIAL = ["<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+
+
+def byte_level(chat_template: str | None = None, bos: bool = True) -> PreTrainedTokenizerFast:
+    """Byte-level BPE as in GPT-2, Llama 3 and Qwen."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    # Some models add their turn markers without marking them as special.
+    tokenizer.add_tokens([AddedToken("<|user|>", special=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", chat_template=chat_template
+    )
+
+
+def metaspace(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """BPE over metaspace with byte fallback, as in Llama 2, Mistral and Gemma."""
+    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=700, special_tokens=[*SPECIAL, *byte_tokens], max_token_length=12)
+    )
+    spec = Tokenizer.from_str(tokenizer.to_str())
+    spec.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    spec.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=spec, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", chat_template=chat_template
+    )
+
+
+TOKENIZERS = {
+    "byte_level": byte_level,
+    "byte_level_without_bos": lambda: byte_level(bos=False),
+    "byte_level_chatml": lambda: byte_level(CHATML),
+    "metaspace": metaspace,
+    "metaspace_without_system_role": lambda: metaspace(NO_SYSTEM),
+}
+_made: dict[str, PreTrainedTokenizerFast] = {}
+
+
+def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
+    """Return one shared tokenizer of that kind (hypothesis tests cannot use function-scoped fixtures)."""
+    if name not in _made:
+        _made[name] = TOKENIZERS[name]()
+    return _made[name]
+
+
+@pytest.fixture(params=list(TOKENIZERS))
+def any_tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return tokenizer_named(request.param)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_named("byte_level")
