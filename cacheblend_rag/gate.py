@@ -45,6 +45,9 @@ class GateSubject(Protocol):
     def logits(self, target: BlendTarget) -> torch.Tensor:
         """Return the last token's logits ``[vocab]`` after a blend."""
 
+    def decode(self, target: BlendTarget, token: int) -> torch.Tensor:
+        """Append ``token`` to a blended prompt; return the logits ``[vocab]`` of what follows it."""
+
 
 @dataclass(frozen=True)
 class GateReport:

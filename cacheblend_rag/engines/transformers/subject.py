@@ -46,3 +46,8 @@ class TransformersSubject:
         assert isinstance(target, TransformersTarget)
         assert target.logits is not None
         return target.logits
+
+    def decode(self, target: BlendTarget, token: int) -> torch.Tensor:
+        """See :class:`~cacheblend_rag.gate.GateSubject`."""
+        assert isinstance(target, TransformersTarget)
+        return self._runner.append(torch.tensor([[token]], device=self._runner.device), target.cache)[0]

@@ -1,0 +1,7 @@
+"""Calibration of a model: check layers and recompute ratio, measured on a few prompts. See :mod:`.rules` for how."""
+
+from __future__ import annotations
+
+from cacheblend_rag.calibrate.rules import Calibration, LayerAgreement, calibrate
+
+__all__ = ["Calibration", "LayerAgreement", "calibrate"]
