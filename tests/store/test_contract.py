@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,16 @@ def test_views_and_shared_tensors_are_stored_as_what_they_show(store: KVStore) -
     assert all(
         torch.equal(a, b) for index in range(3) for a, b in zip(found.layer(index), expected.layer(index), strict=True)
     )
+
+
+def test_a_slice_of_a_batch_does_not_keep_the_batch_in_memory() -> None:
+    batch = torch.randn(64, 2, 5, 8)
+    store = MemoryStore()
+    store.put(key_of(1), ChunkKV([LayerKV(batch[3], batch[4])], start=0))
+    found = store.get(key_of(1))
+    assert found is not None
+    assert [tensor.untyped_storage().nbytes() for tensor in found.layer(0)] == [2 * 5 * 8 * 4] * 2
+    assert store.stats().nbytes == 2 * 2 * 5 * 8 * 4
 
 
 def test_an_entry_without_tokens_is_an_entry(store: KVStore) -> None:
@@ -206,10 +217,11 @@ def test_threads_share_a_store(open_with: Open) -> None:
     barrier = threading.Barrier(4)
 
     def work(thread: int) -> int:
+        chance = random.Random(thread)
         barrier.wait()
         read = 0
         for step in range(60):
-            number = (step * 7 + thread * 3) % 10
+            number = chance.randrange(8)
             found = store.get(key_of(number))
             if found is None:
                 store.put(key_of(number), kv_of(number))

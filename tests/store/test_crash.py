@@ -146,6 +146,22 @@ def test_an_entry_is_synced_before_it_is_visible_and_its_directory_after(
     assert (root / "tmp" / token).is_dir()
 
 
+def test_two_writers_of_one_key_leave_one_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slower, faster = DiskStore(root), DiskStore(root)
+    write = kvfile.write
+
+    def overtaken(encoded: kvfile.EncodedKV, path: Path) -> None:
+        write(encoded, path)
+        monkeypatch.setattr(kvfile, "write", write)
+        assert faster.put(key_of(1), kv_of(1))
+
+    monkeypatch.setattr(kvfile, "write", overtaken)
+    assert slower.put(key_of(1), kv_of(1))
+    assert (slower.stats().puts, faster.stats().puts) == (0, 1)
+    assert counted_bytes(root) == real_bytes(root)
+    assert not list((root / "tmp").glob("*/*"))
+
+
 def test_several_processes_write_read_and_evict_at_once(root: Path) -> None:
     measured = DiskStore(root)
     measured.put(key_of(1), kv_of(1))
