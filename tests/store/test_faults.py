@@ -112,6 +112,16 @@ def test_a_read_only_store_reads_and_refuses_to_write(root: Path) -> None:
     assert {entry.key for entry in DiskStore(path).entries()} == {key_of(1), key_of(2)}
 
 
+def test_a_store_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) -> None:
+    DiskStore(root / "store").put(key_of(1), kv_of(1))
+    (root / "store" / "kv").chmod(0)
+    try:
+        message = workers.call(workers.without_read_permission, root / "store", workers.NOBODY if ROOT else None)
+    finally:
+        (root / "store" / "kv").chmod(0o755)
+    assert f"cannot open the KV store {root / 'store'}: no permission" in message
+
+
 def test_something_else_where_the_directory_should_be(root: Path) -> None:
     (root / "file").touch()
     (root / "store").mkdir()

@@ -162,6 +162,15 @@ def without_permission(connection: Connection, root: Path, uid: int | None) -> N
     connection.send(messages)
 
 
+def without_read_permission(connection: Connection, root: Path, uid: int | None) -> None:
+    """Open a store whose directory this user may not list."""
+    if uid is not None:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    connection.send(attempt(lambda: DiskStore(root)))
+
+
 def without_file_descriptors(connection: Connection, root: Path) -> None:
     """Get an entry while no file can be opened, and again when it can."""
     store = DiskStore(root)
