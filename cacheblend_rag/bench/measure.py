@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from cacheblend_rag.errors import InputError
@@ -78,8 +77,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
-        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }

@@ -11,7 +11,8 @@ For every prompt the full prefill gives the true KV of all layers; from it follo
 The rules that turn this into a profile:
 
 1. *Schedule*: the cheapest that reaches :data:`ENOUGH` of the best KL reduction any schedule reaches at the paper's ratio. Of
-   single check layers the earliest is the cheapest. Reduction is 1 minus the blend's KL over full KV reuse's.
+   single check layers the earliest is the cheapest; pairs (gradual filtering) are tried where they would be cheaper still.
+   Reduction is 1 minus the blend's KL over full KV reuse's.
 2. *Ratio*: the smallest of :data:`RATIOS` whose KL reduction is at least :data:`ENOUGH` with 95% confidence (bootstrap over
    prompts). Where none is, the smallest from the paper's 15% up that reaches :data:`ENOUGH` of what the largest reaches.
    With fewer than :data:`MIN_PROMPTS` prompts never less than 15%.
@@ -175,11 +176,12 @@ class _Calibrator:
         singles = [BlendSchedule((layer,), (1.0,)) for layer in range(1, max(2, self._num_layers // 2 + 1))]
         found = {schedule: self._measure(schedule, PAPER_RATIO) for schedule in singles}
         best = min(found, key=lambda schedule: float(found[schedule].mean()))
-        ends = {best.check_layers[0], self._choose_schedule(found, none)[0].check_layers[0]}
-        for first, last in ((a, b) for b in sorted(ends) for a in range(1, b)):
-            for widths in _PAIR_WIDTHS:
+        chosen, _ = self._choose_schedule(found, none)
+        for last in sorted({best.check_layers[0], chosen.check_layers[0]}):
+            for first, widths in ((first, widths) for first in range(1, last) for widths in _PAIR_WIDTHS):
                 schedule = BlendSchedule((first, last), widths)
-                found[schedule] = self._measure(schedule, PAPER_RATIO)
+                if self._cost(schedule) < self._cost(chosen):
+                    found[schedule] = self._measure(schedule, PAPER_RATIO)
         return found
 
     def _choose_schedule(
