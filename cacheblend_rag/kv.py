@@ -60,6 +60,9 @@ class StoredKV(ABC):
             DamagedKVError: The stored bytes do not match their checksum.
         """
 
+    def finish(self) -> None:  # noqa: B027 - most entries have nothing left to do
+        """Say that nobody waits any more: what a tier wants to do with the whole entry, it may do now (blocking)."""
+
 
 class ChunkKV(StoredKV):
     """A whole KV entry in memory. Immutable by convention: one canonical copy, rotated once per use, never in place."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Self
 
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.errors import InputError
@@ -246,19 +246,17 @@ async def _iterate_in_thread(make: Callable[[], Iterator[StreamEvent]]) -> Async
             loop.call_soon_threadsafe(events.put_nowait, item)
 
     def produce() -> None:
-        iterator = make()
         try:
+            iterator = make()
             for event in iterator:
                 send(event)
                 if stop.is_set():
                     break
+            if isinstance(iterator, Generator):
+                iterator.close()
             send(None)
         except BaseException as error:  # handed to the consumer, which re-raises it
             send(error)
-        finally:
-            close = getattr(iterator, "close", None)
-            if close is not None:
-                close()
 
     threading.Thread(target=produce, name="cacheblend-stream", daemon=True).start()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Self
 
 from cacheblend_rag.kv import ChunkKV, KVKey, StoredKV
 
@@ -114,3 +115,11 @@ class KVStore(ABC):
 
     def close(self) -> None:  # noqa: B027 - not every tier holds something open
         """Release handles. The store must not be used afterwards."""
+
+    def __enter__(self) -> Self:
+        """Use as a context manager that closes."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()

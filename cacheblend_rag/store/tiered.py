@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV, StoredKV
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.bookkeeping import Events
@@ -185,6 +185,14 @@ class _Promotion(StoredKV):
         if complete:
             self._promote()
         return layer
+
+    def finish(self) -> None:
+        """See :meth:`StoredKV.finish`: read what the blend did not need, such as the layers below its check layer."""
+        try:
+            for index in range(self.num_layers):
+                self.layer(index)
+        except DamagedKVError as error:  # its store has dropped it; the answer did not use these layers
+            _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
 
     def _promote(self) -> None:
         kv = ChunkKV([self._layers[index] for index in range(self.num_layers)], self.start)

@@ -65,7 +65,10 @@ class EngineContract:
 
     def test_reuse_can_be_limited_to_the_prefix_or_switched_off(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
-        full, prefix = engine.generate(prompt, SHORT, FULL), engine.generate(prompt, SHORT, BlendSettings(reuse="prefix"))
+        full, prefix = (
+            engine.generate(prompt, SHORT, FULL),
+            engine.generate(prompt, SHORT, BlendSettings(reuse="prefix")),
+        )
         assert (full.mode, full.usage.reused_tokens) == ("prefill", 0)
         assert prefix.usage.reused_tokens == len(engine.header_ids) + len(chunks[0].token_ids)
         assert prefix.token_ids == full.token_ids
@@ -128,6 +131,7 @@ class EngineContract:
                 pass
 
     def test_stop_strings_end_the_answer_and_are_not_part_of_it(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
         text = engine.generate(prompt, SHORT).text
         assert len(text) > 4
         for stop in (text[2:4], text[1]):
@@ -137,7 +141,8 @@ class EngineContract:
             events = list(engine.stream(prompt, SamplingParams(max_tokens=12, stop=(stop,))))
             assert "".join(e.text for e in events) == got.text
 
-    def test_sampling_is_repeatable_by_seed_and_differs_without_it(self, engine, prompt) -> None:
+    def test_sampling_is_repeatable_by_seed_and_differs_without_it(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
         hot = [SamplingParams(max_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
         one, same, other = (engine.generate(prompt, p).token_ids for p in hot)
         assert one == same != other

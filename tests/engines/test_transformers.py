@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.chunking import make_chunk
+from cacheblend_rag.engines.base import BlendSettings, SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompt import rag_prompt
@@ -53,12 +54,26 @@ class TestTransformersEngine(EngineContract):
 
         long = SamplingParams(max_tokens=300)
         got = engine.generate(prompt, long).token_ids
-        ids = [i for s in prompt.segments for i in (s.token_ids if not isinstance(s, str) else ())]
-        assert ids
         tokens = torch.tensor([engine._tokenize(prompt).token_ids])
         with torch.no_grad():
-            want = engine.runner.model.generate(tokens, max_new_tokens=300, do_sample=False, pad_token_id=0)
+            everything = torch.ones_like(tokens)
+            want = engine.runner.model.generate(tokens, attention_mask=everything, max_new_tokens=300, do_sample=False)
         assert list(got) == want[0, tokens.shape[1] :].tolist()
+
+    def test_kv_read_from_disk_once_is_in_ram_for_the_next_prompt(self, tmp_path: Path) -> None:
+        root = tmp_path / "store"
+        with self.make(root) as engine:
+            chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
+            engine.precompute(chunks)
+        with self.make(root) as engine:
+            prompt = rag_prompt(engine.tokenizer, chunks, "Who?")
+            tiers = []
+            for _ in range(2):
+                plan = engine._plan(engine._tokenize(prompt), BlendSettings())
+                tiers.append({span.kv.tier for span in (*plan.exact, *plan.stale)})
+                del plan
+                engine.generate(prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.3, check_layers=(2,)))
+            assert tiers == [{"disk"}, {"ram"}]
 
 
 def test_a_model_that_cannot_be_loaded_is_named_with_what_to_give_instead(tmp_path: Path) -> None:
@@ -71,8 +86,6 @@ def test_a_model_that_cannot_be_loaded_is_named_with_what_to_give_instead(tmp_pa
 
 
 def test_a_chat_template_is_honoured_and_its_header_is_exact(tmp_path: Path) -> None:
-    from cacheblend_rag.chunking import make_chunk
-
     tokenizer = tokenizer_named("byte_level_chatml")
     engine = TransformersEngine(make_model(hf.LlamaConfig(**_CONFIG)), tokenizer=tokenizer, device="cpu")
     chunks = [make_chunk(text, tokenizer) for text in TEXTS]

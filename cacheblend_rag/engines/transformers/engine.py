@@ -50,7 +50,7 @@ class TransformersEngine(BlendEngine):
 
     Attributes:
         store: Where chunk KV is kept.
-        header: Text that chunks are precomputed behind.
+        header_ids: Tokens that chunks are precomputed behind.
         profile: Check layers and ratio of this model.
         gate: What the parity gate found; a model that fails it is served by ordinary prefill.
     """
@@ -63,7 +63,7 @@ class TransformersEngine(BlendEngine):
         store: KVStore | str | Path | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
-        header: str | None = None,
+        header: str | Sequence[int] | None = None,
         ratio: float | None = None,
         write_back: bool = True,
     ):
@@ -75,7 +75,8 @@ class TransformersEngine(BlendEngine):
             store: A store, a directory for one (RAM in front of disk), or None for RAM alone.
             device: ``"cpu"``, ``"cuda"``...; None takes CUDA if there is one.
             dtype: None takes fp32 on a CPU, the model's own elsewhere.
-            header: Text that stands before the first chunk in your prompts, rendered; None takes :func:`rag_header`'s.
+            header: What stands before the first chunk in your prompts: the rendered text, or its token ids. None takes
+                :func:`rag_header`'s.
             ratio: Default recompute ratio; None takes the model profile's.
             write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
 
@@ -91,11 +92,7 @@ class TransformersEngine(BlendEngine):
         self.registry = ChunkRegistry()
         config = loaded.model.config.get_text_config()
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-        if self.tokenizer is None:
-            self.header, self.header_ids = header or "", ()
-        else:
-            self.header = rag_header(self.tokenizer) if header is None else header
-            self.header_ids = header_ids(self.tokenizer, self.header)
+        self.header_ids = self._header_ids(header)
         self.profile: ModelProfile = load_profile(self.fingerprint.digest, loaded.directory)
         self._ratio = self.profile.ratio if ratio is None else ratio
         self._write_back = write_back
@@ -109,6 +106,13 @@ class TransformersEngine(BlendEngine):
                 f"{self.fingerprint.name} is served by ordinary prefill, without blending: {self.gate.reason}.",
                 stacklevel=2,
             )
+
+    def _header_ids(self, header: str | Sequence[int] | None) -> tuple[int, ...]:
+        if header is not None and not isinstance(header, str):
+            return tuple(header)
+        if self.tokenizer is None:
+            return ()
+        return header_ids(self.tokenizer, rag_header(self.tokenizer) if header is None else header)
 
     def _run_gate(self) -> GateReport:
         report, self.rope = run_gate(self.subject())
@@ -203,6 +207,8 @@ class TransformersEngine(BlendEngine):
             )
         finally:
             del prefill.cache
+            for span in (*prefill.plan.exact, *prefill.plan.stale):
+                span.kv.finish()
             if self._write_back and prefill.plan.missing and self.gate.passed:
                 self._store_missing(prefill.plan.missing)
 
