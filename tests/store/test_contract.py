@@ -14,29 +14,34 @@ import torch
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
-from tests.store.samples import key_of, kv_of, same
+from tests.store.samples import key_of, kv_of, memory_directory, same
 
 Open = Callable[[int | None], KVStore]
 """Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
 
 
 @pytest.fixture(params=["memory", "disk", "tiered", "tiered_disk_only"])
-def open_with(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+def open_with(request: pytest.FixtureRequest) -> Iterator[Open]:
+    with memory_directory() as root:
+        yield from _opener(request.param, root)
+
+
+def _opener(kind: str, root: Path) -> Iterator[Open]:
     opened: list[KVStore] = []
-    measured = DiskStore(tmp_path / "measured")
+    measured = DiskStore(root / "measured")
     measured.put(key_of(0), kv_of(0))
     file_size = measured.stats().nbytes
 
     def open_it(entries: int | None = None) -> KVStore:
         ram = MemoryStore(None if entries is None else entries * kv_of(0).nbytes)
-        disk = DiskStore(tmp_path / "store", None if entries is None else entries * file_size)
+        disk = DiskStore(root / "store", None if entries is None else entries * file_size)
         stores: dict[str, KVStore] = {
             "memory": ram,
             "disk": disk,
             "tiered": TieredStore([ram, disk]),
             "tiered_disk_only": TieredStore([disk]),
         }
-        opened.append(stores[request.param])
+        opened.append(stores[kind])
         return opened[-1]
 
     yield open_it

@@ -40,9 +40,8 @@ def real_bytes(root: Path) -> int:
 
 
 @pytest.mark.parametrize("budget", [None, 400_000])
-def test_killed_writers_lose_nothing_that_was_stored(tmp_path: Path, budget: int | None) -> None:
+def test_killed_writers_lose_nothing_that_was_stored(root: Path, budget: int | None) -> None:
     chance = random.Random(7)
-    root = tmp_path / "store"
     number = 0
     for _ in range(KILLS):
         process, connection = workers.start(workers.put_until_killed, root, number, budget)
