@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, Self
+from typing import Any, Literal, Self
 
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.errors import InputError
