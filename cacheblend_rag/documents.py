@@ -1,10 +1,10 @@
-"""Read documents (txt, md, html, pdf) into text; what cannot be read is skipped with a reason, never half-read."""
+"""Documents as text: txt, Markdown, HTML and PDF files."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,192 +12,158 @@ from typing import Any
 import xxhash
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.html import html_to_text
+from cacheblend_rag.extraction import UnusableFileError, html_text, pdf_text, plain_text
 
-MAX_TEXT_BYTES = 256 << 20
-MAX_PDF_BYTES = 512 << 20
-MAX_HTML_BYTES = 32 << 20
-"""A parsed HTML tree takes many times the size of its file."""
+MAX_BYTES = 512 << 20
+"""Larger files are skipped: a document is held in memory while it is cut."""
 
-_BLOCK = 1 << 20
-_READER_VERSION = b"1"  # part of every digest: raise it when the same bytes would now give another text
+MAX_HTML_BYTES = 16 << 20
+"""The limit for HTML, whose parsed tree takes many times the memory of the file."""
+
+_LOADERS = {
+    ".txt": plain_text,
+    ".text": plain_text,
+    ".md": plain_text,
+    ".markdown": plain_text,
+    ".html": html_text,
+    ".htm": html_text,
+    ".pdf": pdf_text,
+}
+SUFFIXES = frozenset(_LOADERS)
+"""Types of files that are read, by suffix (in either case)."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document's text.
+    """The text of one file.
 
     Attributes:
-        path: Absolute path.
-        text: Its text, with Unix newlines.
-        digest: Digest of the file's bytes; see :func:`content_digest`.
-        metadata: ``source`` (the path), and ``title`` or ``pages`` where known.
+        path: Absolute path of the file; its identity in an index.
+        text: The text, its lines ended by newlines.
+        digest: Content hash of the file's bytes; equal digests mean that nothing changed.
+        metadata: ``source`` (the path) and, where known, ``title``, ``pages`` and ``unreadable_pages``. JSON values only.
     """
 
     path: str
     text: str
     digest: str
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A file that was left out, and why.
-
-    Attributes:
-        path: Absolute path.
-        reason: In words, with what to do about it where something can be done.
-        blank: The file is readable and holds no text: it is not merely out of reach for now.
-    """
+class SkippedDocument:
+    """A file that gave no text, and why, in words for the user. A value, not an error: one bad file never stops the rest."""
 
     path: str
     reason: str
-    blank: bool = False
 
 
-@dataclass(frozen=True)
-class FileList:
-    """What :func:`list_files` found: files in a fixed order, the directories asked for, and what was left out."""
+def find_documents(paths: Iterable[Path | str]) -> Iterator[Path]:
+    """List the files to load: absolute, each once, directories recursively in name order.
 
-    files: tuple[Path, ...]
-    directories: tuple[Path, ...]
-    skipped: tuple[Skipped, ...]
-
-
-class _SkipError(Exception):
-    def __init__(self, reason: str, blank: bool = False):
-        super().__init__(reason)
-        self.blank = blank
-
-
-def list_files(paths: Iterable[str | Path]) -> FileList:
-    """List files and, recursively, directories: sorted, each file once, hidden entries and linked directories left out.
-
-    Files named on their own are taken whatever their suffix (unknown ones are read as plain text); in directories only those
-    with a known suffix are.
+    Hidden files and directories, and links to directories, are left out inside a directory; given themselves, they are taken.
+    Every other file is listed, whatever its type: :func:`load_document` says why one is skipped.
 
     Raises:
-        InputError: A path that does not exist or is neither file nor directory.
+        InputError: A path that does not exist; raised by the call itself, before anything is listed.
     """
-    files: dict[Path, None] = {}
-    directories: list[Path] = []
-    skipped: list[Skipped] = []
-    for given in paths:
-        path = Path(given).expanduser()
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            raise InputError(f"{given} cannot be read: {error.strerror}.") from error
-        path = path.resolve()
-        if stat.S_ISDIR(mode):
-            directories.append(path)
-            for file in _walk(path, skipped):
-                files.setdefault(file)
-        elif stat.S_ISREG(mode):
-            files.setdefault(path)
+    roots = [_absolute(path) for path in paths]
+    missing = [str(root) for root in roots if not os.path.lexists(root)]
+    if missing:
+        raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")
+    return _walk(roots)
+
+
+def _walk(roots: list[Path]) -> Iterator[Path]:
+    seen: set[Path] = set()
+    pending = roots[::-1]
+    while pending:
+        path = pending.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        entries = _visible(path) if path.is_dir() else None
+        if entries is None:
+            yield path
         else:
-            raise InputError(f"{given} is neither a file nor a directory.")
-    return FileList(tuple(files), tuple(directories), tuple(skipped))
+            pending.extend(reversed(entries))
 
 
-def _walk(root: Path, skipped: list[Skipped]) -> Iterator[Path]:
-    def unreadable(error: OSError) -> None:
-        skipped.append(Skipped(str(error.filename), f"directory cannot be read: {error.strerror}"))
-
-    for directory, children, names in os.walk(root, onerror=unreadable):
-        children[:] = sorted(child for child in children if not child.startswith("."))
-        for name in sorted(names):
-            file = Path(directory, name)
-            if name.startswith("."):
-                continue
-            if file.suffix.lower() in _READERS:
-                yield file.resolve()
-            else:
-                skipped.append(Skipped(str(file), "not a txt, md, html or pdf file"))
+def _visible(directory: Path) -> list[Path] | None:
+    """Return what a walk visits in ``directory``; None where it cannot be listed, so that it is reported like a file."""
+    try:
+        with os.scandir(directory) as entries:
+            kept = [e for e in entries if not e.name.startswith(".") and not (e.is_symlink() and e.is_dir())]
+    except OSError:
+        return None
+    return [directory / entry.name for entry in sorted(kept, key=lambda e: e.name)]
 
 
-def content_digest(path: Path) -> str:
-    """Return a digest of a file's bytes, read block by block.
+def file_digest(path: Path | str) -> str | None:
+    """Return the digest a :class:`Document` of that file would have, or None where it cannot be read.
 
-    Raises:
-        OSError: The file cannot be read.
+    For skipping unchanged files before they are parsed: ``file_digest(path) == index.digest_of(str(path))``.
     """
-    state = xxhash.xxh3_128(_READER_VERSION)
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            state.update(block)
-    return str(state.hexdigest())
-
-
-def load_document(path: str | Path) -> Document | Skipped:
-    """Read one document; never raises for what is in the file."""
-    path = Path(path).resolve()
+    state = xxhash.xxh3_128()
     try:
-        digest = content_digest(path)
-        read, limit = _READERS.get(path.suffix.lower(), _PLAIN)
-        size = path.stat().st_size
-        if size > limit:
-            raise _SkipError(f"{size >> 20} MiB is over the limit of {limit >> 20} MiB for such files; split it")
-        text, metadata = read(path)
+        path = _absolute(path)
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None
+        with path.open("rb") as handle:
+            while block := handle.read(1 << 20):
+                state.update(block)
+    except OSError:
+        return None
+    return state.hexdigest()
+
+
+def load_document(path: Path | str) -> Document | SkippedDocument:
+    """Load one file. What is wrong with the file itself is returned as the reason it is skipped, never raised.
+
+    Skipped are: types other than :data:`SUFFIXES`, files above :data:`MAX_BYTES` (HTML: :data:`MAX_HTML_BYTES`), empty and
+    binary files, text that is neither UTF-8, UTF-16 or UTF-32 with a byte order mark, nor mostly ASCII in Windows-1252,
+    encrypted or broken PDFs, PDFs without text (scans), and what the system does not let us read.
+    """
+    path = _absolute(path)
+    name = str(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        printable = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return SkippedDocument(printable, "its name is not valid UTF-8; rename it")
+    try:
+        data = _read(path)
+        digest = xxhash.xxh3_128(data).hexdigest()
+        text, metadata = _LOADERS[path.suffix.lower()](data)
         if not text.strip():
-            raise _SkipError("empty", blank=True)
-    except _SkipError as skip:
-        return Skipped(str(path), str(skip), skip.blank)
+            raise UnusableFileError("it holds no text")
+    except UnusableFileError as error:
+        return SkippedDocument(name, str(error))
     except OSError as error:
-        return Skipped(str(path), f"cannot be read: {error.strerror or error}")
-    return Document(str(path), text, digest, {"source": str(path), **metadata})
+        return SkippedDocument(name, f"it cannot be read: {error.strerror or error}")
+    return Document(name, text, digest, {"source": name, **metadata})
 
 
-def _read_text(path: Path) -> tuple[str, dict[str, Any]]:
-    with path.open("rb") as file:
-        head = file.read(_BLOCK)
-    utf16 = head[:2] in (b"\xff\xfe", b"\xfe\xff")
-    if not utf16 and b"\0" in head:
-        raise _SkipError("binary file")
-    try:
-        # Text mode decodes and translates newlines in one go: the file's bytes and its text, and no third copy.
-        text = path.read_text(encoding="utf-16" if utf16 else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        kind = "UTF-16" if utf16 else "UTF-8"
-        raise _SkipError(f"not {kind} text (byte {error.start}); save it as UTF-8") from error
-    if "\0" in text:
-        raise _SkipError("binary file")
-    return text, {}
+def _absolute(path: Path | str) -> Path:
+    """Make absolute without following links: a document is known by the name the user sees."""
+    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - Path.absolute() keeps ".."
 
 
-def _read_html(path: Path) -> tuple[str, dict[str, Any]]:
-    text, title = html_to_text(path.read_bytes())
-    if "\0" in text:
-        raise _SkipError("binary file")
-    return text, {"title": title} if title else {}
-
-
-def _read_pdf(path: Path) -> tuple[str, dict[str, Any]]:
-    import pypdf
-    from pypdf.errors import DependencyError
-
-    try:
-        with path.open("rb") as file:
-            reader = pypdf.PdfReader(file)
-            if reader.is_encrypted and not reader.decrypt(""):
-                raise _SkipError("encrypted PDF; save a copy without a password")
-            pages = [page.extract_text() for page in reader.pages]
-    except (_SkipError, OSError):
-        raise
-    except DependencyError as error:
-        raise _SkipError("encrypted PDF that needs the package `cryptography`; pip install cryptography") from error
-    except Exception as error:  # pypdf lets many kinds through when a file is malformed
-        raise _SkipError(f"broken PDF ({error})") from error
-    text = "\n\n".join(page.strip() for page in pages).replace("\0", "")
-    if not text.strip():
-        raise _SkipError(f"PDF without text on its {len(pages)} pages (scanned?); run it through OCR first", blank=True)
-    return text.encode("utf-8", "replace").decode("utf-8"), {"pages": len(pages)}
-
-
-_Reader = Callable[[Path], tuple[str, dict[str, Any]]]
-_PLAIN: tuple[_Reader, int] = (_read_text, MAX_TEXT_BYTES)
-_READERS: dict[str, tuple[_Reader, int]] = {
-    **dict.fromkeys((".txt", ".text", ".md", ".markdown"), _PLAIN),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), (_read_html, MAX_HTML_BYTES)),
-    ".pdf": (_read_pdf, MAX_PDF_BYTES),
-}
+def _read(path: Path) -> bytes:
+    suffix = path.suffix.lower()
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        os.scandir(path).close()  # raises why it could not be listed
+        raise UnusableFileError("it is a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise UnusableFileError("it is not a regular file")
+    if suffix not in _LOADERS:
+        raise UnusableFileError(f"its type ({suffix or 'no suffix'}) is not among {', '.join(_LOADERS)}")
+    limit = MAX_HTML_BYTES if _LOADERS[suffix] is html_text else MAX_BYTES
+    if status.st_size > limit:
+        advice = "convert it to text" if limit < MAX_BYTES else "split it"
+        raise UnusableFileError(f"it is larger than {limit >> 20} MiB; {advice}")
+    data = path.read_bytes()
+    if not data:
+        raise UnusableFileError("it is empty")
+    return data

@@ -1,0 +1,185 @@
+"""From the bytes of a file to its text."""
+
+from __future__ import annotations
+
+import codecs
+import logging
+import re
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+from bs4 import BeautifulSoup
+from bs4.dammit import EncodingDetector
+from bs4.element import CData, NavigableString, Tag
+from pypdf import PdfReader
+from pypdf.errors import DependencyError, FileNotDecryptedError
+
+_log = logging.getLogger(__name__)
+
+_BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_CONTROL = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_SAMPLE = 1 << 20
+
+_BLOCKS = frozenset(
+    (  # noqa: SIM905 - a list of forty quoted words reads worse
+        "address article aside blockquote body caption center dd details dialog div dl dt fieldset figcaption figure footer "
+        "form h1 h2 h3 h4 h5 h6 header hgroup hr html legend li main menu nav ol p pre search section summary table tbody "
+        "tfoot thead tr ul"
+    ).split()
+)
+_TIGHT = frozenset({"li", "tr", "dt", "dd"})
+"""Blocks that follow each other without an empty line."""
+_CELLS = frozenset({"td", "th"})
+_PREFIXES = {"li": "- ", **{f"h{level}": "#" * level + " " for level in range(1, 7)}}
+_DROPPED = ("title", "noscript", "svg", "iframe")
+_SPACES = re.compile(r"\s+")
+
+
+class UnusableFileError(Exception):
+    """A file that gives no text; the message says why, as the end of the sentence "NAME was skipped: ..."."""
+
+
+def plain_text(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Decode a text or Markdown file; see :func:`decode`."""
+    return decode(data), {}
+
+
+def decode(data: bytes, declared: str | None = None) -> str:
+    """Decode text whose encoding nobody knows for sure; line ends become newlines.
+
+    Args:
+        data: The file.
+        declared: An encoding the file itself claims; tried after UTF-8.
+
+    Raises:
+        UnusableFileError: It is binary, or in no encoding that can be told with confidence.
+    """
+    marked = next((name for mark, name in _BOMS if data.startswith(mark)), None)
+    for encoding in [marked] if marked else ["utf-8", *([declared] if declared else [])]:
+        try:
+            return _checked(data.decode(encoding))
+        except (UnicodeError, LookupError):
+            continue
+    if marked:
+        raise UnusableFileError(f"it begins like {marked} but is not valid; save it as UTF-8")
+    # Any bytes decode as a one-byte encoding, so only text that is mostly ASCII is believed to be in one.
+    text = _checked(data.decode("cp1252", "replace"))
+    sample = text[:_SAMPLE]
+    if "\ufffd" in text or len(_NOT_ASCII.findall(sample)) > 0.3 * len(sample):
+        raise UnusableFileError("its text encoding is unknown; save it as UTF-8")
+    return text
+
+
+def _checked(text: str) -> str:
+    sample = text[:_SAMPLE]
+    if "\0" in text or len(_CONTROL.findall(sample)) > 0.01 * len(sample):
+        raise UnusableFileError("it is binary (or UTF-16 without a byte order mark), not text")
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def html_text(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Return what a reader sees of a page, and its title.
+
+    Headings become Markdown headings and list items Markdown items; an empty line stands between blocks. Scripts and
+    styles are dropped.
+
+    Raises:
+        UnusableFileError: See :func:`decode`.
+    """
+    markup = decode(data, EncodingDetector.find_declared_encoding(data, is_html=True))
+    soup = BeautifulSoup(markup, "html.parser")
+    title = soup.title.get_text() if soup.title else ""
+    for element in soup.find_all(_DROPPED):
+        element.extract()
+    lines = "".join(_pieces(soup)).split("\n")
+    text = "\n".join(line.rstrip() for line in lines)
+    text = re.sub(r"\n{3,}", "\n\n", text).strip()
+    title = _SPACES.sub(" ", title).strip()
+    return text, {"title": title} if title else {}
+
+
+def _pieces(soup: BeautifulSoup) -> Iterator[str]:
+    """Yield the visible text with line breaks at block edges, in time linear in the page whatever its nesting."""
+    owners: dict[int, Tag] = {id(soup): soup}  # the nearest block around each element
+    started: set[int] = set()
+    block: Tag | None = None
+    at_space = True
+    for node in soup.descendants:
+        owner = owners[id(node.parent)]
+        if isinstance(node, Tag):
+            owners[id(node)] = node if node.name in _BLOCKS else owner
+            if node.name == "br" and owner is block:
+                at_space = True
+                yield "\n"
+            elif node.name in _CELLS and owner is block:
+                at_space = True
+                yield " | "
+            continue
+        if type(node) not in (NavigableString, CData):  # comments, scripts and styles are subclasses
+            continue
+        text = str(node) if owner.name == "pre" else _SPACES.sub(" ", str(node))
+        if owner is not block:
+            if not text.strip():
+                continue
+            if block is not None:
+                yield "\n" if owner.name == block.name and owner.name in _TIGHT else "\n\n"
+            if id(owner) not in started:
+                yield _PREFIXES.get(owner.name, "")
+            started.add(id(owner))
+            block, at_space = owner, True
+        if at_space and owner.name != "pre":
+            text = text.lstrip()
+        if text:
+            at_space = text[-1].isspace()
+            yield text
+
+
+def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the text of all pages, an empty line between them, with the title and the number of pages.
+
+    Pages that cannot be read are left out, with a warning, and counted as ``unreadable_pages``.
+
+    Raises:
+        UnusableFileError: It is encrypted, broken, or has no text (a scan).
+    """
+    try:
+        reader = PdfReader(BytesIO(data))
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise UnusableFileError("it is encrypted; save a copy without a password")
+        count = len(reader.pages)
+    except (DependencyError, FileNotDecryptedError) as error:
+        raise UnusableFileError("it is encrypted; save a copy without a password") from error
+    except UnusableFileError:
+        raise
+    except Exception as error:  # on broken files pypdf raises nearly anything
+        raise UnusableFileError(f"it is not a readable PDF ({type(error).__name__}: {error})") from error
+    pages: list[str] = []
+    unreadable: list[int] = []
+    for number in range(count):
+        try:
+            pages.append(_checked(reader.pages[number].extract_text()))
+        except Exception as error:
+            _log.warning("page %d cannot be read: %s: %s", number + 1, type(error).__name__, error)
+            unreadable.append(number + 1)
+    text = "\n\n".join(page.strip() for page in pages if page.strip())
+    if not text:
+        raise UnusableFileError("its pages hold no text (a scan?); run text recognition on it first")
+    title = _pdf_title(reader)
+    metadata: dict[str, Any] = {"title": title} if title else {}
+    return text, metadata | {"pages": count} | ({"unreadable_pages": unreadable} if unreadable else {})
+
+
+def _pdf_title(reader: PdfReader) -> str:
+    try:
+        title = reader.metadata.title if reader.metadata else None
+    except Exception:  # see pdf_text
+        return ""
+    return title.strip() if isinstance(title, str) else ""
