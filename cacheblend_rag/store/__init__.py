@@ -41,6 +41,7 @@ def open_store(
     ram = MemoryStore(ram_budget)
     if path is None:
         return ram
+    path = Path(path).expanduser()
     disk = DiskStore(path)
     if disk_budget is None:
         # Counting what it holds as free keeps the budget the same however full the store is.
