@@ -27,13 +27,15 @@ class ModelProfile:
         ratio: Default recompute ratio.
         check_layers: Layers at which KV deviation is measured; the paper's layer 1 unless calibrated.
         widths: Size of the set at each check layer, as multiples of the ratio (gradual filtering).
-        calibrated: Where the above come from, for ``doctor``; empty for the defaults.
+        calibrated: What calibration measured; empty for the defaults.
+        origin: Where the above were read from; empty for the defaults.
     """
 
     ratio: float = 0.15
     check_layers: tuple[int, ...] = (1,)
     widths: tuple[float, ...] = (1.0,)
     calibrated: dict[str, Any] = field(default_factory=dict)
+    origin: str = field(default="", compare=False)
 
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
         """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
@@ -55,6 +57,7 @@ def load_profile(digest: str, model_directory: Path | None = None) -> ModelProfi
                 tuple(int(x) for x in data["check_layers"]),
                 tuple(float(x) for x in data["widths"]),
                 dict(data.get("calibrated", {})),
+                str(file),
             )
         except (OSError, ValueError, KeyError, TypeError):
             continue
@@ -66,7 +69,9 @@ def save_profile(profile: ModelProfile, digest: str, model_directory: Path | Non
     file = _user_file(digest) if model_directory is None else model_directory / _FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
+    data = asdict(profile)
+    del data["origin"]
+    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     temporary.replace(file)
     return file
 

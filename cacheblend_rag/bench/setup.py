@@ -13,7 +13,7 @@ import torch
 
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.loading import dtype_named, random_model
+from cacheblend_rag.engines.transformers.loading import device_named, dtype_named, random_model
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
@@ -129,7 +129,7 @@ def _engine(model: BenchModel, store: KVStore) -> TransformersEngine:
     dtype = dtype_named(model.dtype) if model.dtype else None
     if model.random_weights is None:
         return TransformersEngine(model.model, store=store, device=model.device, dtype=dtype)
-    device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_named(model.device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     return TransformersEngine(random_model(model.random_weights, device, dtype), store=store, device=device)
 

@@ -25,7 +25,7 @@ from cacheblend_rag.engines.base import (
 )
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
-from cacheblend_rag.engines.transformers.loading import load_model
+from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.support import why_not_blendable
@@ -81,11 +81,11 @@ class TransformersEngine(BlendEngine):
             write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
 
         Raises:
+            InputError: There is no such device.
             ModelError: The model cannot be loaded.
             StoreError: The store cannot be opened.
         """
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        loaded = load_model(model, tokenizer, chosen, dtype)
+        loaded = load_model(model, tokenizer, device_named(device), dtype)
         self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
         self.runner = ModelRunner(loaded.model)
         self.store = store if isinstance(store, KVStore) else open_store(store)

@@ -86,6 +86,22 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
     )
 
 
+def device_named(name: str | torch.device | None) -> torch.device:
+    """Return the torch device of that name; None takes CUDA if there is one.
+
+    Raises:
+        InputError: There is no such device on this machine.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"The device {str(name)!r} cannot be used here: {_first_line(error)}") from error
+    return device
+
+
 def dtype_named(name: str) -> torch.dtype:
     """Return the torch dtype of that name.
 
