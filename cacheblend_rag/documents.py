@@ -52,10 +52,17 @@ class Document:
 
 @dataclass(frozen=True)
 class SkippedDocument:
-    """A file that gave no text, and why, in words for the user. A value, not an error: one bad file never stops the rest."""
+    """A file that gave no text. A value, not an error: one bad file never stops the rest.
+
+    Attributes:
+        path: Absolute path of the file.
+        reason: Why, in words for the user, and what to do where something can be done.
+        blank: The file was read, and there is nothing in it: it is not merely out of reach for now.
+    """
 
     path: str
     reason: str
+    blank: bool = False
 
 
 def find_documents(paths: Iterable[Path | str]) -> Iterator[Path]:
@@ -136,9 +143,9 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
         digest = xxhash.xxh3_128(data).hexdigest()
         text, metadata = _LOADERS[path.suffix.lower()](data)
         if not text.strip():
-            raise UnusableFileError("it holds no text")
+            raise UnusableFileError("it holds no text", blank=True)
     except UnusableFileError as error:
-        return SkippedDocument(name, str(error))
+        return SkippedDocument(name, str(error), error.blank)
     except OSError as error:
         return SkippedDocument(name, f"it cannot be read: {error.strerror or error}")
     return Document(name, text, digest, {"source": name, **metadata})
@@ -165,5 +172,5 @@ def _read(path: Path) -> bytes:
         raise UnusableFileError(f"it is larger than {limit >> 20} MiB; {advice}")
     data = path.read_bytes()
     if not data:
-        raise UnusableFileError("it is empty")
+        raise UnusableFileError("it is empty", blank=True)
     return data

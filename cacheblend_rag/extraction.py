@@ -44,7 +44,16 @@ _SPACES = re.compile(r"\s+")
 
 
 class UnusableFileError(Exception):
-    """A file that gives no text; the message says why, as the end of the sentence "NAME was skipped: ..."."""
+    """A file that gives no text; the message says why, as the end of the sentence "NAME was skipped: ...".
+
+    Attributes:
+        blank: The file was read, and there is nothing in it.
+    """
+
+    def __init__(self, reason: str, blank: bool = False):
+        """Say why."""
+        super().__init__(reason)
+        self.blank = blank
 
 
 def plain_text(data: bytes) -> tuple[str, dict[str, Any]]:
@@ -171,7 +180,7 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
             unreadable.append(number + 1)
     text = "\n\n".join(page.strip() for page in pages if page.strip())
     if not text:
-        raise UnusableFileError("its pages hold no text (a scan?); run text recognition on it first")
+        raise UnusableFileError("its pages hold no text (a scan?); run text recognition on it first", blank=True)
     title = _pdf_title(reader)
     metadata: dict[str, Any] = {"title": title} if title else {}
     return text, metadata | {"pages": count} | ({"unreadable_pages": unreadable} if unreadable else {})
