@@ -75,7 +75,7 @@ def find_documents(paths: Iterable[Path | str]) -> Iterator[Path]:
         InputError: A path that does not exist; raised by the call itself, before anything is listed.
     """
     roots = [_absolute(path) for path in paths]
-    missing = [str(root) for root in roots if not os.path.lexists(root)]
+    missing = [str(root) for root in roots if not root.exists()]
     if missing:
         raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")
     return _walk(roots)

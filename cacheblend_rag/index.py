@@ -6,15 +6,14 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
+from typing import Self
 
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
-from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
-from cacheblend_rag.indexdb import CHUNK_COLUMNS, FILE_NAME, IndexDatabase, read_chunk, read_vectors
+from cacheblend_rag.errors import InputError, UnknownChunkError
+from cacheblend_rag.indexdb import CHUNK_COLUMNS, FILE_NAME, IndexDatabase, read_chunk
 from cacheblend_rag.manifest import IndexManifest
+from cacheblend_rag.vectorsearch import VectorSearch
 
 __all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexManifest", "IndexStats", "IndexedDocument"]
 
@@ -76,7 +75,7 @@ class ChunkIndex:
         """Use an open database; see :meth:`open`."""
         self.directory = database.path.parent
         self._database = database
-        self._vectors = _VectorSearch(database)
+        self._vectors = VectorSearch(database)
         self._embedder: Embedder | None = None
         self._loading = threading.Lock()
 
@@ -105,7 +104,7 @@ class ChunkIndex:
         """A value that is another one after every change, by this process or by others."""
         return self._database.generation()
 
-    def add(self, document_path: str, digest: str, chunks: Iterable[Chunk]) -> list[Chunk]:
+    def add(self, document_path: str, digest: str, chunks: Iterable[Chunk]) -> list[str]:
         """Index a document in one transaction, in place of what was indexed under that path.
 
         Args:
@@ -114,7 +113,7 @@ class ChunkIndex:
             chunks: Its chunks in order.
 
         Returns:
-            The chunks that no document holds any more.
+            Ids of the chunks that no document holds any more.
 
         Raises:
             StoreError: It cannot be written; the index is as it was.
@@ -134,7 +133,7 @@ class ChunkIndex:
                 elif distinct.keys() <= known.keys() | self._database.embedded(distinct):
                     return self._replace(document_path, digest, ordered, known)
 
-    def _replace(self, path: str, digest: str, chunks: Sequence[Chunk], vectors: Mapping[str, Vectors]) -> list[Chunk]:
+    def _replace(self, path: str, digest: str, chunks: Sequence[Chunk], vectors: Mapping[str, Vectors]) -> list[str]:
         database = self._database
         before = database.clear_document(path)
         document = database.put_document(path, digest)
@@ -142,8 +141,8 @@ class ChunkIndex:
             database.put_occurrence(document, ordinal, chunk, vectors.get(chunk.id))
         return database.remove_orphans(before)
 
-    def delete(self, path: str) -> list[Chunk]:
-        """Remove a document; return the chunks that no document holds any more.
+    def delete(self, path: str) -> list[str]:
+        """Remove a document; return the ids of the chunks that no document holds any more.
 
         Raises:
             InputError: It is not in the index.
@@ -304,57 +303,3 @@ def _pages(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
             page = []
     if page:
         yield page
-
-
-class _VectorSearch:
-    """A FAISS index in memory that follows the database. Use inside a transaction, whose lock it relies on."""
-
-    def __init__(self, database: IndexDatabase):
-        self._database = database
-        self._generation: Hashable = None
-        self._chunk_of: dict[int, int] = {}
-        self._chunks = 0
-        self._faiss: Any = None
-
-    def search(self, question: Vectors, k: int) -> list[tuple[int, float]]:
-        """Return the rows and scores of the ``k`` chunks whose best window is nearest to ``question``."""
-        self._follow()
-        if not self._chunk_of:
-            return []
-        if question.shape[0] != self._faiss.d:
-            raise StoreError(
-                f"The embedding model gives vectors of {question.shape[0]} numbers, the index in "
-                f"{self._database.path.parent} holds {self._faiss.d}. Rebuild the index."
-            )
-        wanted, windows = min(k, self._chunks), k
-        while True:
-            scores, ids = self._faiss.search(question[None], min(windows, self._faiss.ntotal))
-            best: dict[int, float] = {}
-            for score, vector in zip(scores[0].tolist(), ids[0].tolist(), strict=True):
-                best.setdefault(self._chunk_of[vector], score)
-            if len(best) >= wanted:
-                return list(best.items())[:k]
-            windows *= 2
-
-    def _follow(self) -> None:
-        import faiss
-
-        generation = self._database.generation()
-        if generation == self._generation:
-            return
-        now = dict(self._database.rows("SELECT id, chunk FROM vectors"))
-        gone, new = self._chunk_of.keys() - now.keys(), sorted(now.keys() - self._chunk_of.keys())
-        if len(gone) == len(self._chunk_of):
-            self._faiss = None  # a rebuilt index may have vectors of another length
-        elif gone:
-            self._faiss.remove_ids(np.array(sorted(gone), np.int64))
-        self._chunk_of = {row: chunk for row, chunk in self._chunk_of.items() if row in now}
-        if new:
-            query = "SELECT vector, checksum FROM vectors WHERE id >= ? ORDER BY id"
-            vectors = read_vectors(self._database, self._database.db.execute(query, (new[0],)))
-            if self._faiss is None:
-                self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
-            self._faiss.add_with_ids(vectors, np.array(new, np.int64))
-            self._chunk_of = now
-        self._chunks = len(set(self._chunk_of.values()))
-        self._generation = generation

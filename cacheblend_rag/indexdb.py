@@ -6,7 +6,6 @@ import json
 import os
 import sqlite3
 import threading
-from array import array
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -277,26 +276,22 @@ class IndexDatabase:
         query = "INSERT INTO vectors (chunk, vector, checksum) VALUES (?, ?, ?)"
         self.db.executemany(query, ((chunk, *vector_row(vector)) for vector in vectors))
 
-    def remove_orphans(self, chunks: Iterable[int]) -> list[Chunk]:
-        """Remove and return those of these chunks that no document holds."""
-        removed: list[Chunk] = []
-        for chunk in chunks:
-            query = (
-                "DELETE FROM chunks AS c WHERE c.id = ? AND NOT EXISTS (SELECT 1 FROM occurrences WHERE chunk = c.id) "
-                f"RETURNING {STORED_CHUNK}, NULL"
-            )
-            removed += [read_chunk(self, row) for row in self.rows(query, chunk)]
-        return removed
+    def remove_orphans(self, chunks: Iterable[int]) -> list[str]:
+        """Remove those of these chunks that no document holds; return their ids."""
+        query = (
+            "DELETE FROM chunks AS c WHERE c.id = ? AND NOT EXISTS (SELECT 1 FROM occurrences WHERE chunk = c.id) "
+            "RETURNING name"
+        )
+        return [name for chunk in chunks for (name,) in self.rows(query, chunk)]
 
 
-STORED_CHUNK = "name, text, token_ids, checksum"
 CHUNK_COLUMNS = "c.name, c.text, c.token_ids, c.checksum"
 
 
 def chunk_row(chunk: Chunk) -> tuple[str, str, bytes, bytes]:
-    """Return a chunk as stored: little-endian 32-bit token ids, and a checksum, because SQLite has none."""
+    """Return a chunk as stored: little-endian 32-bit token ids, and a checksum."""
     ids = np.asarray(chunk.token_ids, dtype="<i4").tobytes()
-    return chunk.id, chunk.text, ids, _checksum(chunk.id.encode(), chunk.text.encode(), ids)
+    return chunk.id, chunk.text, ids, checksum(chunk.id.encode(), chunk.text.encode(), ids)
 
 
 def read_chunk(database: IndexDatabase, row: tuple[Any, ...]) -> Chunk:
@@ -305,8 +300,8 @@ def read_chunk(database: IndexDatabase, row: tuple[Any, ...]) -> Chunk:
     Raises:
         StoreError: It does not match its checksum.
     """
-    name, text, ids, checksum, metadata = row
-    if _checksum(name.encode(), text.encode(), ids) != checksum:
+    name, text, ids, stored, metadata = row
+    if checksum(name.encode(), text.encode(), ids) != stored:
         raise database.damaged(f"chunk {name} fails its checksum")
     return Chunk(name, text, pack_ids(np.frombuffer(ids, "<i4").tolist()), json.loads(metadata or "{}"))
 
@@ -314,27 +309,11 @@ def read_chunk(database: IndexDatabase, row: tuple[Any, ...]) -> Chunk:
 def vector_row(vector: Vectors) -> tuple[bytes, bytes]:
     """Return a vector as stored."""
     data = vector.astype("<f4").tobytes()
-    return data, _checksum(data)
+    return data, checksum(data)
 
 
-def read_vectors(database: IndexDatabase, rows: Iterable[tuple[bytes, bytes]]) -> Vectors:
-    """Return stored vectors as one array.
-
-    Raises:
-        StoreError: One does not match its checksum or the others.
-    """
-    values = array("b")
-    length = 0
-    count = 0
-    for data, checksum in rows:
-        if _checksum(data) != checksum or len(data) != (length or len(data)):
-            raise database.damaged("a vector fails its checksum; rebuilding the index repairs that")
-        values.frombytes(data)
-        length, count = len(data), count + 1
-    return np.frombuffer(values, "<f4").reshape(count, length // 4).astype(np.float32, copy=False)
-
-
-def _checksum(*parts: bytes) -> bytes:
+def checksum(*parts: bytes) -> bytes:
+    """Return a checksum of the parts in a row; SQLite keeps none."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
