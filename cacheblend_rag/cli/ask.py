@@ -1,0 +1,144 @@
+"""`cacheblend index`, `ask` and `chat`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
+from cacheblend_rag.cli.engines import ModelOptions, open_pipeline
+from cacheblend_rag.cli.output import print_json, progress, seconds
+
+if TYPE_CHECKING:
+    from cacheblend_rag.indexing import IndexProgress, IndexReport
+
+
+@app.command()
+def index(
+    paths: Annotated[list[Path], typer.Argument(help="Files and directories: txt, md, html, pdf.")],
+    store: options.Store = None,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.DType = None,
+    threads: options.Threads = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk [default: 512].")] = None,
+    overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share [default: 0].")] = None,
+    embedding: Annotated[
+        str | None, typer.Option(help="sentence-transformers model for retrieval [default: all-MiniLM-L6-v2].")
+    ] = None,
+    ram_budget: options.RamBudget = None,
+    disk_budget: options.DiskBudget = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped."""
+    with (
+        open_pipeline(
+            ModelOptions(model, device, dtype, threads),
+            store,
+            (ram_budget, disk_budget),
+            must_exist=False,
+            chunk_tokens=chunk_tokens,
+            overlap=overlap,
+            embedding=embedding,
+        ) as pipeline,
+        progress("Indexing") as show,
+    ):
+
+        def step(at: IndexProgress) -> None:
+            show(at.documents_done, at.documents, f"{Path(at.path).name}, {at.chunks_done} chunks")
+
+        report = pipeline.index(paths, step)
+    for skipped in report.skipped:
+        typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
+    print_json(asdict(report)) if as_json else _print_report(report)
+    if report.skipped and not (report.added or report.changed or report.unchanged or report.removed):
+        raise typer.Exit(2)
+
+
+def _print_report(report: IndexReport) -> None:
+    counts = {
+        "added": len(report.added),
+        "changed": len(report.changed),
+        "unchanged": len(report.unchanged),
+        "removed": len(report.removed),
+        "skipped": len(report.skipped),
+    }
+    documents = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none found"
+    typer.echo(f"documents  {documents}")
+    if report.added or report.changed:
+        typer.echo(
+            f"chunks     {report.chunks:,}; KV of {report.tokens:,} tokens computed in {seconds(report.seconds)}"
+        )
+    for reason in sorted(set(report.without_kv.values())):
+        count = sum(reason == other for other in report.without_kv.values())
+        typer.echo(f"Warning: {count} chunks have no stored KV and are computed when asked for: {reason}", err=True)
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    store: options.Store = None,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.DType = None,
+    threads: options.Threads = None,
+    k: options.K = 6,
+    ratio: options.Ratio = None,
+    policy: options.Policy = "hkvd",
+    check_layers: options.CheckLayers = None,
+    ram_budget: options.RamBudget = None,
+    disk_budget: options.DiskBudget = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Answer one question from the indexed documents."""
+    from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+
+    sampling = SamplingParams(max_tokens, temperature, top_p, seed)
+    settings = BlendSettings(ratio, policy, options.layers(check_layers))
+    chosen = ModelOptions(model, device, dtype, threads)
+    with open_pipeline(chosen, store, (ram_budget, disk_budget), k=k) as pipeline:
+        answer = pipeline.ask(question, sampling, settings)
+    if as_json:
+        print_json(answer.to_dict())
+        return
+    typer.echo(answer.answer)
+    typer.echo()
+    for line in (*source_lines(answer), reuse_line(answer)):
+        typer.echo(line)
+
+
+@app.command()
+def chat(
+    store: options.Store = None,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.DType = None,
+    threads: options.Threads = None,
+    k: options.K = 6,
+    ratio: options.Ratio = None,
+    policy: options.Policy = "hkvd",
+    check_layers: options.CheckLayers = None,
+    ram_budget: options.RamBudget = None,
+    disk_budget: options.DiskBudget = None,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+) -> None:
+    """Answer questions one after another, streaming. Each is answered from the documents alone. /help lists commands."""
+    from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+
+    sampling = SamplingParams(max_tokens, temperature, top_p, seed)
+    settings = BlendSettings(ratio, policy, options.layers(check_layers))
+    chosen = ModelOptions(model, device, dtype, threads)
+    with open_pipeline(chosen, store, (ram_budget, disk_budget), k=k) as pipeline:
+        Chat(pipeline, sampling, settings).run(sys.stdin.isatty())

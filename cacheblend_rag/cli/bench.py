@@ -1,0 +1,146 @@
+"""`cacheblend bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import typer
+
+from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli.output import print_json, seconds, size, status, table
+
+bench = typer.Typer(no_args_is_help=True, help="Measure time to first token, or the rate of indexing.")
+app.add_typer(bench, name="bench")
+
+RandomWeights = Annotated[
+    str | None,
+    typer.Option(
+        help="Random weights of a shape instead of a model: llama:LAYERSxHIDDEN, llama-3.1-8b, mistral-7b.",
+        rich_help_panel="Model",
+    ),
+]
+Engine = Annotated[Literal["transformers"], typer.Option(help="Which engine to measure.")]
+KV = Annotated[Literal["ram", "disk"], typer.Option(help="Where the chunks' KV is kept.")]
+Directory = Annotated[
+    Path | None,
+    typer.Option("--dir", help="Directory on the disk to measure, for --kv disk [default: a temporary one]."),
+]
+Chunks = Annotated[int, typer.Option(min=1, help="Number of chunks.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
+Repeat = Annotated[int, typer.Option(min=1, help="Timed rounds; each runs every method once.")]
+RandomSeed = Annotated[int, typer.Option(help="Of the random tokens.")]
+
+
+@bench.command()
+def ttft(
+    engine: Engine = "transformers",
+    random_weights: RandomWeights = None,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.DType = None,
+    threads: options.Threads = None,
+    chunks: Chunks = 6,
+    chunk_tokens: ChunkTokens = 512,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the question.")] = 32,
+    ratio: options.Ratio = None,
+    policy: options.Policy = "hkvd",
+    check_layers: options.CheckLayers = None,
+    repeat: Repeat = 3,
+    kv: KV = "ram",
+    cold: Annotated[bool, typer.Option("--cold", help="Empty the page cache of the KV before every method.")] = False,
+    directory: Directory = None,
+    seed: RandomSeed = 0,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Measure the time to first token of full recompute, prefix caching, full KV reuse and blend, interleaved."""
+    from cacheblend_rag.bench import BenchModel, TTFTSettings, Workbench, bench_ttft
+
+    settings = TTFTSettings(
+        chunks, chunk_tokens, question_tokens, ratio, policy, options.layers(check_layers), repeat, cold, seed
+    )
+    choice = BenchModel(model, random_weights, device, dtype, threads)
+    with status("Measuring") as say, Workbench.open(choice, kv, directory) as place:
+        result = bench_ttft(place, settings, say)
+    print_json(result) if as_json else _print_ttft(result)
+
+
+@bench.command()
+def index(
+    engine: Engine = "transformers",
+    random_weights: RandomWeights = None,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.DType = None,
+    threads: options.Threads = None,
+    chunks: Chunks = 16,
+    chunk_tokens: ChunkTokens = 512,
+    repeat: Repeat = 3,
+    kv: KV = "ram",
+    directory: Directory = None,
+    seed: RandomSeed = 0,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Measure the token rate of computing and storing chunk KV against a plain batched prefill of the same tokens."""
+    from cacheblend_rag.bench import BenchModel, IndexSettings, Workbench, bench_index
+
+    choice = BenchModel(model, random_weights, device, dtype, threads)
+    with status("Measuring") as say, Workbench.open(choice, kv, directory) as place:
+        result = bench_index(place, IndexSettings(chunks, chunk_tokens, repeat, seed), say)
+    if as_json:
+        print_json(result)
+        return
+    rates = {name: method["tokens_per_s"] for name, method in result["methods"].items()}
+    typer.echo(_heading(result))
+    typer.echo(f"plain batched prefill   {rates['plain']:10,.0f} tokens/s")
+    typer.echo(f"index, KV to {kv:10} {rates['index']:10,.0f} tokens/s   {result['rate_index_vs_plain']:.2f} of plain")
+
+
+_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
+
+
+def _print_ttft(result: dict[str, Any]) -> None:
+    settings, methods = result["settings"], result["methods"]
+    full = median(methods["full"]["ttft_s"])
+    rows = [["", "TTFT", "speed-up", "tokens computed", "waited for KV", "peak memory"]]
+    for name, label in _NAMES.items():
+        method = methods[name]
+        time = median(method["ttft_s"])
+        rows.append(
+            [
+                f"{label}, {settings['ratio']:.0%}" if name == "blend" else label,
+                seconds(time),
+                f"{full / time:.1f}x",
+                f"{method['computed_tokens']:,}",
+                seconds(median(method["load_s"])),
+                size(method["peak_memory_bytes"]),
+            ]
+        )
+    plain = result["plain_transformers"]
+    time = median(plain["ttft_s"])
+    prompt = f"{settings['prompt_tokens']:,}"
+    rows.append(
+        ["plain transformers", seconds(time), f"{full / time:.1f}x", prompt, "-", size(plain["peak_memory_bytes"])]
+    )
+    typer.echo(_heading(result))
+    typer.echo(
+        f"{settings['chunks']} chunks of {settings['chunk_tokens']} tokens, a question of {settings['question_tokens']}; "
+        f"{size(result['chunk_kv_bytes'])} of KV {'in RAM' if settings['kv'] == 'ram' else 'on disk'}"
+        f"{', page cache cold' if settings['cold'] else ''}; medians of {settings['repeat']} interleaved rounds\n"
+    )
+    typer.echo(table(rows))
+    if "cold_read" in result:
+        read = result["cold_read"]
+        typer.echo(
+            f"\nA plain cold read of the same {size(read['bytes'])} takes {seconds(median(read['read_s']))} "
+            f"({read['bytes_per_s'] / 1e9:.2f} GB/s): no blend of all of it can be faster than "
+            f"{read['speedup_if_reading_were_all']:.1f}x."
+        )
+
+
+def _heading(result: dict[str, Any]) -> str:
+    machine, settings = result["machine"], result["settings"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+    libraries = f"torch {machine['torch']}, transformers {machine['transformers']}"
+    return f"{result['model']} in {settings['dtype']} on {where}; {libraries}"

@@ -1,0 +1,109 @@
+"""The conversation of `cacheblend chat`, and how an answer's sources and reuse are worded."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cacheblend_rag.cli.output import seconds
+from cacheblend_rag.errors import InputError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+    from cacheblend_rag.pipeline import RagAnswer, RagPipeline
+
+_HELP = """/sources  the text of the last answer's sources
+/history  questions and answers so far
+/help     this list
+/quit     leave (as does Ctrl-D); Ctrl-C stops an answer
+Anything else is a question."""
+
+
+class Chat:
+    """Reads questions from standard input until it ends."""
+
+    def __init__(self, pipeline: RagPipeline, sampling: SamplingParams, settings: BlendSettings):
+        """Answer from ``pipeline``."""
+        self._pipeline, self._sampling, self._settings = pipeline, sampling, settings
+        self._answers: list[tuple[str, RagAnswer]] = []
+
+    def run(self, interactive: bool) -> None:
+        """Converse; ``interactive`` shows a prompt and keeps typed lines for the arrow keys."""
+        if interactive:
+            with suppress(ImportError):
+                import readline  # noqa: F401  (line editing in input())
+            typer.echo("Ask a question; /help lists commands.")
+        while (line := self._read(interactive)) is not None:
+            if line and not self._handle(line):
+                return
+
+    def _read(self, interactive: bool) -> str | None:
+        while True:
+            try:
+                return input("\n> " if interactive else "").strip()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                typer.echo("\n/quit or Ctrl-D leaves.")
+
+    def _handle(self, line: str) -> bool:
+        """Do what a line says; return whether to go on."""
+        if line == "/quit":
+            return False
+        if line == "/help":
+            typer.echo(_HELP)
+        elif line == "/sources":
+            self._print_sources()
+        elif line == "/history":
+            for number, (question, answer) in enumerate(self._answers, 1):
+                typer.echo(f"{number}. {question}\n   {answer.answer}")
+        elif line.startswith("/"):
+            typer.echo(f"There is no command {line.split(maxsplit=1)[0]}; /help lists them.")
+        else:
+            self._answer(line)
+        return True
+
+    def _answer(self, question: str) -> None:
+        try:
+            for event in self._pipeline.stream(question, self._sampling, self._settings):
+                typer.echo(event.text, nl=False)
+                if event.answer is not None:
+                    self._answers.append((question, event.answer))
+                    typer.echo()
+                    for line in (*source_lines(event.answer), reuse_line(event.answer)):
+                        typer.echo(f"  {line}")
+        except KeyboardInterrupt:
+            typer.echo("\n  (stopped)")
+        except InputError as error:  # this question only: too long for the window, for one
+            typer.echo(f"Error: {error}", err=True)
+
+    def _print_sources(self) -> None:
+        if not self._answers:
+            typer.echo("No answer yet.")
+            return
+        for number, source in enumerate(self._answers[-1][1].sources, 1):
+            typer.echo(f"[{number}] {source.path}, chunk {source.ordinal}\n{source.text}\n")
+
+
+def source_lines(answer: RagAnswer) -> list[str]:
+    """Return one line for each document with chunks in the prompt, and the pipeline's notes."""
+    chunks: dict[str, list[int]] = {}
+    for source in answer.sources:
+        chunks.setdefault(source.path, []).append(source.ordinal)
+    found = [f"source: {Path(path).name}, chunk {', '.join(map(str, sorted(set(n))))}" for path, n in chunks.items()]
+    return [*found, *(f"note: {note}" for note in answer.notes)]
+
+
+def reuse_line(answer: RagAnswer) -> str:
+    """Return how the prompt was handled, and how soon the first token came."""
+    generation = answer.generation
+    usage, ttft = generation.usage, seconds(generation.timings.ttft_s)
+    if generation.mode == "blend":
+        return (
+            f"blend: {usage.reused_tokens:,} tokens reused, {usage.recomputed_tokens:,} recomputed, "
+            f"{usage.computed_tokens - usage.recomputed_tokens:,} new; first token {ttft}"
+        )
+    return f"prefill ({generation.reason}): {usage.computed_tokens:,} tokens computed; first token {ttft}"

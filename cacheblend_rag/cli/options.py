@@ -1,0 +1,112 @@
+"""Options that several commands share, so that they mean the same everywhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.errors import InputError
+
+_MODEL, _BLEND, _ANSWER = "Model", "Blending", "Answer"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", help="Model directory or hub name [default: the bundled model].", rich_help_panel=_MODEL
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1... [default: cuda if there is one].", rich_help_panel=_MODEL),
+]
+DType = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16 [default: float32 on a CPU].", rich_help_panel=_MODEL),
+]
+Threads = Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice].", rich_help_panel=_MODEL)]
+Store = Annotated[
+    Path | None,
+    typer.Option(
+        "--store", "-s", help="Directory of the index and the KV store [default: the user's cache directory]."
+    ),
+]
+Ratio = Annotated[
+    float | None,
+    typer.Option(
+        help="Recompute ratio, 0 (full KV reuse) to 1 (full recompute) [default: the model profile's].",
+        rich_help_panel=_BLEND,
+    ),
+]
+Policy = Annotated[str, typer.Option(help="Token-selection policy: hkvd, sink, none, full.", rich_help_panel=_BLEND)]
+CheckLayers = Annotated[
+    str | None,
+    typer.Option(
+        help="Layers at which KV deviation is measured, as 1 or 1,3 [default: the model profile's].",
+        rich_help_panel=_BLEND,
+    ),
+]
+K = Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to answer with.", rich_help_panel=_ANSWER)]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.", rich_help_panel=_ANSWER)]
+TopP = Annotated[float, typer.Option(help="Nucleus mass, above 0 up to 1.", rich_help_panel=_ANSWER)]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_ANSWER)]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+
+
+RamBudget = Annotated[
+    str | None,
+    typer.Option(help="KV to hold in RAM, as 4GiB [default: a quarter of the memory].", rich_help_panel=_BLEND),
+]
+DiskBudget = Annotated[
+    str | None,
+    typer.Option(help="KV to hold on disk, as 100GiB [default: half of what is free].", rich_help_panel=_BLEND),
+]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def store_directory(given: Path | None) -> Path:
+    """Return the store's directory: the given one, else one in the user's cache directory (or ``CACHEBLEND_HOME``)."""
+    if given is not None:
+        return given.expanduser()
+    home = os.environ.get("CACHEBLEND_HOME")
+    if home:
+        return Path(home) / "store"
+    from platformdirs import user_cache_path
+
+    return user_cache_path("cacheblend") / "store"
+
+
+def nbytes(text: str) -> int:
+    """Parse a size: ``2GiB`` is 2 * 1024³ bytes, ``2GB`` 2 * 1000³, ``2G`` as ``2GiB``.
+
+    Raises:
+        InputError: It is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise InputError(f"{text!r} is not a size; write 2GiB, 500MB or 0.")
+    number, unit, binary = match.groups()
+    decimal = not binary and text.strip().upper().endswith("B")
+    return int(float(number) * (1000 if decimal else 1024) ** " KMGT".index(unit.upper() or " "))
+
+
+def layers(text: str | None) -> tuple[int, ...] | None:
+    """Parse ``--check-layers``.
+
+    Raises:
+        InputError: It is not an ascending list of layers.
+    """
+    if text is None:
+        return None
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or list(found) != sorted(set(found)) or found[0] < 1:
+        raise InputError(f"--check-layers {text!r} is not an ascending list of layers from 1 on; write 1 or 1,3.")
+    return found

@@ -1,0 +1,75 @@
+"""What commands print: JSON on stdout, tables for people, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON document on stdout."""
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Return rows as aligned columns: the first to the left, the others to the right; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(nbytes: float | None) -> str:
+    """Return a number of bytes as people read it."""
+    if nbytes is None:
+        return "-"
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def seconds(value: float) -> str:
+    """Return a time with the digits that matter."""
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[float, int, str], None]]:
+    """Show a progress bar on stderr while the block runs, if that is a terminal.
+
+    Yields a function of how much is done, of how much, and what is at hand.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total, at: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total, at: bar.update(task, completed=done, total=total, description=f"{label} {at}")
+
+
+@contextmanager
+def status(label: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done on stderr, if that is a terminal; yields a function that changes the text."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(label) as shown:
+        yield lambda text: shown.update(f"{label}: {text}")

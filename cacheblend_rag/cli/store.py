@@ -1,0 +1,105 @@
+"""`cacheblend store`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli.output import print_json, size, status, table
+
+store = typer.Typer(no_args_is_help=True, help="Look at a store, check it, make room in it. No model is loaded.")
+app.add_typer(store, name="store")
+
+
+@store.command()
+def stats(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
+    """Show how much the store holds."""
+    from cacheblend_rag.inventory import Inventory
+
+    with Inventory(options.store_directory(directory)) as inventory:
+        kv, index = inventory.stats()
+    if as_json:
+        print_json({"kv": {"entries": kv.entries, "bytes": kv.nbytes}, "index": index and asdict(index)})
+        return
+    if index is not None:
+        typer.echo(
+            f"index  {index.documents:,} documents, {index.chunks:,} chunks, {index.tokens:,} tokens, "
+            f"{size(index.nbytes)} (embedding {index.embedding})"
+        )
+    typer.echo(f"KV     {kv.entries:,} entries, {size(kv.nbytes)}")
+
+
+@store.command()
+def ls(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
+    """List chunks with the size of their KV and when it was last used."""
+    from cacheblend_rag.inventory import Inventory
+
+    with Inventory(options.store_directory(directory)) as inventory:
+        items = inventory.items()
+    if as_json:
+        print_json([asdict(item) for item in items])
+        return
+    rows = [["id", "tokens", "KV", "last used", "document"]]
+    for item in items:
+        used = "-" if item.last_used is None else f"{datetime.fromtimestamp(item.last_used):%Y-%m-%d %H:%M}"
+        rows.append([item.id, str(item.tokens or "-"), size(item.nbytes), used, item.path or "-"])
+    typer.echo(table(rows))
+
+
+@store.command()
+def verify(
+    directory: options.Store = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Only report damaged entries; do not remove them.")] = False,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Read every KV entry against its checksums; exit code 3 if one is damaged. What is removed is computed anew."""
+    from cacheblend_rag.inventory import Inventory
+
+    with Inventory(options.store_directory(directory)) as inventory, status("Verifying"):
+        report = inventory.store.verify(repair=not keep)
+    if as_json:
+        print_json({"checked": report.checked, "damaged": report.damaged, "removed": bool(report.damaged) and not keep})
+    else:
+        done = "" if not report.damaged else " and kept" if keep else " and removed"
+        typer.echo(f"{report.checked:,} entries checked, {len(report.damaged):,} damaged{done}")
+        for key in report.damaged:
+            typer.echo(key)
+    if report.damaged:
+        raise typer.Exit(3)
+
+
+@store.command()
+def evict(
+    to: Annotated[str, typer.Option("--to", help="Size to bring the KV down to: 2GiB, 500MB, 0.")],
+    directory: options.Store = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Remove the least recently used KV until the store is no larger than a size."""
+    from cacheblend_rag.inventory import Inventory
+
+    limit = options.nbytes(to)
+    with Inventory(options.store_directory(directory)) as inventory:
+        freed = inventory.store.evict(limit)
+        left = inventory.store.stats()
+    if as_json:
+        print_json({"freed_bytes": freed, "entries": left.entries, "bytes": left.nbytes})
+    else:
+        typer.echo(f"{size(freed)} freed; {left.entries:,} entries, {size(left.nbytes)} left")
+
+
+@store.command()
+def rm(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin.")],
+    directory: options.Store = None,
+) -> None:
+    """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""
+    from cacheblend_rag.inventory import Inventory
+
+    with Inventory(options.store_directory(directory)) as inventory:
+        for item_id in ids:
+            item = inventory.remove(item_id)
+            typer.echo(f"{item.id}: {'no KV was stored' if item.nbytes is None else size(item.nbytes) + ' removed'}")

@@ -1,0 +1,37 @@
+"""The bundled corpus and its questions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DemoQuestion:
+    """A question about the bundled corpus.
+
+    Attributes:
+        question: The question.
+        answer: What the corpus says.
+        kind: ``single``: one chunk holds all that is needed. ``cross``: a chunk speaks of what another one names. ``two_hop``
+            and ``two_hop_cross``: two facts, the latter with a reference across chunks.
+        source: File that holds the answer.
+    """
+
+    question: str
+    answer: str
+    kind: str
+    source: str
+
+
+def bundled_corpus() -> Path:
+    """Return the directory of the bundled documents."""
+    return Path(str(files("cacheblend_rag") / "demo" / "corpus"))
+
+
+def bundled_questions() -> list[DemoQuestion]:
+    """Return the questions that come with the corpus."""
+    data = json.loads((files("cacheblend_rag") / "demo" / "questions.json").read_text(encoding="utf-8"))
+    return [DemoQuestion(row["question"], row["answer"], row["kind"], row["source"]) for row in data]

@@ -1,0 +1,117 @@
+"""`bench` and `doctor` on the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import as_json
+
+TINY = ["--random-weights", "llama:2x256", "--chunks", 2, "--chunk-tokens", 20, "--repeat", 1, "--device", "cpu"]
+
+
+def test_bench_ttft_prints_the_documented_json(run):
+    result = as_json(
+        run("bench", "ttft", "--engine", "transformers", *TINY, "--question-tokens", 8, "--ratio", 0.15, "--json")
+    )
+    assert {"engine", "model", "settings", "methods", "speedup_blend_vs_full"} <= result.keys()
+    assert set(result["methods"]) == {"full", "prefix", "reuse", "blend"}
+    assert all({"ttft_s", "computed_tokens"} <= method.keys() for method in result["methods"].values())
+
+
+def test_bench_ttft_for_people_names_every_method(run):
+    result = run("bench", "ttft", *TINY)
+    assert result.exit_code == 0, result.stderr
+    for name in ("full recompute", "prefix caching", "full KV reuse", "blend, 15%", "plain transformers"):
+        assert name in result.stdout
+
+
+def test_bench_ttft_cold_on_disk_shows_the_disks_own_limit(run, tmp_path):
+    result = run("bench", "ttft", *TINY, "--kv", "disk", "--cold", "--dir", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "plain cold read" in result.stdout
+
+
+def test_bench_index_prints_a_ratio(run):
+    assert as_json(run("bench", "index", *TINY, "--json"))["rate_index_vs_plain"] > 0
+    assert "of plain" in run("bench", "index", *TINY).stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--random-weights", "gpt:2x2"], "gpt:2x2"),
+        (["--random-weights", "llama:2x100"], "multiple of 256"),
+        (["--cold", *TINY], "--kv disk"),
+        (["--model", "a", *TINY], "not both"),
+        (["--ratio", "1.5", *TINY], "ratio is 1.5"),
+        (["--policy", "best", *TINY], "hkvd, sink, none, full"),
+        (["--check-layers", "2,1", *TINY], "ascending"),
+        (["--check-layers", "7", *TINY], "layers 1 to 1"),
+        (["--device", "abacus", *TINY[:-2]], "abacus"),
+        (["--dtype", "int8", *TINY], "int8"),
+    ],
+)
+def test_a_bad_option_is_named_with_exit_code_2_and_without_a_traceback(run, args, named):
+    result = run("bench", "ttft", *args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ")
+    assert named in result.stderr
+    assert result.stdout == ""
+
+
+def test_doctor_reports_gate_rotation_profile_bandwidth_and_an_estimate(run, model_dir, tmp_path):
+    found = as_json(run("doctor", "--model", model_dir, "--store", tmp_path, "--json"))
+    assert found["blended"] is True
+    assert max(found["gate_errors"].values()) < found["gate_tolerance"]
+    assert found["rotation"] == [{"layers": [0, 1, 2, 3], "layout": "half", "table": 0}]
+    assert found["profile_origin"].startswith("defaults")
+    assert {"ram copy", "disk read, cold", "disk read, warm"} <= found["bandwidth"].keys()
+    assert found["kv_bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # K and V, layers, KV heads, head dim, fp32
+    assert 0 < found["estimate"]["blend_s"] < found["estimate"]["full_s"]
+    text = run("doctor", "--model", model_dir).stdout
+    assert "blended" in text
+    assert "not measured" in text
+
+
+def test_doctor_says_why_a_model_is_not_blended(run, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.conftest import byte_level
+
+    tokenizer = byte_level()
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=128)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    result = run("doctor", "--model", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "no: keys of layer 0 do not move" in result.stdout
+    assert "served by ordinary prefill" in result.stderr
+
+
+def test_a_missing_model_is_exit_code_4(run, tmp_path):
+    result = run("doctor", "--model", tmp_path / "nowhere")
+    assert result.exit_code == 4
+    assert "nowhere" in result.stderr
+
+
+def test_help_imports_no_torch():
+    code = "import sys; from cacheblend_rag.cli import app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unexpected_error_says_so_without_a_traceback():
+    code = (
+        "import cacheblend_rag.bench as b, sys; from cacheblend_rag.cli import main\n"
+        "def broken(*a): raise ZeroDivisionError('boom')\n"
+        "b.bench_index = broken; sys.argv = ['cacheblend', 'bench', 'index', '--random-weights', 'llama:2x256']; main()"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "CACHEBLEND_DEBUG"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert result.returncode == 70
+    assert "unexpected ZeroDivisionError: boom" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""

@@ -1,0 +1,253 @@
+"""`index`, `ask`, `chat` and `store` on the command line, on good input and bad."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.cli.options import nbytes
+from cacheblend_rag.errors import InputError
+from tests.cli.conftest import as_json
+
+QUESTION = "When was the Marlow observatory founded?"
+
+
+@pytest.fixture
+def store(run, model_dir, documents, tmp_path) -> Path:
+    """A store of the documents."""
+    directory = tmp_path / "store"
+    result = run("index", documents, "--store", directory, "--model", model_dir, "--chunk-tokens", 40)
+    assert result.exit_code == 0, result.stderr
+    return directory
+
+
+def test_indexing_again_does_nothing_and_a_changed_file_alone_is_redone(run, model_dir, documents, store):
+    command = ["index", documents, "--store", store, "--model", model_dir, "--json"]
+    again = as_json(run(*command))
+    assert len(again["unchanged"]) == 2
+    assert again["tokens"] == 0
+    (documents / "ships.txt").write_text("The Proud Gull was sold in 1901 and carries timber to the islands now.")
+    changed = as_json(run(*command))
+    assert [Path(path).name for path in changed["changed"]] == ["ships.txt"]
+    assert changed["tokens"] > 0
+
+
+def test_ask_json_has_the_documented_fields(run, model_dir, store):
+    found = as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 4, "--json"))
+    assert {"answer", "sources", "mode", "reason", "usage", "timings"} <= found.keys()
+    assert found["mode"] == "blend"
+    assert all({"id", "path", "score", "text"} <= source.keys() for source in found["sources"])
+    assert any("1911" in source["text"] for source in found["sources"])
+    usage = found["usage"]
+    assert usage["prompt_tokens"] == usage["reused_tokens"] + usage["computed_tokens"]
+    assert usage["recomputed_tokens"] < usage["computed_tokens"]
+    assert {"retrieve_s", "load_s", "ttft_s", "total_s"} == found["timings"].keys()
+
+
+def test_ask_ratio_1_recomputes_every_stale_token_and_policy_none_recomputes_none(run, model_dir, store):
+    ask = ["ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 1, "--json"]
+    full, none = (as_json(run(*ask, *more))["usage"] for more in (["--ratio", 1], ["--policy", "none"]))
+    assert none["recomputed_tokens"] == 0 < full["recomputed_tokens"]
+
+
+def test_ask_for_people_prints_answer_sources_and_reuse(run, model_dir, store):
+    result = run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 4)
+    assert result.exit_code == 0, result.stderr
+    assert "source: observatory.md" in result.stdout
+    assert "tokens reused" in result.stdout
+
+
+def test_chat_answers_piped_questions_and_obeys_commands(run, model_dir, store):
+    lines = f"/sources\n{QUESTION}\n/sources\n/history\n/nonsense\n/help\n/quit\nnever asked\n"
+    result = run("chat", "--store", store, "--model", model_dir, "--max-tokens", 4, stdin=lines)
+    assert result.exit_code == 0, result.stderr
+    assert "No answer yet." in result.stdout
+    assert "founded in 1911" in result.stdout  # the source's text
+    assert f"1. {QUESTION}" in result.stdout
+    assert "There is no command /nonsense" in result.stdout
+    assert "/quit" in result.stdout
+    assert "never asked" not in result.stdout
+
+
+def test_chat_goes_on_after_a_question_that_does_not_fit(run, model_dir, store):
+    result = run(
+        "chat", "--store", store, "--model", model_dir, "--max-tokens", 4, stdin=f"{'sea ' * 2000}\n{QUESTION}\n"
+    )
+    assert result.exit_code == 0
+    assert "context window" in result.stderr
+    assert "source: observatory.md" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "binary.txt"])
+def test_a_file_without_text_is_skipped_with_its_reason_and_the_others_are_indexed(
+    run, model_dir, documents, tmp_path, name
+):
+    (documents / name).write_bytes(b"" if name == "empty.txt" else bytes(range(256)) * 20)
+    result = run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--json")
+    report = as_json(result)
+    assert [Path(skipped["path"]).name for skipped in report["skipped"]] == [name]
+    assert f"{name}: " in result.stderr
+    assert len(report["added"]) == 2
+
+
+def test_nothing_but_unusable_files_is_exit_code_2(run, model_dir, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    assert run("index", tmp_path / "empty.txt", "--store", tmp_path / "s", "--model", model_dir).exit_code == 2
+
+
+def assert_error(result, code: int, *named: str) -> None:
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert "Error: " in result.stderr
+    assert "Traceback" not in result.stderr
+    for text in named:
+        assert text in result.stderr
+
+
+def test_a_path_that_does_not_exist_is_an_input_error(run, model_dir, tmp_path):
+    missing = tmp_path / "nowhere.md"
+    assert_error(run("index", missing, "--store", tmp_path / "s", "--model", model_dir), 2, "nowhere.md")
+
+
+def test_asking_a_store_that_does_not_exist_is_refused_before_a_model_is_loaded(run, tmp_path):
+    result = run("ask", "Why?", "--store", tmp_path / "nothing", "--model", "/no/such/model")
+    assert_error(result, 3, "cacheblend index")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_prompt_beyond_the_context_window_says_what_to_do(run, model_dir, store):
+    result = run("ask", "sea " * 2000, "--store", store, "--model", model_dir)
+    assert_error(result, 2, "context window")
+
+
+def test_a_store_of_another_model_is_refused_and_left_alone(run, model_dir, store, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    config = (other / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 2e-06')
+    (other / "config.json").write_text(config)
+    before = as_json(run("store", "ls", "--store", store, "--json"))
+    assert_error(run("ask", QUESTION, "--store", store, "--model", other), 3, "model")
+    assert as_json(run("store", "ls", "--store", store, "--json")) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_store_is_named(run, store):
+    (store / "kv").chmod(0)
+    try:
+        assert_error(run("store", "stats", "--store", store), 3, str(store))
+    finally:
+        (store / "kv").chmod(0o755)
+
+
+def test_an_empty_question_is_refused(run, model_dir, store):
+    assert_error(run("ask", "  ", "--store", store, "--model", model_dir), 2, "empty")
+
+
+def test_store_lists_every_chunk_with_its_document_and_kv(run, store):
+    items = as_json(run("store", "ls", "--store", store, "--json"))
+    chunks = [item for item in items if item["path"]]
+    assert {Path(item["path"]).name for item in chunks} == {"observatory.md", "ships.txt"}
+    assert all(item["nbytes"] > 0 and item["last_used"] > 0 and item["tokens"] > 0 for item in chunks)
+    stats = as_json(run("store", "stats", "--store", store, "--json"))
+    assert stats["index"]["chunks"] == len(chunks)
+    assert stats["kv"]["entries"] == len(items)
+    assert stats["kv"]["bytes"] == sum(item["nbytes"] for item in items)
+    listing = run("store", "ls", "--store", store).stdout
+    assert all(item["id"] in listing for item in chunks)
+
+
+def test_removed_kv_is_computed_anew_and_the_chunk_stays(run, model_dir, store):
+    chunk = next(item for item in as_json(run("store", "ls", "--store", store, "--json")) if item["path"])
+    assert run("store", "rm", chunk["id"][:12], "--store", store).exit_code == 0
+    left = {item["id"]: item for item in as_json(run("store", "ls", "--store", store, "--json"))}
+    assert left[chunk["id"]]["nbytes"] is None
+    as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--k", 50, "--max-tokens", 1, "--json"))
+    back = {item["id"]: item for item in as_json(run("store", "ls", "--store", store, "--json"))}
+    assert back[chunk["id"]]["nbytes"] == chunk["nbytes"]
+
+
+def test_an_unknown_chunk_id_is_exit_code_2(run, store):
+    assert_error(run("store", "rm", "0123456789abcdef", "--store", store), 2, "0123456789abcdef", "store ls")
+
+
+def test_evicting_to_nothing_keeps_the_index_and_the_answers(run, model_dir, store):
+    assert as_json(run("store", "evict", "--to", "0", "--store", store, "--json"))["bytes"] == 0
+    found = as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 1, "--json"))
+    assert found["mode"] == "prefill"
+    assert "no stored KV" in found["reason"]
+
+
+def test_verify_reports_and_removes_damage_with_exit_code_3(run, store):
+    assert run("store", "verify", "--store", store).exit_code == 0
+    file = sorted(store.rglob("*.safetensors"))[0]
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    kept = run("store", "verify", "--keep", "--store", store)
+    assert kept.exit_code == 3
+    assert file.stem in kept.stdout
+    assert run("store", "verify", "--store", store, "--json").exit_code == 3
+    assert not file.exists()
+    assert run("store", "verify", "--store", store).exit_code == 0
+
+
+@pytest.mark.parametrize("command", [["stats"], ["ls"], ["verify"], ["evict", "--to", "1GiB"], ["rm", "abcdef"]])
+def test_store_commands_name_a_directory_without_a_store_and_make_none(run, tmp_path, command):
+    assert_error(run("store", *command, "--store", tmp_path / "nothing"), 3, "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("500", 500),
+        ("2GiB", 2 << 30),
+        ("2G", 2 << 30),
+        ("2GB", 2 * 10**9),
+        ("1.5 kb", 1500),
+        ("3MiB", 3 << 20),
+    ],
+)
+def test_sizes_are_read_as_written(text, value):
+    assert nbytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 apples", "1e9"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(InputError, match="not a size"):
+        nbytes(text)
+
+
+def test_in_a_process_of_its_own_json_is_all_that_stdout_holds(model_dir, store):
+    command = [
+        sys.executable,
+        "-m",
+        "cacheblend_rag",
+        "ask",
+        QUESTION,
+        "--store",
+        store,
+        "--model",
+        model_dir,
+        "--json",
+    ]
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("{")
+    assert result.stdout.endswith("}\n")
+    assert result.stderr == ""
+
+
+def test_in_a_process_of_its_own_an_error_is_one_line_and_a_code(tmp_path):
+    command = [sys.executable, "-m", "cacheblend_rag", "ask", "Why?", "--store", str(tmp_path / "nothing")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 3
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: Nothing is indexed in")
+    assert result.stderr.count("\n") == 1
