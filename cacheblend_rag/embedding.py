@@ -23,7 +23,6 @@ class Embedder:
     Text longer than the model reads (256 word pieces for MiniLM, half a chunk) is embedded window by window: what stands in
     a chunk's second half is found like the rest.
 
-
     Attributes:
         name: The default's name, a directory, or a model of the hub; recorded in the index.
     """

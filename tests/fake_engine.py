@@ -1,0 +1,72 @@
+"""An engine without a model: it stores empty-handed KV, and answers with what its prompt holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import (
+    BlendEngine,
+    BlendSettings,
+    Generation,
+    PrecomputeReport,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    Usage,
+)
+from cacheblend_rag.kv import ChunkKV, LayerKV, ModelFingerprint, kv_key
+from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, header_ids, rag_header, tokenize
+from cacheblend_rag.store import KVStore, MemoryStore
+from tests.conftest import tokenizer_named
+
+
+class FakeEngine(BlendEngine):
+    def __init__(self, store: KVStore | None = None, name: str = "fake", tokenizer: Any = None, window: int = 100_000):
+        self.tokenizer = tokenizer or tokenizer_named("byte_level")
+        self.fingerprint = ModelFingerprint((name * 32)[:32], name)
+        self.context_window = window
+        self.registry = ChunkRegistry()
+        self.store = store or MemoryStore(1 << 30)
+        self.header_ids = header_ids(self.tokenizer, rag_header(self.tokenizer))
+        self.computed: list[str] = []
+        self.prompts: list[BlendPrompt] = []
+        self.closed_streams = 0
+
+    def key(self, chunk: Chunk) -> Any:
+        return kv_key(self.fingerprint, self.header_ids, chunk.token_ids)
+
+    def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
+        self.registry.add(chunks)
+        new = [chunk for chunk in chunks if not self.store.contains(self.key(chunk))]
+        for chunk in new:
+            layer = LayerKV(*(torch.zeros(1, len(chunk.token_ids), 2) for _ in range(2)))
+            self.store.put(self.key(chunk), ChunkKV([layer], len(self.header_ids)))
+            self.computed.append(chunk.text)
+        if progress is not None:
+            progress(len(chunks))
+        return PrecomputeReport(len(new), len(chunks) - len(new), sum(len(c.token_ids) for c in new))
+
+    def stream(
+        self,
+        prompt: BlendPrompt | str,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+    ) -> Iterator[StreamEvent]:
+        assert isinstance(prompt, BlendPrompt)
+        self.prompts.append(prompt)
+        tokens = tokenize(prompt, self.tokenizer, self.registry)
+        reused = sum(span.end - span.start for span in tokens.spans)
+        usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
+        try:
+            yield StreamEvent(" two")
+            done = Generation(" two words ", (1, 2), "stop", "blend", "stored KV", usage, Timings(0.0, 0.1, 0.2))
+            yield StreamEvent(" words ", done)
+        finally:
+            self.closed_streams += 1
+
+    def close(self) -> None:
+        self.store.close()
