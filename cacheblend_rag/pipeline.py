@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,20 @@ class Source:
         id: The chunk's id.
         path: Its document.
         ordinal: Its number in the document, from 0.
-        score: Similarity to the question; the continuation of a hit has the hit's.
+        score: Similarity to the question; None for a chunk that came along as the continuation of a hit.
         text: Its text.
     """
 
     id: str
     path: str
     ordinal: int
-    score: float
+    score: float | None
     text: str
 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What a question brought up: chunks in reading order, and the seconds it took."""
+    """What a question brought up: chunks, best first, hits followed by their continuations; and the seconds it took."""
 
     hits: tuple[Hit, ...]
     seconds: float
@@ -156,7 +156,7 @@ class RagPipeline:
         return index_documents(self.engine, self.chunks, paths, progress)
 
     def retrieve(self, question: str) -> Retrieved:
-        """Return the chunks for a question in reading order (reference words point backwards), each once.
+        """Return the chunks for a question, best first, each once.
 
         Raises:
             InputError: An empty question.
@@ -168,44 +168,43 @@ class RagPipeline:
         for rank, hit in enumerate(self.chunks.search(question, self._k)):
             following = self.chunks.neighbours(hit) if rank < self._follow else []
             for candidate in (hit, *following):
-                if len(chosen) < self._k:
-                    chosen.setdefault(candidate.chunk.id, candidate)
+                known = chosen.get(candidate.chunk.id)
+                if known is not None and known.score is None:
+                    chosen[candidate.chunk.id] = replace(known, score=candidate.score)
+                elif known is None and len(chosen) < self._k:
+                    chosen[candidate.chunk.id] = candidate
         # Another process may have indexed them.
         self.engine.registry.add(hit.chunk for hit in chosen.values())
-        hits = sorted(chosen.values(), key=lambda h: (h.path, h.ordinal))
-        return Retrieved(tuple(hits), time.perf_counter() - begin)
+        return Retrieved(tuple(chosen.values()), time.perf_counter() - begin)
 
     def prompt(
         self, question: str, hits: Sequence[Hit], sampling: SamplingParams | None = None
     ) -> tuple[BlendPrompt, tuple[Hit, ...], tuple[str, ...]]:
-        """Build the prompt; hits that do not fit the context window are left out, the least similar first.
+        """Build the prompt of the hits, in reading order (reference words point backwards).
+
+        Hits that do not fit the context window are left out, the last first.
 
         Returns:
-            The prompt, the hits in it, and notes for the user.
+            The prompt, the hits in it in its order, and notes for the user.
 
         Raises:
             PromptTooLongError: Not even the question fits.
         """
-        room = self.engine.context_window - (sampling or SamplingParams()).max_tokens
-        kept = list(hits)
-        while True:
-            built = rag_prompt(self.engine.tokenizer, [h.chunk for h in kept], question, self.instruction)
+        window = self.engine.context_window
+        room = window - (sampling or SamplingParams()).max_tokens
+        for count in range(len(hits), -1, -1):
+            kept = sorted(hits[:count], key=lambda hit: (hit.path, hit.ordinal))
+            built = rag_prompt(self.engine.tokenizer, [hit.chunk for hit in kept], question, self.instruction)
             size = len(tokenize(built, self.engine.tokenizer, self.engine.registry).token_ids)
             if size <= room:
-                break
-            if not kept:
-                raise PromptTooLongError(
-                    f"The question has {size} tokens with its header; the context window of {self.engine.context_window} "
-                    "less max_tokens has no room for it. Shorten it or lower max_tokens."
+                left_out = (
+                    f"{len(hits) - count} of {len(hits)} sources left out: the context window is {window} tokens."
                 )
-            kept.remove(min(kept, key=lambda h: h.score))
-        dropped = len(hits) - len(kept)
-        notes = (
-            (f"{dropped} of {len(hits)} sources left out: the context window is {self.engine.context_window} tokens.",)
-            if dropped
-            else ()
+                return built, tuple(kept), () if count == len(hits) else (left_out,)
+        raise PromptTooLongError(
+            f"The question has {size} tokens with its header; a context window of {window} less max_tokens leaves "
+            f"{max(0, room)}. Shorten it or lower max_tokens."
         )
-        return built, tuple(kept), notes
 
     def stream(
         self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

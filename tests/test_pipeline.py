@@ -203,8 +203,8 @@ def test_sources_that_do_not_fit_are_left_out_least_similar_first_with_a_note(tm
     answer = pipeline.ask(question, SamplingParams(max_tokens=40))
     assert 0 < len(answer.sources) < len(full.hits)
     assert answer.generation.usage.prompt_tokens + 40 <= 150
-    lost = {h.chunk.id: h.score for h in full.hits if h.chunk.id not in {s.id for s in answer.sources}}
-    assert max(lost.values()) <= min(source.score for source in answer.sources)
+    lost = [h for h in full.hits if h.chunk.id not in {source.id for source in answer.sources}]
+    assert max(h.score or 0 for h in lost) <= min(source.score or 0 for source in answer.sources)
     assert answer.notes == (f"{len(lost)} of {len(full.hits)} sources left out: the context window is 150 tokens.",)
     with pytest.raises(PromptTooLongError, match="Shorten it"):
         pipeline.ask("word " * 200)
@@ -231,7 +231,7 @@ async def test_the_async_twins_agree_with_the_sync_methods(pipeline: RagPipeline
     answers = await asyncio.gather(*(pipeline.aask(question) for _ in range(4)))
     assert {a.sources for a in answers} == {pipeline.ask(question).sources, streamed[0].sources}
     assert streamed[-1].answer is not None
-    assert (await pipeline.aretrieve(question)).sources == streamed[0].sources
+    assert set((await pipeline.aretrieve(question)).sources) == set(streamed[0].sources or ())
 
 
 def test_opening_an_index_registers_its_chunks_so_that_plain_text_is_matched(
