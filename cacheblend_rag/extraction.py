@@ -174,11 +174,13 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
     unreadable: list[int] = []
     for number in range(count):
         try:
-            pages.append(_checked(reader.pages[number].extract_text()))
+            pages.append(reader.pages[number].extract_text().replace("\0", "").encode("utf-8", "replace").decode())
         except Exception as error:
             _log.warning("page %d cannot be read: %s: %s", number + 1, type(error).__name__, error)
             unreadable.append(number + 1)
     text = "\n\n".join(page.strip() for page in pages if page.strip())
+    if not text and unreadable:
+        raise UnusableFileError(f"it is not a readable PDF (pages {', '.join(map(str, unreadable))} cannot be read)")
     if not text:
         raise UnusableFileError("its pages hold no text (a scan?); run text recognition on it first", blank=True)
     title = _pdf_title(reader)

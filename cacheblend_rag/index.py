@@ -211,8 +211,9 @@ class ChunkIndex:
             f"SELECT d.path, o.ordinal, {CHUNK_COLUMNS}, o.metadata FROM chunks c JOIN occurrences o ON o.chunk = c.id "
             "JOIN documents d ON d.id = o.document WHERE c.id = ? ORDER BY d.path, o.ordinal LIMIT 1"
         )
-        (path, ordinal, *row) = self._database.rows(query, chunk)[0]
-        return Hit(read_chunk(self._database, tuple(row)), score, path, ordinal)
+        for path, ordinal, *row in self._database.rows(query, chunk):
+            return Hit(read_chunk(self._database, tuple(row)), score, path, ordinal)
+        raise self._database.damaged(f"a vector belongs to chunk {chunk}, which is in no document")
 
     def neighbours(self, hit: Hit, before: int = 0, after: int = 1) -> list[Hit]:
         """Return the chunks that stand before and after a hit in its document, in document order, without the hit."""
@@ -247,7 +248,7 @@ class ChunkIndex:
                     for row, chunk in rows:
                         self._database.put_vectors(row, known[chunk])
                     changed = replace(self.manifest, embedding=name)
-                    self._database.db.execute("UPDATE manifest SET json = ?", (changed.to_json(),))
+                    self._database.put_manifest(changed)
                     return
 
     def stats(self) -> IndexStats:

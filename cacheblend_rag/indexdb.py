@@ -28,7 +28,7 @@ FORMAT = 1
 BUSY_TIMEOUT_S = 60.0
 
 _SCHEMA = f"""
-CREATE TABLE manifest (json TEXT NOT NULL);
+CREATE TABLE manifest (json TEXT NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE documents (id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, digest TEXT NOT NULL);
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, text TEXT NOT NULL, token_ids BLOB NOT NULL, checksum BLOB NOT NULL
@@ -129,10 +129,7 @@ class IndexDatabase:
                     if version == 0:
                         for statement in _SCHEMA.split(";\n"):
                             self.db.execute(statement)
-                        self.db.execute(
-                            "INSERT INTO manifest VALUES (?)",
-                            (replace(manifest, embedding=manifest.embedding or DEFAULT_EMBEDDING).to_json(),),
-                        )
+                        self.put_manifest(replace(manifest, embedding=manifest.embedding or DEFAULT_EMBEDDING))
                         version = FORMAT
         if version == 0:
             raise self._absent()
@@ -157,12 +154,16 @@ class IndexDatabase:
 
     def manifest(self) -> IndexManifest:
         """Return what the index was made with."""
-        with self.access():
-            row = self.db.execute("SELECT json FROM manifest").fetchone()
-            try:
-                return IndexManifest.from_json(row[0])
-            except (TypeError, ValueError) as error:
-                raise self.damaged(str(error)) from error
+        for text, stored in self.rows("SELECT json, checksum FROM manifest"):
+            if isinstance(text, str) and checksum(text.encode()) == stored:
+                return IndexManifest.from_json(text)
+        raise self.damaged("its manifest fails its checksum")
+
+    def put_manifest(self, manifest: IndexManifest) -> None:
+        """Write what the index was made with."""
+        text = manifest.to_json()
+        self.db.execute("DELETE FROM manifest")
+        self.db.execute("INSERT INTO manifest VALUES (?, ?)", (text, checksum(text.encode())))
 
     def generation(self) -> Hashable:
         """Return a value that is another one after every change of the contents, by this process or by others."""
@@ -301,9 +302,12 @@ def read_chunk(database: IndexDatabase, row: tuple[Any, ...]) -> Chunk:
         StoreError: It does not match its checksum.
     """
     name, text, ids, stored, metadata = row
-    if checksum(name.encode(), text.encode(), ids) != stored:
-        raise database.damaged(f"chunk {name} fails its checksum")
-    return Chunk(name, text, pack_ids(np.frombuffer(ids, "<i4").tolist()), json.loads(metadata or "{}"))
+    try:
+        if checksum(name.encode(), text.encode(), ids) == stored:
+            return Chunk(name, text, pack_ids(np.frombuffer(ids, "<i4").tolist()), json.loads(metadata or "{}"))
+    except (AttributeError, TypeError, ValueError) as error:  # a value of another type, or no JSON
+        raise database.damaged(str(error)) from error
+    raise database.damaged(f"chunk {name} fails its checksum")
 
 
 def vector_row(vector: Vectors) -> tuple[bytes, bytes]:

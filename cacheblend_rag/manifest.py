@@ -35,17 +35,10 @@ class IndexManifest:
 
     @classmethod
     def from_json(cls, text: str) -> IndexManifest:
-        """Read the stored form.
-
-        Raises:
-            ValueError: It is not one.
-        """
-        try:
-            fields = json.loads(text)
-            model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
-            return cls(model=model, header_ids=header, **fields)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"not a manifest: {error}") from error
+        """Read the stored form."""
+        fields = json.loads(text)
+        model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
+        return cls(model=model, header_ids=header, **fields)
 
     def check(self, wanted: IndexManifest, directory: Path) -> None:
         """Refuse to be used as ``wanted``.
