@@ -144,6 +144,18 @@ def test_an_unreadable_store_is_named(run, store):
         (store / "kv").chmod(0o755)
 
 
+def test_a_damaged_index_is_named_and_says_what_to_do(run, model_dir, store):
+    index = next(file for file in store.iterdir() if file.suffix in {".sqlite", ".sqlite3", ".db"})
+    index.write_bytes(b"not a database " * 1000)
+    for command in (["store", "ls"], ["ask", QUESTION, "--model", model_dir]):
+        assert_error(run(*command, "--store", store), 3, "damaged")
+
+
+def test_a_file_where_the_store_should_be_is_named(run, tmp_path):
+    (tmp_path / "file").touch()
+    assert_error(run("store", "ls", "--store", tmp_path / "file"), 3, "file")
+
+
 def test_an_empty_question_is_refused(run, model_dir, store):
     assert_error(run("ask", "  ", "--store", store, "--model", model_dir), 2, "empty")
 

@@ -1,0 +1,165 @@
+"""`cacheblend demo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli.engines import ModelOptions, open_pipeline
+from cacheblend_rag.cli.output import print_json, progress, seconds, size, status
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cacheblend_rag.demo.demo import DemoRow
+    from cacheblend_rag.indexing import IndexProgress, IndexReport
+    from cacheblend_rag.pipeline import RagPipeline
+
+_KINDS = {
+    "single": "one chunk says it all",
+    "cross": 'one chunk speaks of "it" or "she", and another one holds the name',
+    "two_hop": "two facts have to be put together",
+    "two_hop_cross": "two facts, and a reference from one chunk to another",
+}
+
+
+@app.command()
+def demo(
+    store: options.Store = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Index a bundled corpus with a bundled model, ask questions, and compare four ways to handle the prompt."""
+    directory = store or options.store_directory(None).parent / "demo"
+    with open_pipeline(ModelOptions(None, device, None, threads), directory, must_exist=False) as pipeline:
+        from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
+        from cacheblend_rag.demo.demo import as_json as rows_as_json
+        from cacheblend_rag.demo.demo import run_demo
+
+        with progress("Indexing") as show:
+
+            def step(at: IndexProgress) -> None:
+                done = at.documents_done + (at.chunks_done / at.chunks if at.chunks else 0)
+                show(done, at.documents, Path(at.path).name)
+
+            report = pipeline.index([bundled_corpus()], step)
+        screen = None if as_json else _Screen(pipeline, report)
+        rows: list[DemoRow] = []
+        count = len(bundled_questions())
+        with status("Asking") if screen is None else screen.status("Asking") as say:
+            for row in run_demo(pipeline):
+                rows.append(row)
+                if screen is not None and row.shown:
+                    screen.question(row)
+                say(f"{len(rows)} of {count} questions")
+        if screen is None:
+            print_json({"model": pipeline.engine.fingerprint.name, **rows_as_json(rows)})
+        else:
+            screen.totals(rows, directory)
+
+
+class _Screen:
+    """What a reader sees: the four methods explained, a few questions in full, the totals over all."""
+
+    def __init__(self, pipeline: RagPipeline, report: IndexReport):
+        from rich.console import Console
+
+        self._console: Console = Console(highlight=False, soft_wrap=False)
+        profile: Any = getattr(pipeline.engine, "profile", None)
+        self._ratio = f"{profile.ratio:.0%}" if profile is not None else "15%"
+        stats = pipeline.chunks.stats()
+        store: Any = getattr(pipeline.engine, "store", None)
+        held = (
+            f", {size(store.stats().tiers[-1].nbytes)} of KV cache" if store is not None and store.stats().tiers else ""
+        )
+        did = f"indexed in {seconds(report.seconds)}" if report.added or report.changed else "indexed before"
+        self._say(
+            f"[bold]CacheBlend demo[/]: {stats.documents} fictional documents, {stats.chunks} chunks, {stats.tokens:,} "
+            f"tokens, {did}{held}\n\n"
+            "A RAG prompt is an instruction, the retrieved chunks and the question. The KV cache of every chunk was computed "
+            "once, while indexing. What becomes of it when a question comes makes the difference:\n"
+        )
+        table = self._table()
+        table.add_row("full recompute", "compute all of the prompt: the quality to reach, and the wait to avoid")
+        table.add_row("prefix caching", "reuse the first chunk, compute the rest")
+        table.add_row("full KV reuse", "reuse every chunk as it is: fast, but no chunk has ever seen another")
+        table.add_row(
+            "[bold]blend[/]",
+            f"reuse every chunk, and recompute the {self._ratio} of its tokens whose KV deviates most: what this library does",
+        )
+        self._console.print(table)
+
+    @contextmanager
+    def status(self, label: str) -> Iterator[Callable[[str], None]]:
+        """Show what is being done below what has been printed; the same console must do both."""
+        with self._console.status(label) as shown:
+            yield lambda text: shown.update(f"{label}: {text}")
+
+    def question(self, row: DemoRow) -> None:
+        """Print one question with every method's answer."""
+        files: dict[str, list[int]] = {}
+        for source in row.sources:
+            files.setdefault(Path(source.path).name, []).append(source.ordinal)
+        sources = "; ".join(f"{name}, chunk {', '.join(map(str, sorted(numbers)))}" for name, numbers in files.items())
+        self._console.rule(style="dim")
+        self._say(f"[bold]{row.question.question}[/]   [dim]({_KINDS[row.question.kind]})[/]")
+        self._say(f"[dim]sources: {sources}; prompt of {row.prompt_tokens:,} tokens[/]\n")
+        table = self._table("", "answer", "", ">first token", ">tokens computed")
+        for name, found in row.answers.items():
+            mark = "[green]right[/]" if found.right else "[red]wrong[/]"
+            table.add_row(_bold(name), found.answer, mark, seconds(found.ttft_s), f"{found.computed_tokens:,}")
+        self._console.print(table)
+
+    def totals(self, rows: list[DemoRow], directory: Path) -> None:
+        """Print the table over all questions, and what follows from it."""
+        from cacheblend_rag.demo.demo import totals
+
+        found = totals(rows)
+        full, reuse, blend = (found[name] for name in ("full recompute", "full KV reuse", "blend"))
+        self._console.rule(style="dim")
+        self._say(f"[bold]All {len(rows)} questions[/]\n")
+        table = self._table("", ">right", ">first token (median)", ">speed-up", ">tokens computed (mean)")
+        for name, total in found.items():
+            table.add_row(
+                _bold(name),
+                f"{total.right} of {total.questions}",
+                seconds(total.ttft_s),
+                f"{full.ttft_s / total.ttft_s:.1f}x",
+                f"{total.computed_tokens:,.0f}",
+            )
+        self._console.print(table)
+        self._say(
+            f"Full KV reuse answers {_against(reuse.right, full.right)} full recompute. The blend answers "
+            f"{_against(blend.right, full.right)} full recompute, and its first token comes "
+            f"{full.ttft_s / blend.ttft_s:.1f} times as soon. "
+            "What full recompute gets wrong was not retrieved, or is too hard for the small bundled model.\n\n"
+            f"Go on asking:  [bold]cacheblend chat --store {directory}[/]\n"
+            "Your own:      [bold]cacheblend index FILES --store DIR --model MODEL[/]"
+        )
+
+    def _say(self, text: str) -> None:
+        self._console.print(text)
+
+    @staticmethod
+    def _table(*columns: str) -> Table:
+        from rich.table import Table
+
+        table = Table(box=None, padding=(0, 3, 0, 0), show_header=bool(columns), header_style="dim", pad_edge=False)
+        for name in columns or ("", ""):
+            table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+        return table
+
+
+def _bold(name: str) -> str:
+    return f"[bold]{name}[/]" if name == "blend" else name
+
+
+def _against(right: int, full: int) -> str:
+    if right == full:
+        return "as many questions right as"
+    return f"{abs(full - right)} {'fewer' if right < full else 'more'} right than"

@@ -1,0 +1,140 @@
+"""`demo` and `doctor --calibrate` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from cacheblend_rag.demo import bundle
+from cacheblend_rag.demo.bundle import DemoQuestion, bundled_corpus, bundled_questions
+from cacheblend_rag.demo.demo import METHODS
+from cacheblend_rag.engines.transformers import loading
+from tests.cli.conftest import as_json
+
+QUESTIONS = [
+    DemoQuestion("When was the observatory founded?", "1911", "single", "observatory.md"),
+    DemoQuestion("What is her cargo?", "grain", "cross", "ships.txt"),
+    DemoQuestion("Who is the director?", "Ada Brenmoor", "cross", "observatory.md"),
+]
+
+
+@pytest.fixture
+def small_demo(monkeypatch, model_dir, documents):
+    """The demo with the tests' model, documents and questions; returns a function that changes the answers."""
+
+    def questions(answers: list[str] | None = None) -> None:
+        rows = [
+            q if a is None else DemoQuestion(q.question, a, q.kind, q.source)
+            for q, a in zip(QUESTIONS, answers or [None] * 3, strict=True)
+        ]
+        for module in ("cacheblend_rag.demo.bundle", "cacheblend_rag.demo.demo", "cacheblend_rag.calibrate.prompts"):
+            monkeypatch.setattr(f"{module}.bundled_questions", lambda: list(rows))
+
+    monkeypatch.setattr(loading, "bundled_model_directory", lambda: Path(model_dir))
+    monkeypatch.setattr(bundle, "bundled_corpus", lambda: documents)
+    monkeypatch.setattr("cacheblend_rag.calibrate.prompts.bundled_corpus", lambda: documents)
+    questions()
+    return questions
+
+
+def test_demo_json_holds_every_question_by_every_method_and_totals_that_follow(run, small_demo, tmp_path):
+    found = as_json(run("demo", "--store", tmp_path / "s", "--json"))
+    assert sorted(q["question"] for q in found["questions"]) == sorted(q.question for q in QUESTIONS)
+    for question in found["questions"]:
+        assert list(question["methods"]) == list(METHODS) == list(found["totals"])
+        for method in question["methods"].values():
+            assert method["computed_tokens"] + method["reused_tokens"] == question["prompt_tokens"]
+        assert question["methods"]["full recompute"]["reused_tokens"] == 0
+        assert question["sources"]
+    for name, total in found["totals"].items():
+        methods = [question["methods"][name] for question in found["questions"]]
+        assert total["right"] == sum(method["right"] for method in methods)
+        assert total["ttft_s"] == pytest.approx(median(method["ttft_s"] for method in methods))
+
+
+def test_demo_shows_the_first_question_of_a_kind_that_full_recompute_gets_right(run, small_demo, tmp_path):
+    rows = {q["question"]: q for q in as_json(run("demo", "--store", tmp_path / "s", "--json"))["questions"]}
+    assert not any(row["shown"] for row in rows.values())  # random weights know nothing
+    said = [rows[q.question]["methods"]["full recompute"]["answer"] for q in QUESTIONS]
+    small_demo([said[0], "not this", said[2] + "."])
+    again = as_json(run("demo", "--store", tmp_path / "s", "--json"))["questions"]
+    assert [q["question"] for q in again if q["shown"]] == [QUESTIONS[2].question, QUESTIONS[0].question]
+    text = run("demo", "--store", tmp_path / "s").stdout
+    assert QUESTIONS[2].question in text
+    assert QUESTIONS[1].question not in text
+    assert "2 of 3" in text
+    for name in METHODS:
+        assert text.count(name) >= 4  # explained, shown twice, summed up
+
+
+def test_every_bundled_question_has_its_answer_in_its_document():
+    for question in bundled_questions():
+        assert question.answer.split(", ")[-1] in (bundled_corpus() / question.source).read_text()
+
+
+def test_calibrate_keeps_a_profile_that_the_next_command_uses(run, small_demo, model_dir, home):
+    found = as_json(run("doctor", "--calibrate", "--model", model_dir, "--json"))
+    assert Path(found["file"]).parent == home / "profiles"
+    assert found["prompts"] == 3
+    diagnosis = as_json(run("doctor", "--model", model_dir, "--json"))
+    assert diagnosis["profile_origin"] == found["file"]
+    assert diagnosis["ratio"] == found["profile"]["ratio"]
+    assert diagnosis["check_layers"] == found["profile"]["check_layers"]
+    assert run("doctor", "--calibrate", "--model", model_dir).stdout.rstrip().endswith(found["file"])
+
+
+def test_calibrate_writes_the_profile_beside_a_model_if_asked(run, small_demo, model_dir, tmp_path):
+    run("doctor", "--calibrate", "--model", model_dir, "--output", tmp_path)
+    assert {"ratio", "check_layers", "widths"} <= json.loads((tmp_path / "cacheblend.json").read_text()).keys()
+
+
+def test_calibrate_on_prompts_of_a_file(run, model_dir, tmp_path):
+    lines = [
+        {
+            "question": f"Who is {name}?",
+            "chunks": [f"{name} keeps the light of the harbour.", "It was founded in 1911 by her."],
+        }
+        for name in ("Ada", "Mira")
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert as_json(run("doctor", "--calibrate", "--model", model_dir, "--prompts", file, "--json"))["prompts"] == 2
+
+
+def test_calibrate_on_a_store_asks_about_its_own_documents(run, model_dir, documents, tmp_path):
+    store = tmp_path / "store"
+    run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
+    arguments = ["doctor", "--calibrate", "--model", model_dir, "--store", store, "--count", 2, "--json"]
+    assert as_json(run(*arguments))["prompts"] == 2
+    (tmp_path / "q.jsonl").write_text('{"question": "When was it founded?"}\n')
+    assert as_json(run(*arguments, "--prompts", tmp_path / "q.jsonl"))["prompts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("", "empty"),
+        ("not json\n", "line 1"),
+        ('{"question": "a"}\n{"chunks": []}\n', "line 2"),
+        ('{"question": "a"}', "--store"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_named(run, model_dir, tmp_path, content, named):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    result = run("doctor", "--calibrate", "--model", model_dir, "--prompts", file)
+    assert result.exit_code == 2
+    assert named in result.stderr
+
+
+@pytest.mark.slow
+def test_the_bundled_demo_makes_its_point(run, tmp_path):
+    totals = as_json(run("demo", "--store", tmp_path / "s", "--json"))["totals"]
+    right = {name: total["right"] for name, total in totals.items()}
+    assert right["full recompute"] == right["prefix caching"] >= 15
+    assert right["full KV reuse"] <= right["full recompute"] - 4
+    assert right["blend"] >= right["full recompute"] - 1
+    assert totals["blend"]["computed_tokens"] < 0.25 * totals["full recompute"]["computed_tokens"]
