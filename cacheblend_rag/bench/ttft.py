@@ -70,7 +70,11 @@ class _Method:
 def bench_ttft(
     place: Workbench, settings: TTFTSettings, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Measure; see docs for the fields of the result.
+    """Measure, and return plain data for JSON.
+
+    ``methods`` has for each of full, prefix, reuse and blend the ``ttft_s`` and ``load_s`` (seconds waited for stored KV) of
+    every timed round, ``computed_tokens``, ``reused_tokens`` and ``peak_memory_bytes`` (of the process, weights and stored KV
+    included; on CUDA of torch's allocator). ``cold_read``, with a cold page cache, is a plain read of the same files.
 
     One warm-up round, which also measures peak memory, then ``repeat`` timed rounds. A round runs every method once, each
     round starting with another, so that a busy or throttling machine slows all of them alike. Along with them runs a
