@@ -77,7 +77,8 @@ class NameMaker:
     def _word(self, known: tuple[str, ...]) -> str:
         rng = self._rng
         if self._unseen:
-            return rng.choice(words.UNSEEN_FRONTS) + rng.choice(words.UNSEEN_BACKS)
+            parts = (words.UNSEEN_ONSETS, "aeiou", words.UNSEEN_ONSETS, "aeiou", words.UNSEEN_CODAS)
+            return "".join(rng.choice(part) for part in parts).capitalize()
         draw = rng.random()
         if draw < 0.72:
             return rng.choice(known)

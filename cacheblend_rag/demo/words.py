@@ -34,8 +34,8 @@ SURNAMES: Final = _compounds(190, 7, NAME_FRONTS, NAME_BACKS)
 TOWNS: Final = _compounds(110, 11, TOWN_FRONTS, TOWN_BACKS)
 
 # Syllables that training never shows: names made of them test whether the model copies spelling instead of known words.
-UNSEEN_FRONTS: Final = _split("Thra Pli Zwe Gno Skea Chu Brio Vlo Kwi Drui Ptol Szi")
-UNSEEN_BACKS: Final = _split("xley nuth grax pelm zard kirp dwin glof trisk mbo vash yelt")
+UNSEEN_ONSETS: Final = _split("thr pl zw gn sk ch bl vl kw dr pt sz str spr cl tw")
+UNSEEN_CODAS: Final = _split("nth ks lp rd rp nd f sk b sh ck mb rg pf")
 
 WOMEN: Final = _split(
     "Ana Clara Dora Edith Flora Greta Hanna Ida Julia Katya Lena Mira Nora Olga Petra Rosa Sonia Tilda Ursula "
