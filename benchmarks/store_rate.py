@@ -21,19 +21,9 @@ from pathlib import Path
 
 import torch
 
+from cacheblend_rag.bench.measure import drop_page_cache
 from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store import DiskStore
-
-
-def drop_from_cache(files: list[Path]) -> None:
-    """Make the next read of ``files`` come from the disk."""
-    for file in files:
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def write_plain(file: Path, data: list[memoryview]) -> None:
@@ -82,7 +72,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, object]:
         for state in ("warm", "cold"):
             for file, key, plain in zip(files, keys, plain_files, strict=True):
                 if state == "cold":
-                    drop_from_cache([file, plain])
+                    drop_page_cache([file, plain])
                 timed(f"read_{state}_plain", functools.partial(read_plain, plain))
                 timed(f"read_{state}_store", functools.partial(read_stored, store, key))
         for file, key in zip(plain_files, keys, strict=True):

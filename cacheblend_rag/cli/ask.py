@@ -26,10 +26,10 @@ def index(
     device: options.Device = None,
     dtype: options.DType = None,
     threads: options.Threads = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk [default: 512].")] = None,
-    overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share [default: 0].")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk (default: 512).")] = None,
+    overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share (default: 0).")] = None,
     embedding: Annotated[
-        str | None, typer.Option(help="sentence-transformers model for retrieval [default: all-MiniLM-L6-v2].")
+        str | None, typer.Option(help="sentence-transformers model for retrieval (default: all-MiniLM-L6-v2).")
     ] = None,
     ram_budget: options.RamBudget = None,
     disk_budget: options.DiskBudget = None,

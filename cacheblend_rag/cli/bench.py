@@ -25,7 +25,7 @@ Engine = Annotated[Literal["transformers"], typer.Option(help="Which engine to m
 KV = Annotated[Literal["ram", "disk"], typer.Option(help="Where the chunks' KV is kept.")]
 Directory = Annotated[
     Path | None,
-    typer.Option("--dir", help="Directory on the disk to measure, for --kv disk [default: a temporary one]."),
+    typer.Option("--dir", help="Directory on the disk to measure, for --kv disk (default: a temporary one)."),
 ]
 Chunks = Annotated[int, typer.Option(min=1, help="Number of chunks.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]

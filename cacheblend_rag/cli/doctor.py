@@ -35,8 +35,8 @@ def doctor(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='Calibrate on these prompts: JSON lines of {"question", "chunks": [text, ...]}, without "chunks" '
-            "retrieved from --store [default: the bundled corpus and questions]."
+            help='Calibrate on these prompts: JSON lines with a "question" and a list of "chunks"; without chunks they are '
+            "retrieved from --store (default: the bundled corpus and questions)."
         ),
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Most prompts to calibrate on.")] = 12,

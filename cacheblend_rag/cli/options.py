@@ -16,28 +16,28 @@ _MODEL, _BLEND, _ANSWER = "Model", "Blending", "Answer"
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", help="Model directory or hub name [default: the bundled model].", rich_help_panel=_MODEL
+        "--model", "-m", help="Model directory or hub name (default: the bundled model).", rich_help_panel=_MODEL
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, cuda:1... [default: cuda if there is one].", rich_help_panel=_MODEL),
+    typer.Option(help="cpu, cuda, cuda:1... (default: cuda if there is one).", rich_help_panel=_MODEL),
 ]
 DType = Annotated[
     str | None,
-    typer.Option(help="float32, bfloat16 or float16 [default: float32 on a CPU].", rich_help_panel=_MODEL),
+    typer.Option(help="float32, bfloat16 or float16 (default: float32 on a CPU).", rich_help_panel=_MODEL),
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice].", rich_help_panel=_MODEL)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's choice).", rich_help_panel=_MODEL)]
 Store = Annotated[
     Path | None,
     typer.Option(
-        "--store", "-s", help="Directory of the index and the KV store [default: the user's cache directory]."
+        "--store", "-s", help="Directory of the index and the KV store (default: the user's cache directory)."
     ),
 ]
 Ratio = Annotated[
     float | None,
     typer.Option(
-        help="Recompute ratio, 0 (full KV reuse) to 1 (full recompute) [default: the model profile's].",
+        help="Recompute ratio, 0 (full KV reuse) to 1 (full recompute) (default: the model profile's).",
         rich_help_panel=_BLEND,
     ),
 ]
@@ -45,7 +45,7 @@ Policy = Annotated[str, typer.Option(help="Token-selection policy: hkvd, sink, n
 CheckLayers = Annotated[
     str | None,
     typer.Option(
-        help="Layers at which KV deviation is measured, as 1 or 1,3 [default: the model profile's].",
+        help="Layers at which KV deviation is measured, as 1 or 1,3 (default: the model profile's).",
         rich_help_panel=_BLEND,
     ),
 ]
@@ -59,11 +59,11 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing el
 
 RamBudget = Annotated[
     str | None,
-    typer.Option(help="KV to hold in RAM, as 4GiB [default: a quarter of the memory].", rich_help_panel=_BLEND),
+    typer.Option(help="KV to hold in RAM, as 4GiB (default: a quarter of the memory).", rich_help_panel=_BLEND),
 ]
 DiskBudget = Annotated[
     str | None,
-    typer.Option(help="KV to hold on disk, as 100GiB [default: half of what is free].", rich_help_panel=_BLEND),
+    typer.Option(help="KV to hold on disk, as 100GiB (default: half of what is free).", rich_help_panel=_BLEND),
 ]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)

@@ -103,6 +103,16 @@ def test_help_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_bench_needs_neither_retrieval_nor_document_libraries():
+    code = (
+        "import sys\n"
+        "for name in ('faiss', 'sentence_transformers', 'pypdf', 'bs4'): sys.modules[name] = None\n"
+        "sys.argv = ['cacheblend', 'bench', 'ttft', '--random-weights', 'llama:2x256', '--chunks', '2', '--chunk-tokens', '16']\n"
+        "from cacheblend_rag.cli import main; main()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
 def test_an_unexpected_error_says_so_without_a_traceback():
     code = (
         "import cacheblend_rag.bench as b, sys; from cacheblend_rag.cli import main\n"
