@@ -44,7 +44,7 @@ class IndexReport:
         added: Documents that are new.
         changed: Documents replaced by a new version.
         unchanged: Documents left as they are.
-        removed: Documents whose files are gone or empty.
+        removed: Documents whose files are gone or hold no text any more.
         skipped: Files left out, and why.
         chunks: Chunks of the documents added and changed.
         tokens: Tokens whose KV was computed; chunks already in the store cost none.
@@ -121,7 +121,7 @@ class _Run:
             (self.report.added if known is None else self.report.changed).append(file)
             return
         if known is not None:
-            if _is_empty(file):
+            if document.blank:
                 self._remove(file)
             else:
                 document = SkippedDocument(file, f"{document.reason} (the version indexed before stays)")
@@ -166,13 +166,6 @@ class _Run:
 
     def _key(self, chunk: Chunk) -> KVKey:
         return kv_key(self.manifest.model, self.manifest.header_ids, chunk.token_ids)
-
-
-def _is_empty(file: str) -> bool:
-    try:
-        return Path(file).stat().st_size == 0
-    except OSError:
-        return False
 
 
 def _vanished(candidates: Iterable[str], paths: Sequence[Path]) -> list[str]:
