@@ -69,7 +69,11 @@ def test_cold_without_a_disk_is_refused(in_ram):
 
 
 def test_a_model_that_is_not_blended_is_refused():
-    with pytest.raises(ModelError, match="not blended"), Workbench.open(BenchModel(random_weights="llama:1x256")):
+    with (
+        pytest.warns(UserWarning, match="ordinary prefill"),
+        pytest.raises(ModelError, match="not blended"),
+        Workbench.open(BenchModel(random_weights="llama:1x256")),
+    ):
         pass
 
 
