@@ -35,7 +35,7 @@ def demo(
     as_json: options.AsJSON = False,
 ) -> None:
     """Index a bundled corpus with a bundled model, ask questions, and compare four ways to handle the prompt."""
-    directory = store or options.store_directory(None).parent / "demo"
+    directory = store or options.store_directory(None).parent / _store_name(device)
     with open_pipeline(ModelOptions(None, device, None, threads), directory, must_exist=False) as pipeline:
         from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
         from cacheblend_rag.demo.demo import as_json as rows_as_json
@@ -61,6 +61,17 @@ def demo(
             print_json({"model": pipeline.engine.fingerprint.name, **rows_as_json(rows)})
         else:
             screen.totals(rows, directory)
+
+
+def _store_name(device: str | None) -> str:
+    """Name the demo's store after the model: another version of the package may bring another one."""
+    import torch
+
+    from cacheblend_rag.engines.transformers.loading import bundled_model_directory
+    from cacheblend_rag.kv import ModelFingerprint
+
+    digest = ModelFingerprint.from_directory(bundled_model_directory(), torch.float32).digest
+    return "-".join(["demo", digest[:8], *([device.replace(":", "-")] if device else [])])
 
 
 class _Screen:
