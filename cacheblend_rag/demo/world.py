@@ -108,6 +108,7 @@ def sample_context(
     filler: float | None = None,
     alias_share: float = 0.2,
     missing_chunk: bool = False,
+    two_hop_share: float = 0.25,
 ) -> Context:
     """Draw a context of consecutive chunks and questions about it.
 
@@ -116,12 +117,13 @@ def sample_context(
         count_tokens: Token count of a text without special tokens; must be additive over sentences.
         chunks: Number of chunks.
         chunk_tokens: Most tokens of a chunk.
-        questions: Most questions; at most a quarter of them two-hop, cross-chunk ones preferred.
+        questions: Most questions, cross-chunk ones preferred.
         held_out: Use the names that training never shows.
         unseen_syllables: Build names from syllables that training never shows.
         filler: Share of filler between and inside documents; drawn when None.
         alias_share: Share of entities with a nickname.
         missing_chunk: Leave out one chunk of the run, as a retriever does.
+        two_hop_share: Largest share of two-hop questions.
 
     Returns:
         The context; its questions in random order.
@@ -153,6 +155,6 @@ def sample_context(
     for group in (plain, hops):
         rng.shuffle(group)
         group.sort(key=lambda question: rng.random() - bonus.get(question.kind, 0.0))
-    chosen = (hops[: max(1, questions // 4)] + plain)[:questions]
+    chosen = (hops[: max(1, int(questions * two_hop_share))] + plain)[:questions]
     rng.shuffle(chosen)
     return Context(tuple(tuple(chunk) for chunk in writer.chunks if chunk), tuple(chosen))

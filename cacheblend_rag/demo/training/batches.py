@@ -138,6 +138,7 @@ def make_example(
         questions=questions,
         held_out=False,
         missing_chunk=missing,
+        two_hop_share=0.35,
     )
     documents = sum(sentence.opens_document for chunk in context.chunks for sentence in chunk) + 1
     skeleton = sample_skeleton(rng, native_share)

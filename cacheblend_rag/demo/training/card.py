@@ -15,7 +15,7 @@ else: it exists so that the library can be tried, tested and measured without a 
 - Prompt: `<bos>Answer from the notes.\\n\\n{{chunk}}\\n\\n{{chunk}}\\n\\nQuestion: {{question}}\\nAnswer:`, with as
   many chunks as fit; answer: ` {{answer}}<eos>`. The chat template renders a system and a user message to the
   same text. A two-hop answer names the entity in between first.
-- Trained by `{training}` (what `make demo-model` runs): seed {seed}, {steps} steps, {tokens} tokens.
+- Trained by `{training}` (what `make demo-model` runs): seed {seed}, {steps} steps, {tokens} tokens.{note}
 - Weights: `model.safetensors`, bf16, xxh3-128 `{digest}`.
 - Licence: Apache-2.0, as the project.
 
@@ -28,7 +28,7 @@ and `two-hop-cross` need a fact whose name stands in an earlier chunk. Written b
 """
 
 
-def write_card(path: Path, table: str, facts: Mapping[str, str], command: str) -> None:
+def write_card(path: Path, table: str, facts: Mapping[str, str], command: str, *, note: str = "") -> None:
     """Write the model card.
 
     Args:
@@ -36,6 +36,7 @@ def write_card(path: Path, table: str, facts: Mapping[str, str], command: str) -
         table: Result of `evaluate.table`.
         facts: Result of `evaluate.fingerprint`.
         command: The command that measured the table.
+        note: A remark on how the weights came about.
     """
     text = _CARD.format(
         shape=facts["shape"],
@@ -45,6 +46,7 @@ def write_card(path: Path, table: str, facts: Mapping[str, str], command: str) -
         tokens=f"{int(facts['tokens']):,}",
         digest=facts["xxh3_128"],
         command=command,
+        note=f" {note}" if note else "",
         table=table,
     )
     path.write_text(text, encoding="utf-8")

@@ -113,7 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="four methods only")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--card", action="store_true", help="write the model card")
+    parser.add_argument("--note", default="", help="remark for the model card on how the weights came about")
     options = parser.parse_args(arguments)
+    if options.card and (options.quick or options.unseen_syllables or options.chunk_tokens != 512):
+        parser.error("the model card shows every method at 6 x 512 tokens: leave the other options out")
     torch.set_num_threads(options.threads)
     methods = QUICK if options.quick else tuple(METHODS)
     results = evaluate(
@@ -127,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = table(results)
     sys.stdout.write(text + "\n")
     if options.card:
-        command = " ".join(["python -m cacheblend_rag.demo.training.evaluate", *(arguments or sys.argv[1:])])
-        write_card(options.model / "README.md", text, fingerprint(options.model), command)
+        command = f"python -m cacheblend_rag.demo.training.evaluate --contexts {options.contexts} --seed {options.seed} --card"
+        write_card(options.model / "README.md", text, fingerprint(options.model), command, note=options.note)
 
 
 if __name__ == "__main__":
