@@ -1,0 +1,91 @@
+import json
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cacheblend_rag.demo.training.evaluate import METHODS, QUICK, evaluate, fingerprint, table
+from cacheblend_rag.demo.training.export import load_exported
+from cacheblend_rag.demo.training.skeletons import NATIVE
+from cacheblend_rag.demo.training.train import MODEL_FOLDER
+from cacheblend_rag.demo.world import sample_context
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL_FOLDER)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def test_transformers_computes_what_the_training_model_computes(llama):
+    model = load_exported(MODEL_FOLDER)
+    ids = torch.randint(3, llama.config.vocab_size, (2, 700), generator=torch.Generator().manual_seed(0))
+    ours = model.logits(model(ids, torch.arange(700).expand(2, -1))[0])
+    assert torch.allclose(llama(ids).logits, ours, atol=1e-3)
+
+
+@torch.no_grad()
+def test_greedy_generation_answers_held_out_questions(llama, tokenizer):
+    def count(text):
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+    right = asked = 0
+    for seed in range(3):
+        context = sample_context(Random(seed), count, chunks=4, chunk_tokens=96, questions=12, alias_share=0)
+        for question in context.questions:
+            prompt = NATIVE.opening + "\n\n".join(context.chunk_texts) + NATIVE.closing
+            ids = tokenizer(prompt + NATIVE.question.format(q=question.text), return_tensors="pt").input_ids
+            out = llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+            answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            right += answer == question.answer
+            asked += 1
+    assert asked >= 20
+    assert right / asked >= 0.9
+
+
+def test_a_check_at_layer_2_restores_what_reuse_loses():
+    results = evaluate(MODEL_FOLDER, seed=11, contexts=6, methods=QUICK, chunk_tokens=128, unseen=False)
+    share = {name: sum(kinds["cross"]) / len(kinds["cross"]) for name, kinds in results.items()}
+    assert len(results["full recompute"]["cross"]) >= 30
+    assert share["full recompute"] >= 0.9
+    assert share["full KV reuse"] <= share["full recompute"] - 0.3
+    assert share["blend 15%, check layer 2"] >= share["full recompute"] - 0.1
+
+
+def test_the_table_counts_every_question():
+    results = {
+        name: {"single": [True, False], "cross": [True], "two_hop": [], "two_hop_cross": [], "alias": []}
+        for name in QUICK
+    }
+    text = table(results)
+    assert "| questions | 2 | 1 | 0 | 0 | 0 | 3 |" in text
+    assert "| full recompute | 50.0 | 100.0 | - | - | - | 66.7 |" in text
+    assert set(QUICK) <= set(METHODS)
+
+
+def test_the_model_card_describes_these_weights():
+    card = (MODEL_FOLDER / "README.md").read_text(encoding="utf-8")
+    facts = fingerprint(MODEL_FOLDER)
+    assert facts["xxh3_128"] in card
+    assert f"{facts['steps']} steps" in card
+
+
+def test_the_files_are_small_and_complete():
+    names = {path.name for path in MODEL_FOLDER.iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= names
+    assert sum(path.stat().st_size for path in MODEL_FOLDER.iterdir()) <= 25 * 2**20
+    config = json.loads((MODEL_FOLDER / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["max_position_embeddings"] == 8192
