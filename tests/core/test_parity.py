@@ -195,7 +195,9 @@ def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
     settings = BlendSettings(ratio=ratio, check_layers=checks)
     in_ram = engine_for(model, scene)
     on_disk = engine_for(model, scene, store=open_store(tmp_path, ram_budget=1))
-    foreign = Scene(seed=5).chunks[0]  # in front: then nothing is exact, and the layers below the check need no stored KV
+    foreign = Scene(seed=5).chunks[
+        0
+    ]  # in front: then nothing is exact, and the layers below the check need no stored KV
     prompts = [scene.prompt]
     moved = Scene(header=header)
     moved.chunks = [foreign, *scene.chunks[1:]]
