@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,6 +42,7 @@ _SEPARATOR = "\n\n"
 _PROBE = "cacheblend-probe-7f3a"
 # Templates that print today's date would give every chunk's KV a header that is out of date tomorrow.
 _FIXED_DATE = datetime(2024, 7, 26)
+_TODAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -214,13 +216,16 @@ def _render(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
+    template = getattr(tokenizer, "chat_template", None) or PLAIN_TEMPLATE
+    if isinstance(template, str):
+        # Written into the template: newer versions of transformers hand it plain data only, no functions.
+        template = _TODAY.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template)
     return str(
         tokenizer.apply_chat_template(
             list(messages),
-            chat_template=None if getattr(tokenizer, "chat_template", None) else PLAIN_TEMPLATE,
+            chat_template=template if isinstance(template, str) else None,
             add_generation_prompt=True,
             tokenize=False,
-            strftime_now=_FIXED_DATE.strftime,
         )
     )
 
