@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
 from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache, machine, median
 from cacheblend_rag.bench.setup import Workbench, own_attention
 from cacheblend_rag.engines.base import BlendSettings, SamplingParams
@@ -96,9 +97,9 @@ def bench_ttft(
     prompt = place.prompt(chunks, settings.question_tokens, settings.seed)
     blend = BlendSettings(settings.ratio, settings.policy, settings.check_layers)
     methods = {
-        "full": _Method(BlendSettings(reuse="nothing")),
-        "prefix": _Method(BlendSettings(reuse="prefix")),
-        "reuse": _Method(BlendSettings(0.0, "none")),
+        "full": _Method(FULL_RECOMPUTE),
+        "prefix": _Method(PREFIX_CACHING),
+        "reuse": _Method(FULL_REUSE),
         "blend": _Method(blend),
     }
     say("computing the chunks' KV")

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_questions
 from cacheblend_rag.engines.base import BlendSettings, SamplingParams
 from cacheblend_rag.pipeline import RagPipeline, Source
 
 METHODS = {
-    "full recompute": BlendSettings(reuse="nothing"),
-    "prefix caching": BlendSettings(reuse="prefix"),
-    "full KV reuse": BlendSettings(0.0, "none"),
+    "full recompute": FULL_RECOMPUTE,
+    "prefix caching": PREFIX_CACHING,
+    "full KV reuse": FULL_REUSE,
     "blend": BlendSettings(),
 }
 """The methods compared, as settings of one engine."""

@@ -1,0 +1,9 @@
+"""The paper's baselines as settings of one engine: what a blend is compared with (paper section 7)."""
+
+from __future__ import annotations
+
+from cacheblend_rag.engines.base import BlendSettings
+
+FULL_RECOMPUTE = BlendSettings(reuse="nothing")
+PREFIX_CACHING = BlendSettings(reuse="prefix")
+FULL_REUSE = BlendSettings(0.0, "none")
