@@ -10,7 +10,7 @@ The passes are the model's own forward at given positions; the causal mask they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -53,8 +53,14 @@ class BlendTarget(Protocol):
         there: that layer's fresh KV is returned and not written. Without, the last position's logits are kept.
         """
 
+    def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Cut ``positions`` into ascending parts, each no more than one call of :meth:`forward` should take."""
+
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
         """Sum over tensor-parallel ranks, so that all of them select the same tokens."""
+
+    def agree(self, ok: bool) -> bool:
+        """Return whether every tensor-parallel rank says ``ok``."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,23 @@ class FuseResult:
 def fuse(
     plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
 ) -> FuseResult:
+    """Do all of :func:`fuse_stepwise` at once."""
+    steps = fuse_stepwise(plan, target, policy, ratio, schedule)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: FuseResult = end.value
+            return result
+
+
+def fuse_stepwise(
+    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+) -> Generator[float, None, FuseResult]:
     """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
+
+    Yields after every segment of a pass what it cost, in tokens times the share of layers they went through, so that an
+    engine can do other work in between.
 
     Args:
         plan: What is stored; must use stored KV.
@@ -120,14 +142,22 @@ def fuse(
         target.num_layers,
         target.device,
         stale_from_layer=checks[0][0] if checks else 0,
+        agree=target.agree,
     )
     with loader:
         placer = _Placer(loader, target, {layer for layer, _ in checks})
         for layer, width in checks:
             running = _subset(candidates, keep)
-            positions = _merge(running.positions, forced[forced < int(candidates.positions[-1])])
-            fresh = target.forward(positions, placer.before_layer, stop_layer=layer)
-            assert fresh is not None
+            positions = _merge(running.positions, forced[forced < candidates.positions[-1]])
+            parts = []
+            for segment in target.segments(positions):
+                part = target.forward(segment, placer.before_layer, stop_layer=layer)
+                assert part is not None
+                parts.append(part)
+                yield len(segment) * layer / target.num_layers
+            fresh = (
+                parts[0] if len(parts) == 1 else LayerKV(*(torch.cat(side, dim=1) for side in zip(*parts, strict=True)))
+            )
             deviation = kv_deviation(
                 _at(fresh, torch.isin(positions, running.positions)),
                 _at(placer.stale(layer), keep.nonzero().squeeze(1)),
@@ -139,7 +169,10 @@ def fuse(
             keep[keep.clone()] = chosen
         recomputed = candidates.positions[keep]
         positions = _merge(recomputed, forced)
-        target.forward(positions, placer.before_layer)
+        for segment in target.segments(positions):
+            target.forward(segment, placer.before_layer)
+            yield len(segment)
+        placer.before_layer(target.num_layers - 1)  # where nothing is computed, stored KV must be placed all the same
     return FuseResult(recomputed, len(positions), loader.wait_s, loader.loaded_bytes)
 
 
@@ -182,8 +215,8 @@ def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]
 
 
 def _candidates(plan: BlendPlan, device: torch.device) -> Candidates:
-    """Return every token with stale KV; the prompt's last token is none, since its logits must be computed."""
-    last = plan.num_tokens - 1
+    """Return every token with stale KV; where logits are wanted the last token is none, since it must be computed."""
+    last = plan.num_tokens - plan.needs_logits
     parts = [(i, s.start, min(s.end, last)) for i, s in enumerate(plan.stale)]
     return Candidates(
         _cat([torch.arange(a, b, device=device) for _, a, b in parts], device),

@@ -22,9 +22,10 @@ _LAYERS_AHEAD = 2
 class DamagedSpanError(Exception):
     """A span's stored KV failed its checks while it was being loaded."""
 
-    def __init__(self, span: StoredSpan):
-        """Name the span."""
-        super().__init__(f"stored KV for positions {span.start} to {span.end} is damaged")
+    def __init__(self, span: StoredSpan | None):
+        """Name the span; None if another tensor-parallel rank holds it."""
+        where = "on another rank" if span is None else f"for positions {span.start} to {span.end}"
+        super().__init__(f"stored KV {where} is damaged")
         self.span = span
 
 
@@ -58,13 +59,18 @@ class LayerLoader:
         num_layers: int,
         device: torch.device,
         stale_from_layer: int = 0,
+        agree: Callable[[bool], bool] = bool,
     ):
-        """Start reading at once."""
+        """Start reading at once.
+
+        ``agree`` says for all tensor-parallel ranks whether each of them has a layer: where one has not, none computes it.
+        """
+        self._agree = agree
         self._exact, self._all = tuple(exact), (*exact, *stale)
         self._rope, self._device, self._stale_from_layer = rope, device, stale_from_layer
         self._positions = _positions(self._all, device, lambda s: s.start)
         self._rotations = rope.rotations(
-            _positions(stale, device, lambda s: s.kv.start), _positions(stale, device, lambda s: s.start)
+            _positions(stale, device, lambda s: s.kv.start + s.skip), _positions(stale, device, lambda s: s.start)
         )
         self._exact_tokens = sum(s.end - s.start for s in self._exact)
         self._num_layers = num_layers
@@ -101,7 +107,13 @@ class LayerLoader:
             return None
         begin = time.perf_counter()
         self._read_ahead(index + 1 + _LAYERS_AHEAD)
-        parts, ready = self._read(index) if self._pool is None else self._pending.pop(index).result()
+        damage: DamagedSpanError | None = None
+        try:
+            parts, ready = self._read(index) if self._pool is None else self._pending.pop(index).result()
+        except DamagedSpanError as error:
+            damage = error
+        if not self._agree(damage is None):
+            raise damage or DamagedSpanError(None)
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
         self.wait_s += time.perf_counter() - begin
@@ -126,7 +138,7 @@ class LayerLoader:
         parts = []
         for span in self._spans(layer):
             try:
-                parts.append(span.kv.layer(layer))
+                parts.append(span.layer(layer))
             except DamagedKVError as error:
                 raise DamagedSpanError(span) from error
         if self._copy_stream is None or not parts:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.kv import StoredKV
+from cacheblend_rag.kv import LayerKV, StoredKV
 
 if TYPE_CHECKING:
     from cacheblend_rag.chunking import Chunk
@@ -16,12 +16,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredSpan:
-    """Stored KV for the prompt positions ``start`` (inclusive) to ``end`` (exclusive); no chunk means the header."""
+    """Stored KV for the prompt positions ``start`` (inclusive) to ``end`` (exclusive); no chunk means the header.
+
+    The entry's tokens before ``skip`` and behind ``skip + end - start`` are not wanted.
+    """
 
     start: int
     end: int
     kv: StoredKV
     chunk: Chunk | None = None
+    skip: int = 0
+
+    def layer(self, index: int) -> LayerKV:
+        """Read one layer of the wanted tokens; raises as :meth:`StoredKV.layer` does."""
+        kv = self.kv.layer(index)
+        count = self.end - self.start
+        if count == kv.k.shape[1]:
+            return kv
+        return LayerKV(*(t[:, self.skip : self.skip + count] for t in kv))
+
+    def within(self, start: int, end: int) -> StoredSpan | None:
+        """Return the part between two positions, or None if there is none."""
+        low, high = max(start, self.start), min(end, self.end)
+        return replace(self, start=low, end=high, skip=self.skip + low - self.start) if low < high else None
 
 
 @dataclass(frozen=True)
@@ -29,11 +46,13 @@ class BlendPlan:
     """How the positions of a prompt get their KV.
 
     Attributes:
-        num_tokens: Length of the prompt.
+        num_tokens: Length of the prompt, or of the part of it that is to be filled.
         exact: Spans that form a gap-free prefix computed in exactly this context: used as they are.
         stale: Spans of chunks computed elsewhere: moved, then partly recomputed.
         missing: Chunks in the prompt without stored KV: computed in place.
         reason: The plan in words.
+        start: Positions before it hold KV already (an engine's own prefix cache).
+        needs_logits: Whether the last position's logits are wanted, so that it must be computed.
     """
 
     num_tokens: int
@@ -41,11 +60,21 @@ class BlendPlan:
     stale: tuple[StoredSpan, ...]
     missing: tuple[Chunk, ...]
     reason: str
+    start: int = 0
+    needs_logits: bool = True
 
     @property
     def exact_tokens(self) -> int:
-        """Length of the exact prefix."""
-        return self.exact[-1].end if self.exact else 0
+        """Length of the exact prefix, with what is there already."""
+        return self.exact[-1].end if self.exact else self.start
+
+    def within(self, start: int, end: int) -> BlendPlan:
+        """Return the plan for the positions ``start`` to ``end`` alone, the former ones there already, without logits."""
+        exact, stale = (
+            tuple(part for span in spans if (part := span.within(start, end)) is not None)
+            for spans in (self.exact, self.stale)
+        )
+        return replace(self, num_tokens=end, exact=exact, stale=stale, start=start, needs_logits=False)
 
     @property
     def uses_stored_kv(self) -> bool:

@@ -222,6 +222,12 @@ def test_7_all_tensor_parallel_ranks_choose_the_same_tokens(bug: bool) -> None:
             self.ran.append(positions.tolist())
             return None if stop_layer is None else LayerKV(fresh.k[self.own], fresh.v[self.own])
 
+        def segments(self, positions: torch.Tensor) -> list[torch.Tensor]:
+            return [positions]
+
+        def agree(self, ok: bool) -> bool:
+            return ok
+
         def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
             if bug:
                 return deviation

@@ -28,7 +28,7 @@ from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
-from cacheblend_rag.engines.transformers.support import why_not_blendable
+from cacheblend_rag.engines.support import why_not_blendable
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
 from cacheblend_rag.errors import CacheBlendError, PromptTooLongError
 from cacheblend_rag.fusor import fuse
@@ -229,7 +229,8 @@ class TransformersEngine(BlendEngine):
                     return self._blend(prompt, plan, settings)
                 except DamagedSpanError as error:
                     # Damaged is missing: the store has dropped the entry, the next plan computes it in place.
-                    self.store.delete(self._key(error.span.chunk.token_ids if error.span.chunk else ()))
+                    chunk = error.span.chunk if error.span is not None else None
+                    self.store.delete(self._key(chunk.token_ids if chunk is not None else ()))
 
     def _plan(self, prompt: TokenizedPrompt, settings: BlendSettings) -> BlendPlan:
         if not self.gate.passed:

@@ -170,6 +170,14 @@ class TransformersTarget:
         self.cache.filled(len(self._ids))
         return None
 
+    def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return ``positions`` whole: nothing else waits for the model."""
+        return (positions,) if len(positions) else ()
+
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
         """Return ``deviation``: one process holds all heads."""
         return deviation
+
+    def agree(self, ok: bool) -> bool:
+        """Return ``ok``: there is no other rank."""
+        return ok
