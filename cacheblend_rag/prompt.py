@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
+from typing import Any, overload
 
-from jinja2.exceptions import TemplateError
-
-from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.chunking import Chunk, chunk_id, make_chunk
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.registry import ChunkRegistry
+from cacheblend_rag.registry import MATCH_WINDOW, ChunkRegistry
+from cacheblend_rag.templates import PROBE, SEPARATOR, reads_tools, render
 from cacheblend_rag.tokens import encoder_for
 
 __all__ = [
@@ -23,26 +20,16 @@ __all__ = [
     "ChunkSpan",
     "TokenizedPrompt",
     "chat_prompt",
+    "chunk_of",
     "header_ids",
     "rag_header",
     "rag_prompt",
+    "reads_tools",
+    "text_prompt",
     "tokenize",
 ]
 
 DEFAULT_INSTRUCTION = "Answer from the notes."
-
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}\n\n"
-    "{% elif m['role'] == 'user' %}{{ m['content'] }}\nAnswer:"
-    "{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
-)
-"""For models without a chat template: instruction, chunks, question and ``Answer:``, a blank line between each."""
-
-_SEPARATOR = "\n\n"
-_PROBE = "cacheblend-probe-7f3a"
-# Templates that print today's date would give every chunk's KV a header that is out of date tomorrow.
-_FIXED_DATE = datetime(2024, 7, 26)
-_TODAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -110,8 +97,8 @@ def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
 
 def rag_header(tokenizer: Any, instruction: str = DEFAULT_INSTRUCTION) -> str:
     """Return the rendered text that stands before the first chunk of :func:`rag_prompt`, whatever chunk and question."""
-    rendered = _render(tokenizer, _rag_messages(instruction, [_PROBE], ""))
-    header, found, _ = rendered.partition(_PROBE)
+    rendered = render(tokenizer, _rag_messages(instruction, [PROBE], ""))
+    header, found, _ = rendered.partition(PROBE)
     if not found:
         raise InputError(
             "The model's chat template leaves out or rewrites what the user says; chunks cannot be placed in it."
@@ -128,7 +115,7 @@ def rag_prompt(
     prompt reads ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``.
     """
     messages = _rag_messages(instruction, [chunk.text for chunk in chunks], question)
-    prompt = _locate(_render(tokenizer, messages), chunks)
+    prompt = _locate(render(tokenizer, messages), chunks)
     header = rag_header(tokenizer, instruction)
     first, *rest = prompt.segments
     if isinstance(first, str) and first != header and first.startswith(header):
@@ -137,51 +124,120 @@ def rag_prompt(
     return prompt
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], registry: ChunkRegistry) -> BlendPrompt:
+def chat_prompt(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    registry: ChunkRegistry,
+    *,
+    chunk_ids: Iterable[str] = (),
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> BlendPrompt:
     """Render a chat with the model's template and say where its chunks are.
+
+    Explicit references come first (parts with an id, ``named`` chunks, ``chunk_ids``), then registered chunks found by
+    content, then plain text. A reference counts only where the chunk's exact text stands.
 
     Args:
         tokenizer: The model's tokenizer; its chat template is honoured, with the generation prompt added. Without one the
             messages are joined as in :func:`rag_prompt`.
         messages: ``role`` and ``content``, and whatever else the template reads. Content is a string, or a list of strings,
             chunks, chunk references and ``{"type": "text", "text": ...}`` parts; a part whose ``id`` is that of a
-            registered chunk with that text is that chunk. Strings are searched for registered chunks.
+            registered chunk with that text, or the :func:`~cacheblend_rag.chunking.chunk_id` of its own text, is that
+            chunk. Strings are searched for chunks. A message may have ``named``: chunks to look for in its content first,
+            such as the documents a tool returned beside its text; templates do not see it.
         registry: Chunks that may be named or found.
+        chunk_ids: Registered chunks to look for first in all messages.
+        tools: Functions in JSON-schema form for the template; see :func:`reads_tools`.
 
     Raises:
-        UnknownChunkError: A :class:`ChunkRef` to a chunk that ``registry`` does not hold.
+        UnknownChunkError: A :class:`ChunkRef` or one of ``chunk_ids`` names a chunk that ``registry`` does not hold.
         InputError: The template refuses the messages, or content is neither text nor chunk.
     """
+    everywhere = [_resolve(ChunkRef(name), registry) for name in chunk_ids]
     plain: list[dict[str, Any]] = []
     chunks: list[Chunk] = []
     for message in messages:
         content = message.get("content")
         parts = [content] if content is None or isinstance(content, str) else list(content)
+        named = [*message.get("named", ()), *everywhere]
         texts = []
         for part in parts:
-            for piece in _pieces(part, registry):
+            for piece in _pieces(part, registry, tokenizer, named):
                 if isinstance(piece, Chunk):
                     chunks.append(piece)
                 texts.append(piece.text if isinstance(piece, Chunk) else piece)
-        plain.append({**message, "content": "".join(texts)})
-    return _locate(_render(tokenizer, plain), chunks)
+        plain.append({**{k: v for k, v in message.items() if k != "named"}, "content": "".join(texts)})
+    return _locate(render(tokenizer, plain, tools), chunks)
 
 
-def _pieces(part: Any, registry: ChunkRegistry) -> list[str | Chunk]:
+def text_prompt(text: str, registry: ChunkRegistry, *, chunk_ids: Iterable[str] = ()) -> BlendPrompt:
+    """Say where chunks stand in a prompt that is already rendered: those named first, then all that are registered.
+
+    Raises:
+        UnknownChunkError: One of ``chunk_ids`` names a chunk that ``registry`` does not hold.
+    """
+    named = [_resolve(ChunkRef(name), registry) for name in chunk_ids]
+    return BlendPrompt(tuple(_search(text, registry, named)))
+
+
+def chunk_of(text: str, tokenizer: Any, registry: ChunkRegistry) -> Chunk | None:
+    """Return the chunk with exactly that text but for outer whitespace: the registered one, else a new one.
+
+    Returns None where there is no text. A new chunk is not registered: an engine does that when it computes its KV.
+    """
+    body = text.strip()
+    known = registry.get(chunk_id(body))
+    if known is not None and known.text == body:
+        return known
+    return make_chunk(body, tokenizer) if body else None
+
+
+def _pieces(part: Any, registry: ChunkRegistry, tokenizer: Any, named: Sequence[Chunk]) -> list[str | Chunk]:
     if part is None:
         return []
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        known = registry.get(str(part.get("id")))
-        if known is not None and known.text == part["text"].strip():
-            return [known]
-        part = part["text"]
+        text: str = part["text"]
+        chunk = _referred(str(part.get("id")), text.strip(), registry, tokenizer)
+        if chunk is not None:
+            before, _, after = text.partition(chunk.text)
+            return [piece for piece in (before, chunk, after) if piece]
+        part = text
     if isinstance(part, str):
-        return registry.find(part)
+        return _search(part, registry, named)
     if isinstance(part, (Chunk, ChunkRef)):
         return [_resolve(part, registry)]
     raise InputError(f"A message holds {part!r:.80}; only text and chunks can be read.")
 
 
+def _referred(name: str, body: str, registry: ChunkRegistry, tokenizer: Any) -> Chunk | None:
+    known = registry.get(name)
+    if known is not None and known.text == body:
+        return known
+    return make_chunk(body, tokenizer) if body and name == chunk_id(body) else None
+
+
+def _search(text: str, registry: ChunkRegistry, named: Sequence[Chunk]) -> list[str | Chunk]:
+    """Split text into text and chunks: each named one once, in the order they are named; in between, all registered ones."""
+    taken: list[tuple[int, int, Chunk]] = []
+    for chunk in named:
+        # As in the registry: what is shorter stands in many texts by chance.
+        at = text.find(chunk.text) if len(chunk.text) >= MATCH_WINDOW else -1
+        while at >= 0 and any(at < stop and start < at + len(chunk.text) for start, stop, _ in taken):
+            at = text.find(chunk.text, at + 1)
+        if at >= 0:
+            taken.append((at, at + len(chunk.text), chunk))
+    pieces: list[str | Chunk] = []
+    end = 0
+    for start, stop, chunk in sorted(taken, key=lambda place: place[0]):
+        pieces += [*registry.find(text[end:start]), chunk]
+        end = stop
+    return pieces + registry.find(text[end:])
+
+
+@overload
+def _resolve(segment: Chunk | ChunkRef, registry: ChunkRegistry) -> Chunk: ...
+@overload
+def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | Chunk: ...
 def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | Chunk:
     if not isinstance(segment, ChunkRef):
         return segment
@@ -192,58 +248,9 @@ def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | 
 
 
 def _rag_messages(instruction: str, texts: Sequence[str], question: str) -> list[dict[str, Any]]:
-    user = _SEPARATOR.join([*texts, f"Question: {question}"])
+    user = SEPARATOR.join([*texts, f"Question: {question}"])
     system = [{"role": "system", "content": instruction}] if instruction else []
     return [*system, {"role": "user", "content": user}]
-
-
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
-    """Render with the generation prompt; system messages go into the next user turn if the template has no system role."""
-    system = [message["content"].strip() for message in messages if message["role"] == "system"]
-    refusal: TemplateError | None = None
-    try:
-        rendered = _apply(tokenizer, messages)
-        if all(text in rendered for text in system):
-            return rendered
-    except TemplateError as error:
-        refusal = error
-    if system:
-        try:
-            return _apply(tokenizer, _without_system(messages))
-        except TemplateError as error:
-            refusal = error
-    raise InputError(f"The model's chat template refuses these messages: {refusal}.") from refusal
-
-
-def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
-    template = getattr(tokenizer, "chat_template", None) or PLAIN_TEMPLATE
-    if isinstance(template, str):
-        # Written into the template: newer versions of transformers hand it plain data only, no functions.
-        template = _TODAY.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template)
-    return str(
-        tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=template if isinstance(template, str) else None,
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-    )
-
-
-def _without_system(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    merged: list[dict[str, Any]] = []
-    waiting: list[str] = []
-    for message in messages:
-        if message["role"] == "system":
-            waiting.append(message["content"])
-        elif message["role"] == "user" and waiting:
-            merged.append({**message, "content": _SEPARATOR.join([*waiting, message["content"]])})
-            waiting = []
-        else:
-            merged.append(message)
-    if waiting:
-        merged.append({"role": "user", "content": _SEPARATOR.join(waiting)})
-    return merged
 
 
 def _locate(rendered: str, chunks: Iterable[Chunk]) -> BlendPrompt:

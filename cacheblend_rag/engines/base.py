@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.kv import KVKey, ModelFingerprint, kv_key
 from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry
+from cacheblend_rag.store import KVStore
 
 Mode = Literal["blend", "prefill"]
 Reuse = Literal["chunks", "prefix", "nothing"]
@@ -28,6 +29,8 @@ class SamplingParams:
         top_p: Nucleus mass in (0, 1].
         seed: Makes sampling repeatable.
         stop: Strings that end the answer; they are not part of it.
+        json_schema: JSON schema (a mapping, or its JSON text) that the answer must conform to by guided decoding; engines
+            without it (:attr:`BlendEngine.supports_json_schema`) refuse it.
     """
 
     max_tokens: int = 128
@@ -35,6 +38,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    json_schema: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
@@ -161,7 +165,10 @@ class BlendEngine(ABC):
         tokenizer: The model's Hugging Face tokenizer.
         context_window: Most tokens of prompt and completion together.
         registry: Chunks the engine knows: references are resolved and plain text is matched against it.
+        supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
     """
+
+    supports_json_schema: ClassVar[bool] = False
 
     fingerprint: ModelFingerprint
     tokenizer: Any
@@ -221,6 +228,35 @@ class BlendEngine(ABC):
         """Async twin of :meth:`stream`; a cancelled consumer stops the work at its next token."""
         async for event in _iterate_in_thread(lambda: self.stream(prompt, sampling, settings)):
             yield event
+
+    def forget(self, chunk_ids: Iterable[str]) -> int:
+        """Drop chunks from the registry and their KV from the store; unknown ids are ignored.
+
+        Returns:
+            How many stored entries were removed.
+        """
+        chunks = self._registered(chunk_ids)
+        self.registry.remove([chunk.id for chunk in chunks])
+        store = getattr(self, "store", None)
+        if not isinstance(store, KVStore):
+            return 0
+        return sum(store.delete(self._store_key(chunk)) for chunk in chunks)
+
+    def prefetch(self, chunk_ids: Iterable[str]) -> None:
+        """Move the stored KV of chunks into the fastest tier (blocking); what is not stored or not known is left out."""
+        store = getattr(self, "store", None)
+        if not isinstance(store, KVStore):
+            return
+        for chunk in self._registered(chunk_ids):
+            kv = store.get(self._store_key(chunk))
+            if kv is not None:
+                kv.finish()
+
+    def _registered(self, chunk_ids: Iterable[str]) -> list[Chunk]:
+        return [chunk for chunk_id in chunk_ids if (chunk := self.registry.get(chunk_id)) is not None]
+
+    def _store_key(self, chunk: Chunk) -> KVKey:
+        return kv_key(self.fingerprint, getattr(self, "header_ids", ()), chunk.token_ids)
 
     @abstractmethod
     def close(self) -> None:

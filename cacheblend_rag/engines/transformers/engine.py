@@ -30,7 +30,7 @@ from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.support import why_not_blendable
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
-from cacheblend_rag.errors import CacheBlendError, PromptTooLongError
+from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError
 from cacheblend_rag.fusor import fuse
 from cacheblend_rag.gate import GateReport, run_gate
 from cacheblend_rag.kv import KVKey, StoredKV, kv_key
@@ -139,6 +139,8 @@ class TransformersEngine(BlendEngine):
         """See :class:`BlendEngine`. A :class:`TokenizedPrompt` is taken as it is."""
         begin = time.perf_counter()
         sampling, settings = sampling or SamplingParams(), settings or BlendSettings()
+        if sampling.json_schema is not None:
+            raise InputError("The transformers engine has no guided decoding; leave json_schema out or use VLLMEngine.")
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self._tokenize(prompt)
         self._check_length(len(tokens.token_ids), sampling.max_tokens)
         policy(settings.policy)

@@ -1,0 +1,89 @@
+"""Messages to text with the model's own chat template, or a plain one for models without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from cacheblend_rag.errors import InputError
+
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}\n\n"
+    "{% elif m['role'] in ('user', 'tool') %}{{ m['content'] }}\nAnswer:"
+    "{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
+)
+"""For models without a chat template: instruction, chunks, question and ``Answer:``, a blank line between each."""
+
+SEPARATOR = "\n\n"
+"""What stands between chunks, and between a system message and the user turn it has to go into."""
+
+PROBE = "cacheblend-probe-7f3a"
+"""Text that no template writes by itself, to see where it puts what it is given."""
+
+# Templates that print today's date would give every chunk's KV a header that is out of date tomorrow.
+_FIXED_DATE = datetime(2024, 7, 26)
+_TODAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+
+def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """Render with the generation prompt; system messages go into the next user turn if the template has no system role."""
+    system = [message["content"].strip() for message in messages if message["role"] == "system"]
+    refusal: TemplateError | None = None
+    try:
+        rendered = _apply(tokenizer, messages, tools)
+        if all(text in rendered for text in system):
+            return rendered
+    except TemplateError as error:
+        refusal = error
+    if system:
+        try:
+            return _apply(tokenizer, _without_system(messages), tools)
+        except TemplateError as error:
+            refusal = error
+    raise InputError(f"The model's chat template refuses these messages: {refusal}.") from refusal
+
+
+def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    template = getattr(tokenizer, "chat_template", None) or PLAIN_TEMPLATE
+    if isinstance(template, str):
+        # Written into the template: newer versions of transformers hand it plain data only, no functions.
+        template = _TODAY.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template)
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages),
+            tools=[dict(tool) for tool in tools] if tools else None,
+            chat_template=template if isinstance(template, str) else None,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    )
+
+
+def _without_system(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    merged: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "system":
+            waiting.append(message["content"])
+        elif message["role"] == "user" and waiting:
+            merged.append({**message, "content": SEPARATOR.join([*waiting, message["content"]])})
+            waiting = []
+        else:
+            merged.append(message)
+    if waiting:
+        merged.append({"role": "user", "content": SEPARATOR.join(waiting)})
+    return merged
+
+
+def reads_tools(tokenizer: Any) -> bool:
+    """Say whether the model's chat template shows the model the tools it is given."""
+    messages = [{"role": "user", "content": "x"}]
+    function = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+    try:
+        return PROBE in _apply(tokenizer, messages, [{"type": "function", "function": function}])
+    except TemplateError:
+        return False
