@@ -1,0 +1,121 @@
+"""The chunks a server knows survive it, and reach other servers on the same directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.chunking import Chunk, make_chunk
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.index import ChunkIndex, IndexManifest
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.registry import ChunkRegistry
+from cacheblend_rag.server.catalogue import FILE_NAME, ChunkCatalogue
+from tests.conftest import tokenizer_named
+
+MODEL = ModelFingerprint("a" * 32, "one")
+OTHER = ModelFingerprint("b" * 32, "two")
+
+
+def catalogue(directory: Path | None, model: ModelFingerprint = MODEL) -> tuple[ChunkCatalogue, ChunkRegistry]:
+    registry = ChunkRegistry()
+    return ChunkCatalogue(directory, registry, model), registry
+
+
+def chunk(text: str) -> Chunk:
+    return make_chunk(text, tokenizer_named("byte_level"), {"source": "notes.md"})
+
+
+def test_registered_chunks_are_known_after_a_restart_with_tokens_and_metadata(tmp_path: Path) -> None:
+    first, _ = catalogue(tmp_path)
+    want = [chunk(f"Document number {i} of the harbour.") for i in range(3)]
+    first.add(want)
+    first.close()
+    second, registry = catalogue(tmp_path)
+    assert sorted(c.id for c in registry) == sorted(c.id for c in want)
+    got = registry.get(want[0].id)
+    assert got == want[0]
+    assert dict(got.metadata) == {"source": "notes.md"}
+    assert second.origin(want[0].id) == "registered"
+
+
+def test_a_server_of_another_model_does_not_see_them(tmp_path: Path) -> None:
+    first, _ = catalogue(tmp_path)
+    first.add([chunk("Known to one model only.")])
+    other, registry = catalogue(tmp_path, OTHER)
+    assert len(registry) == 0
+    other.add([chunk("Known to one model only.")])
+    other.remove([chunk("Known to one model only.").id])
+    assert len(catalogue(tmp_path)[1]) == 1
+
+
+def test_what_one_server_registers_and_removes_reaches_the_other(tmp_path: Path) -> None:
+    one, _ = catalogue(tmp_path)
+    two, registry = catalogue(tmp_path)
+    text = chunk("A text that both servers know.")
+    one.add([text])
+    two.refresh(force=True)
+    assert registry.find("x " + text.text) == ["x ", text]
+    one.remove([text.id])
+    two.refresh(force=True)
+    assert registry.get(text.id) is None
+
+
+def test_chunks_of_the_index_are_known_followed_and_not_removed(tmp_path: Path) -> None:
+    manifest = IndexManifest(MODEL)
+    first, later = chunk("The index holds this text."), chunk("And this one came while the server ran.")
+    with ChunkIndex.open(tmp_path, manifest) as index:
+        index.add("a.md", "1", [first])
+        mine, registry = catalogue(tmp_path)
+        assert registry.get(first.id) is not None
+        index.add("b.md", "1", [later])
+        mine.refresh(force=True)
+        assert registry.get(later.id) is not None
+        assert mine.origin(later.id) == "index"
+        mine.add([first])
+        mine.remove([first.id])
+        assert registry.get(first.id) is not None
+        index.delete("b.md")
+        mine.refresh(force=True)
+        assert registry.get(later.id) is None
+
+
+def test_an_index_of_another_model_is_left_alone_and_noted(tmp_path: Path) -> None:
+    with ChunkIndex.open(tmp_path, IndexManifest(OTHER)) as index:
+        index.add("a.md", "1", [chunk("The index holds this text.")])
+    mine, registry = catalogue(tmp_path)
+    assert len(registry) == 0
+    assert "another model" in mine.notes[0]
+    assert "two" in mine.notes[0]
+
+
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"no database at all" * 100)
+    with pytest.raises(StoreError, match=r"registered\.sqlite.*delete it"):
+        catalogue(tmp_path)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5)), max_size=25))
+def test_two_servers_end_up_with_the_same_chunks(steps: list[tuple[bool, bool, int]]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        pair = [catalogue(Path(directory)) for _ in range(2)]
+        texts = [chunk(f"Text number {i}, long enough to be found.") for i in range(6)]
+        want: set[str] = set()
+        for which, adding, number in steps:
+            mine = pair[which][0]
+            if adding:
+                mine.add([texts[number]])
+                want.add(texts[number].id)
+            else:
+                mine.remove([texts[number].id])
+                want.discard(texts[number].id)
+        for mine, registry in pair:
+            mine.refresh(force=True)
+            assert {c.id for c in registry} == want
+            mine.close()
