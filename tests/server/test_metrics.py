@@ -1,0 +1,57 @@
+"""What is counted, and how reasons become labels."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from cacheblend_rag.engines.base import PrecomputeReport
+from cacheblend_rag.server.metrics import ReuseMetrics, reason_label
+from cacheblend_rag.server.protocol import ReuseReport
+
+
+def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
+    registry = CollectorRegistry()
+    metrics = ReuseMetrics(registry)
+    blend = ReuseReport(
+        mode="blend",
+        reason="stored KV for 3 of 6 chunks",
+        reused_tokens=850,
+        recomputed_tokens=150,
+        computed_tokens=250,
+        missing=("a",),
+        load_s=0.002,
+        blend_s=0.2,
+        loaded_bytes=4096,
+    )
+    metrics.finished(blend)
+    metrics.finished(blend)
+    plain = ReuseReport(
+        mode="prefill",
+        reason="no stored KV for any of the 12 chunks",
+        reused_tokens=0,
+        recomputed_tokens=0,
+        computed_tokens=70,
+    )
+    metrics.finished(plain)
+    metrics.precomputed(PrecomputeReport(2, 3, 700, 0.1, {"x": "no room"}))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"cacheblend_{name}", labels)
+
+    assert value("requests_total", mode="blend") == 2
+    assert value("reused_tokens_total") == 1700
+    assert value("recomputed_tokens_total") == 300
+    assert value("computed_tokens_total") == 570
+    assert value("loaded_tokens_total") == 2000
+    assert value("loaded_bytes_total") == 8192
+    assert value("missing_chunks_total") == 2
+    assert value("blend_seconds_count") == 2
+    assert value("blend_seconds_sum") == 0.4
+    assert value("fallbacks_total", reason="no stored KV for any of the N chunks") == 1
+    assert value("precomputed_chunks_total", result="failed") == 1
+    assert value("precomputed_tokens_total") == 700
+
+
+def test_labels_do_not_grow_with_what_differs_between_prompts() -> None:
+    labels = {reason_label(f"no stored KV for any of the {n} chunks: {n} of them") for n in range(50)}
+    assert len(labels) == 1
