@@ -67,7 +67,7 @@ def _store_name(device: str | None) -> str:
     """Name the demo's store after the model: another version of the package may bring another one."""
     import torch
 
-    from cacheblend_rag.engines.transformers.loading import bundled_model_directory
+    from cacheblend_rag.engines.models import bundled_model_directory
     from cacheblend_rag.kv import ModelFingerprint
 
     digest = ModelFingerprint.from_directory(bundled_model_directory(), torch.float32).digest

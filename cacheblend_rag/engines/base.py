@@ -258,6 +258,9 @@ class BlendEngine(ABC):
     def _store_key(self, chunk: Chunk) -> KVKey:
         return kv_key(self.fingerprint, getattr(self, "header_ids", ()), chunk.token_ids)
 
+    def flush(self) -> None:  # noqa: B027 - most engines write before they return
+        """Wait until the chunks that answers found missing have been written back."""
+
     @abstractmethod
     def close(self) -> None:
         """Release the model and the store. The engine must not be used afterwards."""

@@ -11,7 +11,7 @@ import pytest
 from cacheblend_rag.demo import bundle
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_corpus, bundled_questions
 from cacheblend_rag.demo.demo import METHODS
-from cacheblend_rag.engines.transformers import loading
+from cacheblend_rag.engines import models
 from tests.cli.conftest import as_json
 
 QUESTIONS = [
@@ -33,7 +33,7 @@ def small_demo(monkeypatch, model_dir, documents):
         for module in ("cacheblend_rag.demo.bundle", "cacheblend_rag.demo.demo", "cacheblend_rag.calibrate.prompts"):
             monkeypatch.setattr(f"{module}.bundled_questions", lambda: list(rows))
 
-    monkeypatch.setattr(loading, "bundled_model_directory", lambda: Path(model_dir))
+    monkeypatch.setattr(models, "bundled_model_directory", lambda: Path(model_dir))
     monkeypatch.setattr(bundle, "bundled_corpus", lambda: documents)
     monkeypatch.setattr("cacheblend_rag.calibrate.prompts.bundled_corpus", lambda: documents)
     questions()

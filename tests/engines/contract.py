@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,25 @@ class EngineContract:
 
     def make(self, store: Any, **options: Any) -> BlendEngine:
         raise NotImplementedError
+
+    def make_with_budget(self, nbytes: int) -> BlendEngine:
+        """An engine whose store holds no more than ``nbytes``."""
+        return self.make(open_store(None, ram_budget=nbytes))
+
+    @pytest.fixture
+    def reopened(self, engine: BlendEngine, tmp_path: Path) -> Callable[[], BlendEngine]:
+        """Make the engine read from disk what it may hold in RAM."""
+
+        def reopen() -> BlendEngine:
+            engine.close()
+            return self.make(tmp_path / "store")
+
+        return reopen
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        """The directory of the engine's store."""
+        return tmp_path / "store"
 
     @pytest.fixture
     def engine(self, tmp_path: Path) -> Iterator[BlendEngine]:
@@ -85,6 +104,7 @@ class EngineContract:
         engine.precompute(chunks[:1])
         first = engine.generate(prompt, SHORT)
         assert set(first.missing) == {c.id for c in chunks[1:]}
+        engine.flush()
         second = engine.generate(prompt, SHORT)
         assert second.missing == ()
         assert engine.precompute(chunks).computed == 0
@@ -174,23 +194,20 @@ class EngineContract:
         with pytest.raises(InputError, match="policy"):
             engine.generate(prompt, SHORT, BlendSettings(policy="no such"))
 
-    def test_a_damaged_entry_is_a_miss_and_is_replaced(self, tmp_path: Path) -> None:
-        root = tmp_path / "damaged"
-        with self.make(root) as engine:
-            chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
-            prompt = rag_prompt(engine.tokenizer, chunks, "Who?")
-            engine.precompute(chunks)
-            want = engine.generate(prompt, SHORT, FULL).token_ids
+    def test_a_damaged_entry_is_a_miss_and_is_replaced(self, engine, chunks, prompt, reopened, root) -> None:
+        engine.precompute(chunks)
+        want = engine.generate(prompt, SHORT, FULL).token_ids
         files = sorted((root / "kv").rglob("*.safetensors"))
         assert len(files) == len(chunks) + 1
         for file in files[::2]:
             data = bytearray(file.read_bytes())
             data[-5] ^= 1  # the last layer: found out in the middle of a blend
             file.write_bytes(data)
-        with self.make(root) as engine:
+        with reopened() as engine:
             answer = engine.generate(prompt, SHORT, BlendSettings(ratio=1.0))
             assert answer.token_ids == want
             engine.generate(prompt, SHORT, BlendSettings(ratio=0.3))
+            engine.flush()
             engine.precompute(chunks)
         with open_store(root) as store:
             assert store.verify().damaged == ()
@@ -213,7 +230,7 @@ class EngineContract:
         assert [got[i] for i in range(8)] == want * 2
 
     def test_chunks_that_do_not_fit_the_budget_are_reported_and_still_answered(self, tmp_path: Path) -> None:
-        with self.make(open_store(None, ram_budget=1000)) as engine:
+        with self.make_with_budget(1000) as engine:
             chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
             report = engine.precompute(chunks)
             assert set(report.failed) == {c.id for c in chunks}

@@ -23,12 +23,12 @@ from cacheblend_rag.engines.base import (
     Timings,
     Usage,
 )
+from cacheblend_rag.engines.support import why_not_blendable
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
-from cacheblend_rag.engines.support import why_not_blendable
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
 from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError
 from cacheblend_rag.fusor import fuse
@@ -53,6 +53,7 @@ class TransformersEngine(BlendEngine):
         header_ids: Tokens that chunks are precomputed behind.
         profile: Check layers and ratio of this model.
         gate: What the parity gate found; a model that fails it is served by ordinary prefill.
+        on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class TransformersEngine(BlendEngine):
         self._ratio = self.profile.ratio if ratio is None else ratio
         self._write_back = write_back
         self._lock = threading.Lock()
+        self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self._end_tokens = _end_tokens(loaded.model)
         self.rope: Rope | None = None
         refusal = why_not_blendable(config)
@@ -172,7 +174,10 @@ class TransformersEngine(BlendEngine):
         try:
             while True:
                 token = sample(logits)
-                ttft = ttft or time.perf_counter() - begin
+                if not ttft:
+                    ttft = time.perf_counter() - begin
+                    if self.on_first_logits is not None:
+                        self.on_first_logits(logits)
                 if token in self._end_tokens:
                     finish = "stop"
                     break

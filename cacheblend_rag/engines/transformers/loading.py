@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from cacheblend_rag.engines import models
 from cacheblend_rag.engines.transformers import attention
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.kv import ModelFingerprint
-
-BUNDLED_MODEL = "bundled"
 
 # Shapes of published models, for measuring without their weights.
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -50,11 +48,6 @@ class LoadedModel:
     directory: Path | None
 
 
-def bundled_model_directory() -> Path:
-    """Return where the small model that ships with the package lies."""
-    return Path(str(files("cacheblend_rag") / "demo" / "model"))
-
-
 def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype | None) -> LoadedModel:
     """Load ``model``: None (the bundled one), a directory, a hub name, or a loaded model.
 
@@ -66,10 +59,9 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
         fingerprint = ModelFingerprint.from_module(model, model.config.to_dict(), model.dtype, name)
         return LoadedModel(usable_attention(model), tokenizer, fingerprint, None)
-    bundled = model is None or str(model) == BUNDLED_MODEL
-    name = BUNDLED_MODEL if bundled else str(model)
+    name = models.BUNDLED_MODEL if models.is_bundled(model) else str(model)
     try:
-        directory = bundled_model_directory() if bundled else _resolve(name)
+        directory = models.model_directory(model)
         config = AutoConfig.from_pretrained(directory)
         # A CPU without bf16 units is slower and less exact in bf16 than in fp32.
         dtype = dtype or (torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16)
@@ -159,20 +151,6 @@ def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int 
         torch.set_default_dtype(previous)
     model.config._name_or_path = f"random:{spec}:{seed}"
     return model.eval()
-
-
-def _resolve(name: str) -> Path:
-    """Return the directory of a local model, or of a hub model's downloaded snapshot."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise OSError(f"{path} has no config.json.")
-        return path
-    if path.exists() or name.startswith((".", "/", "~")):
-        raise OSError(f"{path} is not a directory.")
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
 
 
 def usable_attention(model: Any) -> Any:

@@ -1,0 +1,140 @@
+"""vLLM's engine arguments that load the connector and the worker by configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.engines import models
+from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.prompt import header_ids, rag_header
+
+# What makes a blend impossible or wrong if a user overrides it.
+_OURS = {"kv_transfer_config", "worker_cls", "worker-cls"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start vLLM for one model.
+
+    Attributes:
+        arguments: For ``AsyncEngineArgs`` or the server's namespace.
+        directory: The model's files.
+        tokenizer: The model's, or None where there is none.
+        fingerprint: The model's identity in store keys.
+        header_ids: Tokens that chunks are precomputed behind.
+        store: Directory of the store that all processes share.
+    """
+
+    arguments: dict[str, Any]
+    directory: Path
+    tokenizer: Any
+    fingerprint: ModelFingerprint
+    header_ids: tuple[int, ...]
+    store: Path
+
+
+def prepare(
+    model: str | Path | None,
+    store: Path,
+    *,
+    header: str | Sequence[int] | None = None,
+    dtype: str | torch.dtype | None = None,
+    ram_budget: int | None = None,
+    disk_budget: int | None = None,
+    step_tokens: int | None = None,
+    **vllm_arguments: Any,
+) -> Launch:
+    """Work out what vLLM and the connector need to know.
+
+    Args:
+        model: A directory, a hub name, or None for the bundled model.
+        store: Directory of the store.
+        header: What stands before the first chunk: rendered text, or token ids. None takes :func:`rag_header`'s.
+        dtype: None takes fp32 on a CPU, the model's own elsewhere.
+        ram_budget: Bytes of KV each worker holds in RAM in front of the disk.
+        disk_budget: Bytes of KV on disk.
+        step_tokens: Tokens of blending that one engine step takes while other requests stream; None takes what one step
+            of chunked prefill takes.
+        vllm_arguments: Any other engine argument of vLLM.
+
+    Raises:
+        InputError: An argument is one that the connector sets itself.
+        ModelError: The model cannot be found.
+    """
+    if taken := _OURS & vllm_arguments.keys():
+        raise InputError(f"{', '.join(sorted(taken))} is set by cacheblend-rag itself; leave it out.")
+    name = models.BUNDLED_MODEL if models.is_bundled(model) else str(model)
+    try:
+        directory = models.model_directory(model)
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"Cannot load the model {name!r}: {error}") from error
+    chosen = _dtype(dtype, config)
+    fingerprint = ModelFingerprint.from_directory(directory, chosen, name)
+    tokenizer = (
+        None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer"), directory)
+    )
+    ids = _header(header, tokenizer)
+    extra = {
+        "store": str(store),
+        "fingerprint": fingerprint.digest,
+        "header_ids": list(ids),
+        "ram_budget": ram_budget,
+        "disk_budget": disk_budget,
+        "step_tokens": step_tokens,
+    }
+    arguments = {
+        # A hub model's files are taken from where the fingerprint was read.
+        "model": str(directory),
+        "dtype": str(chosen).removeprefix("torch."),
+        "worker_cls": "cacheblend_rag.engines.vllm.worker.BlendWorker",
+        "kv_transfer_config": {
+            "kv_connector": "BlendConnector",
+            "kv_connector_module_path": "cacheblend_rag.engines.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        },
+        "served_model_name": name,
+        **vllm_arguments,
+    }
+    return Launch(arguments, directory, tokenizer, fingerprint, ids, store)
+
+
+def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dtype:
+    from vllm.platforms import current_platform
+
+    if isinstance(given, torch.dtype):
+        return given
+    if given in {None, "auto"}:
+        # As the transformers engine chooses, so that both read the same stores.
+        stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        given = "float32" if current_platform.is_cpu() else str(stated)
+    found = getattr(torch, {"half": "float16", "float": "float32"}.get(str(given), str(given)), None)
+    if not isinstance(found, torch.dtype):
+        raise InputError(f"dtype {given!r} is unknown; give float32, bfloat16 or float16.")
+    return found
+
+
+def _tokenizer(given: str | None, directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(given or directory)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"Cannot load a tokenizer from {given or directory}: {error}") from error
+
+
+def _header(header: str | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
+    if header is not None and not isinstance(header, str):
+        return tuple(header)
+    if tokenizer is None:
+        return ()
+    return header_ids(tokenizer, rag_header(tokenizer) if header is None else header)

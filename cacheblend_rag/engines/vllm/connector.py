@@ -1,0 +1,147 @@
+"""The KV connector that vLLM loads by name; it hands each half of its interface to the side that does the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+
+from cacheblend_rag.engines.vllm.blending import WorkerSide
+from cacheblend_rag.engines.vllm.entries import Entries
+from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
+from cacheblend_rag.engines.vllm.scheduler import SchedulerSide
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.store import DiskStore, KVStore, open_store
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+class BlendConnector(KVConnectorBase_V1):
+    """Blends chunks' stored KV into vLLM's paged cache. See docs/architecture.md, "Inside vLLM"."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        """Open the store named in the connector's configuration, for the scheduler or for a worker."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.get_from_extra_config
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        path = Path(str(extra("store", None)))
+        fingerprint = ModelFingerprint(str(extra("fingerprint", None)), "")
+        header = tuple(extra("header_ids", ()))
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._store: KVStore = DiskStore(path)
+            self._scheduler = SchedulerSide(Entries(self._store, fingerprint, header, 0, ranks))
+        else:
+            from vllm.distributed import get_tensor_model_parallel_rank
+
+            self._store = open_store(path, extra("ram_budget", None), extra("disk_budget", None))
+            rank = get_tensor_model_parallel_rank()
+            self._worker = WorkerSide(
+                Entries(self._store, fingerprint, header, rank, ranks),
+                vllm_config,
+                kv_cache_config,
+                float(extra("step_tokens", 0) or vllm_config.scheduler_config.max_num_batched_tokens),
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing waits for KV that this connector saves: a lost save is a miss later."""
+        return False
+
+    # In the scheduler.
+
+    def on_new_request(self, request: Request) -> None:
+        """See :meth:`SchedulerSide.new_request`."""
+        assert self._scheduler is not None
+        self._scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See :meth:`SchedulerSide.matched_tokens`."""
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See :meth:`SchedulerSide.allocated`."""
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMeta:
+        """See :meth:`SchedulerSide.step`."""
+        assert self._scheduler is not None
+        assert self._kv_cache_manager is not None
+        return self._scheduler.step(scheduler_output, self._kv_cache_manager)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See :meth:`SchedulerSide.worker_output`."""
+        assert self._scheduler is not None
+        self._scheduler.worker_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See :meth:`SchedulerSide.finished`; blocks may be freed at once."""
+        assert self._scheduler is not None
+        return False, self._scheduler.finished(request)
+
+    # In the workers.
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker's side."""
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Remember the paged caches, by layer name."""
+        self.worker.kv_caches = kv_caches
+
+    def bind_worker(self, worker: Worker) -> None:
+        """Take the loaded model and run the parity gate; called by :class:`BlendWorker` before the first step."""
+        assert worker.device is not None
+        self.worker.bind(worker.get_model(), worker.device)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Go on with the blends; without a forward in this step there is nobody to hold up."""
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StepMeta)
+        self.worker.blend(meta.loads, idle=forward_context.attn_metadata is None)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: blends are complete before their request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: prompts are saved whole, once they are complete."""
+
+    def wait_for_save(self) -> None:
+        """Copy the prompts completed in this step out of the paged cache; they are written in the background."""
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StepMeta)
+        self.worker.save(meta.saves)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report which blends ended, well or not."""
+        done, failed = self.worker.take_finished(finished_req_ids)
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> WorkerMeta | None:
+        """Report what the ended blends did."""
+        return self.worker.take_results()
+
+    def shutdown(self) -> None:
+        """Finish writing and close the store."""
+        if self._worker is not None:
+            self._worker.close()
+        self._store.close()

@@ -1,0 +1,231 @@
+"""vLLM in process, as a blend engine: an AsyncLLM in an event loop of its own, shared by all callers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import BlendEngine, BlendSettings, PrecomputeReport, SamplingParams, StreamEvent
+from cacheblend_rag.engines.vllm.arguments import Launch, prepare
+from cacheblend_rag.engines.vllm.client import BlendClient
+from cacheblend_rag.errors import ModelError
+from cacheblend_rag.gate import GateReport
+from cacheblend_rag.profile import ModelProfile
+from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, TokenizedPrompt, tokenize
+from cacheblend_rag.store import KVStore, open_store
+
+T = TypeVar("T")
+
+
+class VLLMEngine(BlendEngine):
+    """Answers prompts of text and chunks with vLLM; requests from all threads are batched by its scheduler.
+
+    Attributes:
+        store: The store as this process sees it; vLLM's workers read and write the same directory.
+        header_ids: Tokens that chunks are precomputed behind.
+        profile: Check layers and ratio of this model.
+        gate: What the parity gate found; a model that fails it is served by ordinary prefill.
+        client: What talks to vLLM; use it on :attr:`loop` only.
+        loop: The event loop vLLM's client lives in.
+    """
+
+    supports_json_schema: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        store: str | Path | None = None,
+        header: str | Sequence[int] | None = None,
+        ratio: float | None = None,
+        dtype: str | torch.dtype | None = None,
+        write_back: bool = True,
+        ram_budget: int | None = None,
+        disk_budget: int | None = None,
+        **vllm_arguments: Any,
+    ):
+        """Start vLLM and run the parity gate.
+
+        Args:
+            model: A directory, a hub name, or None for the bundled one.
+            store: Directory of the store; None for one that goes when the engine is closed.
+            header: What stands before the first chunk in your prompts; None takes :func:`rag_header`'s.
+            ratio: Default recompute ratio; None takes the model profile's.
+            dtype: None takes fp32 on a CPU, the model's own elsewhere.
+            write_back: Precompute chunks that a prompt held but the store did not, after the answer.
+            ram_budget: Bytes of KV that each worker holds in RAM in front of the disk.
+            disk_budget: Bytes of KV on disk.
+            vllm_arguments: Any other engine argument of vLLM (``tensor_parallel_size``, ``max_model_len``...).
+
+        Raises:
+            InputError: An argument is one that the engine sets itself.
+            ModelError: The model cannot be loaded, or vLLM does not start.
+            StoreError: The store cannot be opened.
+        """
+        self._temporary = Path(tempfile.mkdtemp(prefix="cacheblend-")) if store is None else None
+        path = self._temporary or Path(store or "").expanduser()
+        self._closed = False
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="cacheblend-vllm", daemon=True)
+        self._thread.start()
+        try:
+            launch = prepare(
+                model,
+                path,
+                header=header,
+                dtype=dtype,
+                ram_budget=ram_budget,
+                disk_budget=disk_budget,
+                **vllm_arguments,
+            )
+            # This process reads no KV: only the workers hold any in RAM.
+            self.store: KVStore = open_store(path, ram_budget=0, disk_budget=disk_budget)
+            self.client = self._run(self._start(launch, ratio, write_back))
+        except BaseException:
+            self._stop_loop()
+            self._remove_temporary()
+            raise
+        self.fingerprint, self.tokenizer = self.client.fingerprint, self.client.tokenizer
+        self.context_window, self.header_ids = self.client.context_window, self.client.header_ids
+        self.registry: ChunkRegistry = self.client.registry
+        self.profile: ModelProfile = self.client.profile
+        self.gate: GateReport = self.client.gate
+
+    async def _start(self, launch: Launch, ratio: float | None, write_back: bool) -> BlendClient:
+        # The second model runner drives connectors differently and has not been tried with this one.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            raise ModelError(f"vLLM does not start with {launch.fingerprint.name!r}: {error}") from error
+        return await BlendClient.connect(self._llm, launch, self.store, ratio=ratio, write_back=write_back)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
+        """See :class:`BlendEngine`; ordinary requests ``[header] + chunk``, batched by vLLM's scheduler."""
+        return self._run(self.client.precompute(chunks, progress))
+
+    async def aprecompute(
+        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
+    ) -> PrecomputeReport:
+        """Async twin of :meth:`precompute`."""
+        work = asyncio.run_coroutine_threadsafe(self.client.precompute(chunks, progress), self.loop)
+        return await asyncio.wrap_future(work)
+
+    def stream(
+        self,
+        prompt: BlendPrompt | str | TokenizedPrompt,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+    ) -> Iterator[StreamEvent]:
+        """See :class:`BlendEngine`. A :class:`TokenizedPrompt` is taken as it is."""
+        tokens = self._tokenize(prompt)
+        self.client.check(tokens, sampling or SamplingParams(), settings or BlendSettings())
+        return self._pump(tokens, sampling, settings)
+
+    def _pump(
+        self, prompt: TokenizedPrompt, sampling: SamplingParams | None, settings: BlendSettings | None
+    ) -> Iterator[StreamEvent]:
+        events: queue.Queue[StreamEvent | BaseException | None] = queue.Queue()
+        work = asyncio.run_coroutine_threadsafe(
+            _forward(self.client.stream(prompt, sampling, settings), events.put), self.loop
+        )
+        try:
+            while (item := events.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            work.cancel()
+
+    async def astream(
+        self,
+        prompt: BlendPrompt | str | TokenizedPrompt,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+    ) -> AsyncIterator[StreamEvent]:
+        """See :class:`BlendEngine`; a consumer that goes away aborts the request."""
+        tokens = self._tokenize(prompt)
+        own = asyncio.get_running_loop()
+        events: asyncio.Queue[StreamEvent | BaseException | None] = asyncio.Queue()
+
+        def put(item: StreamEvent | BaseException | None) -> None:
+            if not own.is_closed():
+                own.call_soon_threadsafe(events.put_nowait, item)
+
+        work = asyncio.run_coroutine_threadsafe(
+            _forward(self.client.stream(tokens, sampling, settings), put), self.loop
+        )
+        try:
+            while (item := await events.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            work.cancel()
+
+    def flush(self) -> None:
+        """See :class:`BlendEngine`."""
+        self._run(self.client.drain())
+
+    def _tokenize(self, prompt: BlendPrompt | str | TokenizedPrompt) -> TokenizedPrompt:
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt
+        if isinstance(prompt, str):
+            prompt = BlendPrompt(tuple(self.registry.find(prompt)))
+        return tokenize(prompt, self.tokenizer, self.registry)
+
+    def close(self) -> None:
+        """Stop vLLM, finish what is being written and close the store."""
+        if self._closed:
+            return
+        self._closed = True
+        self._run(self._shutdown())
+        self._stop_loop()
+        self.store.close()
+        self._remove_temporary()
+
+    async def _shutdown(self) -> None:
+        await self.client.drain()
+        # Blocks on the processes it stops; nothing else needs the loop any more.
+        self._llm.shutdown()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    def _stop_loop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def _remove_temporary(self) -> None:
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+async def _forward(
+    events: AsyncIterator[StreamEvent], put: Callable[[StreamEvent | BaseException | None], None]
+) -> None:
+    try:
+        async for event in events:
+            put(event)
+        put(None)
+    except BaseException as error:  # handed to the consumer, which re-raises it
+        put(error)
+        if isinstance(error, asyncio.CancelledError):
+            raise

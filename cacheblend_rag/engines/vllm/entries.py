@@ -1,0 +1,77 @@
+"""A tensor-parallel rank's view of the store: its own shard of every entry (issue 3, point 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, kv_key
+from cacheblend_rag.store import KVStore
+
+
+class Entries:
+    """Entries of one model behind one header. ``()`` as token ids means the header itself."""
+
+    def __init__(
+        self, store: KVStore, fingerprint: ModelFingerprint, header_ids: Sequence[int], rank: int = 0, ranks: int = 1
+    ):
+        """Look into ``store`` as rank ``rank`` of ``ranks``."""
+        self.store, self.header_ids = store, tuple(header_ids)
+        self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
+
+    def contains(self, token_ids: Sequence[int]) -> bool:
+        """Say whether every rank will find an entry."""
+        if self.store.contains(self._key(token_ids)):
+            return True
+        shards = range(self._ranks) if self._ranks > 1 else ()
+        return bool(shards) and all(self.store.contains(self._key(token_ids, rank)) for rank in shards)
+
+    def get(self, token_ids: Sequence[int], num_layers: int, kv_heads: int) -> StoredKV | None:
+        """Return this rank's shard, cut from the whole entry if that is what is stored (by another engine, say).
+
+        Args:
+            token_ids: The chunk's.
+            num_layers: An entry of another depth is a miss.
+            kv_heads: KV heads on this rank.
+        """
+        found = self.store.get(self._key(token_ids, self._rank)) if self._ranks > 1 else None
+        if found is None:
+            found = self.store.get(self._key(token_ids))
+            if found is not None and self._ranks > 1:
+                found = _HeadSlice(found, self._rank, self._ranks, kv_heads)
+        wanted = len(token_ids) or len(self.header_ids)
+        return found if found is not None and (found.num_tokens, found.num_layers) == (wanted, num_layers) else None
+
+    def put(self, token_ids: Sequence[int], kv: ChunkKV) -> bool:
+        """Store this rank's shard; see :meth:`KVStore.put`."""
+        return self.store.put(self.own_key(token_ids), kv)
+
+    def drop(self, token_ids: Sequence[int]) -> None:
+        """Remove what :meth:`get` would return: it is damaged."""
+        self.store.delete(self.own_key(token_ids))
+        self.store.delete(self._key(token_ids))
+
+    def own_key(self, token_ids: Sequence[int]) -> KVKey:
+        """Return the key this rank stores under."""
+        return self._key(token_ids, self._rank) if self._ranks > 1 else self._key(token_ids)
+
+    def _key(self, token_ids: Sequence[int], rank: int | None = None) -> KVKey:
+        codec = "raw" if rank is None else f"raw:rank{rank}of{self._ranks}"
+        return kv_key(self._fingerprint, self.header_ids, token_ids, codec)
+
+
+class _HeadSlice(StoredKV):
+    """One rank's heads of a whole entry."""
+
+    def __init__(self, whole: StoredKV, rank: int, ranks: int, kv_heads: int):
+        self._whole, self._rank, self._ranks, self._heads = whole, rank, ranks, kv_heads
+        self.num_layers, self.num_tokens, self.start = whole.num_layers, whole.num_tokens, whole.start
+        self.nbytes, self.tier = whole.nbytes // ranks, whole.tier
+
+    def layer(self, index: int) -> LayerKV:
+        kv = self._whole.layer(index)
+        # With fewer heads than ranks vLLM gives neighbouring ranks the same head.
+        first = kv.k.shape[0] * self._rank // self._ranks
+        return LayerKV(*(t[first : first + self._heads] for t in kv))
+
+    def finish(self) -> None:
+        self._whole.finish()

@@ -1,0 +1,144 @@
+"""What travels between the client, the scheduler's connector and the workers' connectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import BlendSettings, Reuse
+from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.fusor import BlendSchedule
+from cacheblend_rag.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.selection import policy
+
+PARAMS = "cacheblend"
+"""Our key in a request's ``kv_transfer_params``, on the way in and out."""
+
+
+@dataclass(frozen=True)
+class BlendJob:
+    """A request to blend: where its chunks are and how to treat them. Plain values, as they travel as JSON."""
+
+    spans: tuple[tuple[int, int, str], ...]
+    ratio: float
+    policy: str
+    schedule: BlendSchedule
+    reuse: Reuse
+
+    def prompt(self, token_ids: tuple[int, ...]) -> TokenizedPrompt:
+        """Return the prompt with the chunks in it."""
+        return TokenizedPrompt(
+            token_ids,
+            tuple(ChunkSpan(Chunk(id=name, text="", token_ids=token_ids[a:b]), a, b) for a, b, name in self.spans),
+        )
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A request whose prompt is ``header + chunk``, to be stored; a ``start`` of 0 stores the header itself."""
+
+    start: int
+
+
+def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJob | SaveJob | None:
+    """Read a request's ``kv_transfer_params``; None if they hold nothing of ours.
+
+    Raises:
+        InputError: They are malformed. They may come from anybody on the network.
+    """
+    ours = (params or {}).get(PARAMS)
+    if ours is None:
+        return None
+    try:
+        if "save" in ours:
+            start = ours["save"]
+            if not isinstance(start, int) or not 0 <= start < prompt_tokens:
+                raise ValueError("save is outside the prompt")
+            return SaveJob(start)
+        job = BlendJob(
+            tuple((int(a), int(b), str(name)) for a, b, name in ours["spans"]),
+            float(ours["ratio"]),
+            str(ours["policy"]),
+            BlendSchedule(tuple(int(i) for i in ours["check_layers"]), tuple(float(w) for w in ours["widths"])),
+            ours["reuse"],
+        )
+        BlendSettings(ratio=job.ratio, policy=policy(job.policy).name)
+        if job.reuse not in get_args(Reuse) or len(job.schedule.check_layers) != len(job.schedule.widths):
+            raise ValueError("reuse, check_layers or widths are not what they should be")
+        edges = [edge for a, b, _ in job.spans for edge in (a, b)]
+        if edges != sorted(edges) or any(a >= b for a, b, _ in job.spans):
+            raise ValueError("the spans are not ascending")
+        if edges and not 0 <= edges[0] <= edges[-1] <= prompt_tokens:
+            raise ValueError("a span lies outside the prompt")
+    except (CacheBlendError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"kv_transfer_params[{PARAMS!r}] is malformed: {error}") from error
+    return job
+
+
+@dataclass(frozen=True)
+class Load:
+    """Fill the positions ``start`` to ``end`` of a request's blocks by blending; ``token_ids`` is the whole prompt."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    end: int
+    block_ids: tuple[int, ...]
+    job: BlendJob
+
+
+@dataclass(frozen=True)
+class Save:
+    """Store the KV of a request's prompt from ``start`` on; it is complete after this step."""
+
+    token_ids: tuple[int, ...]
+    start: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass
+class StepMeta(KVConnectorMetadata):
+    """What the workers are to do in one engine step."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Blended:
+    """What a blend did. Token counts are within the positions it filled.
+
+    Attributes:
+        computed: Tokens that went through all layers.
+        recomputed: Those of them that the policy chose.
+        load_s: Seconds the computation waited for stored KV.
+        loaded_bytes: Bytes of stored KV read, on this rank.
+        blend_s: Seconds from the first segment to the last, other requests' steps in between included.
+        missing: Ids of chunks without stored KV.
+        reason: What was found, in words.
+    """
+
+    computed: int
+    recomputed: int
+    load_s: float
+    loaded_bytes: int
+    blend_s: float
+    missing: tuple[str, ...]
+    reason: str
+
+
+@dataclass
+class WorkerMeta(KVConnectorWorkerMetadata):
+    """Results of the blends that ended in this step, by request, and why others failed."""
+
+    done: dict[str, Blended] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
+        """Take the first rank's results: all ranks choose and compute the same tokens."""
+        assert isinstance(other, WorkerMeta)
+        return WorkerMeta({**other.done, **self.done}, {**other.failed, **self.failed})

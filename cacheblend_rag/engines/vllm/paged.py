@@ -1,0 +1,254 @@
+"""A vLLM model on one worker: its paged KV cache read and written by position, and its own forward at given positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.rope import CosSin
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class StopForward(Exception):  # noqa: N818  (a signal, not an error)
+    """Ends a pass at its stop layer, from inside the model's own forward."""
+
+    def __init__(self, fresh: LayerKV):
+        """Carry the stop layer's fresh KV."""
+        self.fresh = fresh
+
+
+class PagedModel:
+    """The loaded model and its paged KV cache. A sequence is a list of block ids; position ``p`` is slot ``p`` of it."""
+
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        kv_caches: dict[str, torch.Tensor],
+    ):
+        """Wrap the worker's model."""
+        self.model, self.device, self._config = model, device, vllm_config
+        self.names = list(kv_caches)
+        self.num_layers = len(self.names)
+        self._caches = kv_caches
+        self._attention = [vllm_config.compilation_config.static_forward_context[name] for name in self.names]
+        self.kv_heads, self.head_dim = int(self._attention[0].num_kv_heads), int(self._attention[0].head_size)
+        assert isinstance(vllm_config.model_config.dtype, torch.dtype)
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
+        self.vocab_size = int(vllm_config.model_config.get_vocab_size())
+        self.block_size = int(vllm_config.cache_config.block_size)
+        scheduler = vllm_config.scheduler_config
+        self._max_tokens, self._max_runs = int(scheduler.max_num_batched_tokens), int(scheduler.max_num_seqs)
+        with set_current_vllm_config(vllm_config):
+            self._builders = [
+                (
+                    group.layer_names,
+                    self._layer(group.layer_names[0])
+                    .get_attn_backend()
+                    .get_builder_cls()(group.kv_cache_spec, group.layer_names, vllm_config, device),
+                )
+                for group in kv_cache_config.kv_cache_groups
+            ]
+
+    def _layer(self, name: str) -> Any:
+        return self._attention[self.names.index(name)]
+
+    # The paged cache.
+
+    def slots(self, block_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
+        """Return the cache slots ``[tokens]`` (int64, on the CPU) of positions of a sequence."""
+        positions = positions.cpu()
+        blocks = torch.as_tensor(block_ids, dtype=torch.int64)
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def write(self, layer: int, kv: LayerKV, slots: torch.Tensor) -> None:
+        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, through the backend's own update, whatever its layout."""
+        attention = self._attention[layer]
+        k, v = (t.transpose(0, 1).contiguous() for t in kv)
+        attention.impl.do_kv_cache_update(attention, k, v, attention.kv_cache, slots.to(self.device))
+
+    def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
+        """Return a copy of the KV at ``slots``, ``[kv_heads, tokens, head_dim]``."""
+        cache = self._caches[self.names[layer]]
+        blocks, heads, size, width = cache.shape
+        dim = width // 2
+        slots = slots.to(cache.device)
+        block, offset = slots // size, slots % size
+        if current_platform.is_cpu():
+            # Inside a page vLLM's CPU kernels keep K column-major, [head_dim, tokens], and V behind it, [tokens, head_dim].
+            pages = cache.view(blocks, heads, 2, size * dim)
+            k = pages[:, :, 0].view(blocks, heads, dim, size)[block, :, :, offset]
+            v = pages[:, :, 1].view(blocks, heads, size, dim)[block, :, offset]
+        else:
+            rows = cache[block, :, offset]
+            k, v = rows[..., :dim], rows[..., dim:]
+        return LayerKV(k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
+
+    def layout_is_known(self) -> bool:
+        """Say whether :meth:`read` returns what :meth:`write` wrote, in every layer; overwrites the first blocks."""
+        generator = torch.Generator().manual_seed(0)
+        count = 3 * self.block_size // 2
+        slots = torch.randperm(2 * self.block_size, generator=generator)[:count] + self.block_size
+        for layer in range(self.num_layers):
+            want = LayerKV(
+                *(torch.randn(self.kv_heads, count, self.head_dim, generator=generator).to(self.device, self.dtype),)
+                * 2
+            )
+            want = LayerKV(want.k, -want.v)
+            try:
+                self.write(layer, want, slots)
+                got = self.read(layer, slots)
+            except (RuntimeError, ValueError, IndexError, AttributeError):
+                return False
+            if not (torch.equal(got.k, want.k) and torch.equal(got.v, want.v)):
+                return False
+        return True
+
+    # The model's own forward.
+
+    def segments(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Cut ascending ``positions`` so that no part exceeds the engine's tokens or sequences of a step."""
+        parts: list[torch.Tensor] = []
+        start = runs = 0
+        values = positions.tolist()
+        for index, position in enumerate(values):
+            new_run = index == start or position != values[index - 1] + 1
+            if index - start == self._max_tokens or (new_run and runs == self._max_runs):
+                parts.append(positions[start:index])
+                start, runs, new_run = index, 0, True
+            runs += new_run
+        return [*parts, positions[start:]] if values else []
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        block_ids: Sequence[int],
+        before_layer: Callable[[int], None],
+        stop_layer: int | None = None,
+        rotate_by: int = 0,
+    ) -> LayerKV | torch.Tensor:
+        """Run tokens ``ids``, ``[tokens]``, at ascending ``positions``, ``[tokens]``, of a sequence.
+
+        Args:
+            ids: Token ids.
+            positions: Where they stand; they see the sequence's keys up to their own position.
+            block_ids: The sequence.
+            before_layer: Called with each layer's index before it writes or reads KV.
+            stop_layer: Layer at which to stop.
+            rotate_by: Added to the positions for RoPE alone.
+
+        Returns:
+            The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
+        """
+        slots = self.slots(block_ids, positions).to(self.device)
+        metadata, slot_mapping = {}, {}
+        common = self._metadata(positions.cpu(), block_ids, slots)
+        for names, builder in self._builders:
+            built = builder.build(common_prefix_len=0, common_attn_metadata=common)
+            for name in names:
+                metadata[name], slot_mapping[name] = built, slots
+        with (
+            ExitStack() as hooks,
+            set_forward_context(
+                metadata, self._config, num_tokens=len(positions), slot_mapping=slot_mapping, skip_compiled=True
+            ),
+        ):
+            for index, attention in enumerate(self._attention):
+                hook = _hook(index, before_layer, stop_layer)
+                hooks.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            try:
+                hidden: torch.Tensor = self.model(
+                    input_ids=ids.to(self.device, torch.int32),
+                    positions=positions.to(self.device) + rotate_by,
+                    intermediate_tensors=None,
+                    inputs_embeds=None,
+                )
+            except StopForward as stop:
+                return stop.fresh
+        return hidden
+
+    def _metadata(
+        self, positions: torch.Tensor, block_ids: Sequence[int], slots: torch.Tensor
+    ) -> CommonAttentionMetadata:
+        """Describe each run of neighbouring positions as one request on the same blocks: its causal mask is the exact one."""
+        count = len(positions)
+        breaks = torch.nonzero(positions[1:] != positions[:-1] + 1).flatten() + 1
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), breaks])
+        ends = torch.cat([breaks, torch.tensor([count])])
+        query_starts = torch.cat([starts, ends[-1:]]).to(torch.int32)
+        lengths = (positions[ends - 1] + 1).to(torch.int32)
+        table = torch.tensor(block_ids, dtype=torch.int32)[None].repeat(len(starts), 1)
+        return CommonAttentionMetadata(
+            query_start_loc=query_starts.to(self.device),
+            query_start_loc_cpu=query_starts,
+            seq_lens=lengths.to(self.device),
+            num_reqs=len(starts),
+            num_actual_tokens=count,
+            max_query_len=int((ends - starts).max()),
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=table.to(self.device),
+            slot_mapping=slots,
+            causal=True,
+            positions=positions.to(self.device),
+            is_prefilling=torch.ones(len(starts), dtype=torch.bool),
+            seq_lens_cpu_upper_bound=lengths,
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits ``[vocab]`` of the last hidden state, on every rank."""
+        from vllm.distributed import get_tp_group
+
+        logits = self.model.compute_logits(hidden[-1:])
+        group = get_tp_group()
+        if group.world_size > 1:
+            # On some platforms only the first rank gathers them.
+            if logits is None:
+                logits = torch.empty(1, self.vocab_size, dtype=hidden.dtype, device=hidden.device)
+            logits = group.broadcast(logits[:, : self.vocab_size].contiguous(), src=0)
+        last: torch.Tensor = logits[0, : self.vocab_size].float()
+        return last
+
+    def rope_tables(self) -> list[CosSin]:
+        """Return every distinct RoPE table of the model, in fp32."""
+        found = {id(m): m for m in self.model.modules() if hasattr(m, "cos_sin_cache")}
+        return [_table(module, self.device) for module in found.values()]
+
+
+def _hook(index: int, before_layer: Callable[[int], None], stop_layer: int | None) -> Callable[..., None]:
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        before_layer(index)
+        if index == stop_layer:
+            key = kwargs["key"] if "key" in kwargs else args[1]
+            value = kwargs["value"] if "value" in kwargs else args[2]
+            # A query's heads are on this rank as its KV heads are: [tokens, heads * head_dim].
+            shape = (key.shape[0], module.num_kv_heads, -1)
+            raise StopForward(LayerKV(*(t.reshape(shape).transpose(0, 1).clone() for t in (key, value))))
+
+    return hook
+
+
+def _table(module: Any, device: torch.device) -> CosSin:
+    # The module may keep its table in the model's dtype; rotating stored keys needs it in fp32.
+    make = getattr(module, "_compute_cos_sin_cache", None)
+    table = (make() if make is not None else module.cos_sin_cache).float().to(device)
+
+    def cos_sin(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = table[positions.to(device)].chunk(2, dim=-1)
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+    return cos_sin
