@@ -47,11 +47,16 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[M
     raise InputError(f"The model's chat template refuses these messages: {refusal}.") from refusal
 
 
+def dated_template(template: str) -> str:
+    """Return a chat template that prints a fixed date where it would print today's."""
+    # Written into the template: newer versions of transformers hand it plain data only, no functions.
+    return _TODAY.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template)
+
+
 def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
     template = getattr(tokenizer, "chat_template", None) or PLAIN_TEMPLATE
     if isinstance(template, str):
-        # Written into the template: newer versions of transformers hand it plain data only, no functions.
-        template = _TODAY.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template)
+        template = dated_template(template)
     return str(
         tokenizer.apply_chat_template(
             list(messages),

@@ -26,6 +26,7 @@ Origin = Literal["registered", "index"]
 _FORMAT = 1
 _BUSY_TIMEOUT_S = 30.0
 _REFRESH_S = 0.5
+_MAX_NOTED = 4096
 _SCHEMA = (
     "CREATE TABLE chunks (name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, "
     "metadata TEXT NOT NULL, PRIMARY KEY (model, name)) WITHOUT ROWID"
@@ -55,6 +56,7 @@ class ChunkCatalogue:
         self._checked = 0.0
         self._own: dict[str, Chunk] = {}
         self._indexed: dict[str, Chunk] = {}
+        self._noted: dict[str, Chunk] = {}
         self._path = None if directory is None else directory / FILE_NAME
         self._db = self._open()
         self._version: object = None
@@ -151,6 +153,21 @@ class ChunkCatalogue:
             self._own.update((chunk.id, chunk) for chunk in chunks)
             self._registry.add(chunks)
 
+    def note(self, chunk: Chunk) -> None:
+        """Register a chunk that a prompt has brought, so that its KV can be written back; not kept over a restart.
+
+        Anybody's prompt may bring any number of them: the oldest are forgotten.
+        """
+        with self._lock:
+            if chunk.id in self._registry:
+                return
+            self._noted[chunk.id] = chunk
+            self._registry.add([chunk])
+            if len(self._noted) > _MAX_NOTED:
+                oldest = next(iter(self._noted))
+                del self._noted[oldest]
+                self._registry.remove(() if oldest in self._own or oldest in self._indexed else (oldest,))
+
     def remove(self, chunk_ids: Sequence[str]) -> None:
         """Forget registered chunks; those of the index stay.
 
@@ -163,6 +180,7 @@ class ChunkCatalogue:
         with self._lock:
             for name in chunk_ids:
                 self._own.pop(name, None)
+                self._noted.pop(name, None)
             self._registry.remove(name for name in chunk_ids if name not in self._indexed)
 
     def origin(self, chunk_id: str) -> Origin | None:

@@ -40,7 +40,8 @@ class BlendOptions(BaseModel):
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured.
         reuse: ``"chunks"``, ``"prefix"`` or ``"nothing"``.
-        chunk_ids: Registered chunks to put in front of the question (chat) or the prompt (completions), in this order.
+        chunk_ids: Registered chunks. Those whose text does not stand in the prompt are put in front of the last user message
+            (chat) or of the prompt (completions), in this order.
         spans: For a prompt of token ids: where its chunks stand.
     """
 

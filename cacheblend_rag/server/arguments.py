@@ -1,0 +1,164 @@
+"""From the command line to what vLLM's server is started with."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled
+from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.prompt import header_ids, rag_header
+from cacheblend_rag.server.middleware import DEFAULT_BODY_LIMIT
+from cacheblend_rag.server.protocol import TOKENIZER_PROBE, ModelInfo
+from cacheblend_rag.templates import PLAIN_TEMPLATE, dated_template
+from cacheblend_rag.tokens import encoder_for
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm.arguments import Launch
+    from cacheblend_rag.engines.vllm.client import BlendClient
+
+DEFAULT_SHUTDOWN_S = 30
+
+_ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
+# Flags of vLLM that this server cannot honour, and why.
+_REFUSED = {
+    "headless": "it has no HTTP server",
+    "grpc": "chunks are served over HTTP alone",
+    "kv_transfer_config": "the connector is cacheblend-rag's",
+    "worker_cls": "the worker is cacheblend-rag's",
+    "skip_tokenizer_init": "chunks are found in text",
+    "config": "give the flags themselves",
+}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What ``cacheblend serve`` takes beside vLLM's flags.
+
+    Attributes:
+        store: Directory of the KV store, the index and the registered chunks.
+        model: A directory, a hub name, or None for the bundled model.
+        instruction: First sentence of the prompts: chunks are precomputed behind its header. None takes the usual one.
+        ratio: Default recompute ratio; None takes the model profile's.
+        write_back: Store the KV of chunks that a prompt held but the store did not.
+        ram_budget: Bytes of KV held in RAM by each worker.
+        disk_budget: Bytes of KV on disk.
+        max_request_size: Largest request body in bytes.
+    """
+
+    store: Path
+    model: str | None = None
+    instruction: str | None = None
+    ratio: float | None = None
+    write_back: bool = True
+    ram_budget: int | None = None
+    disk_budget: int | None = None
+    max_request_size: int = DEFAULT_BODY_LIMIT
+
+
+def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launch]:
+    """Read vLLM's flags and fill in what makes its engine ours.
+
+    Raises:
+        InputError: A flag that this server cannot honour.
+        ModelError: vLLM is missing, or the model cannot be found.
+    """
+    from cacheblend_rag.engines.vllm.versions import check_version
+
+    check_version()
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+    from vllm.config import KVTransferConfig
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from cacheblend_rag.engines.vllm.arguments import prepare
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="cacheblend serve"))
+    parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_S, enable_prompt_tokens_details=True)
+    args = parser.parse_args(list(flags))
+    _refuse(args, parser)
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from error
+    launch = prepare(
+        options.model,
+        options.store,
+        header=_header(options, args),
+        dtype=args.dtype,
+        ram_budget=options.ram_budget,
+        disk_budget=options.disk_budget,
+        **({"tokenizer": args.tokenizer} if args.tokenizer else {}),
+    )
+    for name, value in launch.arguments.items():
+        if name == "served_model_name":
+            args.served_model_name = args.served_model_name or [value]
+        else:
+            setattr(args, name, KVTransferConfig(**value) if name == "kv_transfer_config" else value)
+    args.chat_template = _chat_template(args, launch.tokenizer)
+    return args, launch
+
+
+def _refuse(args: Namespace, parser: Any) -> None:
+    if args.model_tag:
+        raise InputError(f"{args.model_tag!r} stands alone; name the model with --model.")
+    for name, why in _REFUSED.items():
+        if getattr(args, name, None) != parser.get_default(name):
+            raise InputError(f"--{name.replace('_', '-')} does not go with `cacheblend serve`: {why}.")
+    if (args.api_server_count or 1) != 1 or args.data_parallel_size != 1:
+        raise InputError(f"--api-server-count and --data-parallel-size other than 1 are refused: {_ONE_PROCESS}.")
+
+
+def _header(options: ServeOptions, args: Namespace) -> tuple[int, ...] | None:
+    if options.instruction is None:
+        return None
+    from transformers import AutoTokenizer
+
+    from cacheblend_rag.engines.models import model_directory
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or model_directory(options.model))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"Cannot load the tokenizer of {options.model or BUNDLED_MODEL!r}: {error}") from error
+    return header_ids(tokenizer, rag_header(tokenizer, options.instruction))
+
+
+def _chat_template(args: Namespace, tokenizer: Any) -> str | None:
+    """Return the template that renders the header that chunks are precomputed behind, whatever the day."""
+    if args.chat_template is not None:
+        return str(args.chat_template)
+    own = getattr(tokenizer, "chat_template", None)
+    if own is not None and not isinstance(own, str):
+        return None  # several by name: vLLM chooses
+    bos = "{{ bos_token }}" if own is None and encoder_for(tokenizer).prefix_ids else ""
+    return dated_template(own or bos + PLAIN_TEMPLATE)
+
+
+def api_keys(args: Namespace) -> list[str]:
+    """Return the keys that requests are checked against: the flag's, else those of the environment."""
+    from vllm import envs
+
+    return [key for key in (args.api_key or [os.environ.get("CACHEBLEND_API_KEY"), envs.VLLM_API_KEY]) if key]
+
+
+def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> ModelInfo:
+    """Return what clients are told of the model."""
+    bundled = is_bundled(options.model)
+    return ModelInfo(
+        name=client.fingerprint.name,
+        served_as=tuple(args.served_model_name),
+        fingerprint=client.fingerprint.digest,
+        tokenizer=args.tokenizer or (BUNDLED_MODEL if bundled else str(options.model)),
+        tokenizer_probe=tuple(encoder_for(client.tokenizer).template(TOKENIZER_PROBE)),
+        header_ids=tuple(client.header_ids),
+        context_window=client.context_window,
+        blended=client.gate.passed,
+        reason=client.gate.reason,
+        ratio=client.profile.ratio if options.ratio is None else options.ratio,
+        check_layers=client.profile.check_layers,
+    )

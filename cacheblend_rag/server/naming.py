@@ -1,0 +1,108 @@
+"""Chunks that a request names: by ``chunk_ids``, or by the id of a text block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cacheblend_rag.chunking import Chunk, chunk_id, make_chunk
+from cacheblend_rag.errors import InputError, UnknownChunkError
+from cacheblend_rag.registry import ChunkRegistry
+from cacheblend_rag.templates import SEPARATOR
+from cacheblend_rag.tokens import encoder_for
+
+
+class ChunkNaming:
+    """Puts the texts of named chunks where they are named."""
+
+    def __init__(self, tokenizer: Any, registry: ChunkRegistry, note: Callable[[Chunk], None]):
+        """Resolve against ``registry``; ``note`` is given chunks that a request brings along."""
+        self._tokenizer, self._registry, self._note = tokenizer, registry, note
+
+    def messages(self, messages: Sequence[Any], chunk_ids: Sequence[str]) -> tuple[list[Any], tuple[str, ...]]:
+        """Return messages without block ids and with the texts of all named chunks, and the ids of those.
+
+        A text block with the id of a registered chunk and no text becomes that chunk. Of ``chunk_ids``, those whose text
+        stands in no message are put in front of the last user message.
+
+        Raises:
+            UnknownChunkError: There is no chunk of that id.
+            InputError: There is no user message for ``chunk_ids``.
+        """
+        named = list(chunk_ids)
+        found = [self._with_block_texts(message, named) for message in messages]
+        absent = self._absent(chunk_ids, [_text_of(message) for message in found])
+        if absent:
+            message = next((message for message in reversed(found) if message.get("role") == "user"), None)
+            if message is None:
+                raise InputError("chunk_ids go in front of the last user message; there is no user message.")
+            content = message.get("content")
+            if isinstance(content, str):
+                message["content"] = SEPARATOR.join([*absent, content])
+            else:
+                message["content"] = [{"type": "text", "text": SEPARATOR.join([*absent, ""])}, *(content or ())]
+        return found, tuple(named)
+
+    def prompts(self, prompt: Any, chunk_ids: Sequence[str]) -> Any:
+        """Return a prompt, or a list of them, with the chunks that do not stand in it in front.
+
+        Raises:
+            UnknownChunkError: There is no chunk of that id.
+            InputError: The prompt is not text.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(prompts, list) or not all(isinstance(text, str) for text in prompts):
+            raise InputError("chunk_ids need a prompt of text; for token ids give spans.")
+        joined = [SEPARATOR.join([*self._absent(chunk_ids, [text]), text]) for text in prompts]
+        return joined[0] if isinstance(prompt, str) else joined
+
+    def _with_block_texts(self, message: Any, named: list[str]) -> dict[str, Any]:
+        message = dict(message)
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            return message
+        blocks = []
+        for block in content:
+            if isinstance(block, Mapping) and block.get("type") == "text" and block.get("id") is not None:
+                name = str(block["id"])
+                text = str(block.get("text") or "") or self._resolve(name).text
+                if self._is_chunk(name, text.strip()):
+                    named.append(name)
+                blocks.append({**{key: value for key, value in block.items() if key != "id"}, "text": text})
+            else:
+                blocks.append(block)
+        return {**message, "content": blocks}
+
+    def _is_chunk(self, name: str, text: str) -> bool:
+        """Say whether ``name`` is the chunk of that text; one that is not known yet becomes known."""
+        known = self._registry.get(name)
+        if known is None and text and name == chunk_id(text):
+            known = make_chunk(text, self._tokenizer)
+            self._note(known)
+        return known is not None and known.text == text
+
+    def _absent(self, chunk_ids: Sequence[str], texts: Sequence[str]) -> list[str]:
+        chunks = [self._resolve(name) for name in chunk_ids]
+        return [chunk.text for chunk in chunks if not any(chunk.text in text for text in texts)]
+
+    def _resolve(self, name: str) -> Chunk:
+        chunk = self._registry.get(name)
+        if chunk is None:
+            raise UnknownChunkError(f"No chunk has the id {name!r}. Register its text with POST /v1/chunks first.")
+        return chunk
+
+
+def tokens_match(tokenizer: Any, text: str, token_ids: tuple[int, ...]) -> bool:
+    """Say whether these are the tokens of that text: content matching must not be led to other tokens' KV."""
+    try:
+        return text.strip() == text and encoder_for(tokenizer).document(text) == list(token_ids)
+    except InputError:
+        return False
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    blocks = (block for block in content if isinstance(block, Mapping))
+    return "\0".join(str(block.get("text", "")) for block in blocks)  # no chunk spans two blocks

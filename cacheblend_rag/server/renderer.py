@@ -1,0 +1,181 @@
+"""From a request to the engine's input: chunks are found in what vLLM has rendered, and bring their own token ids.
+
+vLLM's renderer does all of its own work first: templates, tools, limits, errors. Only the token ids of a prompt that holds
+chunks are replaced, because a chunk's tokens must be those its KV was computed for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMValidationError
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import ChunkSpan, TokenizedPrompt, text_prompt, tokenize
+from cacheblend_rag.server.naming import ChunkNaming, tokens_match
+from cacheblend_rag.server.protocol import BlendOptions, read_options
+from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, with_ticket
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.inputs import EngineInput
+    from vllm.renderers.chat_utils import ConversationMessage
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    from cacheblend_rag.engines.vllm.client import BlendClient
+    from cacheblend_rag.server.catalogue import ChunkCatalogue
+
+    CompletionLike = ChatCompletionRequest | CompletionRequest
+
+
+class BlendRenderer:
+    """Stands in for vLLM's ``OnlineRenderer``; what it does not know itself, that one does."""
+
+    def __init__(self, inner: OnlineRenderer, client: BlendClient, catalogue: ChunkCatalogue):
+        """Blend what ``inner`` renders."""
+        self._inner, self._client, self._catalogue = inner, client, catalogue
+        self._naming = ChunkNaming(client.tokenizer, client.registry, catalogue.note)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def render_chat(
+        self, request: ChatCompletionRequest, *, skip_mm_cache: bool = False
+    ) -> tuple[list[ConversationMessage], list[EngineInput]] | ErrorResponse:
+        """Render a chat; see vLLM's method of that name.
+
+        Raises:
+            VLLMValidationError: Our own fields are malformed, or name an unknown chunk.
+        """
+        options = self._begin(request)
+        try:
+            request.messages, named = self._naming.messages(request.messages, options.chunk_ids)
+        except InputError as error:
+            raise VLLMValidationError(str(error)) from error
+        result = await self._inner.render_chat(request, skip_mm_cache=skip_mm_cache)
+        if isinstance(result, ErrorResponse):
+            return result
+        conversation, inputs = result
+        return conversation, self._finish(request, inputs, options, named)
+
+    async def render_completion(
+        self, request: CompletionRequest, *, skip_mm_cache: bool = False
+    ) -> list[EngineInput] | ErrorResponse:
+        """Render prompts; see vLLM's method of that name.
+
+        Raises:
+            VLLMValidationError: Our own fields are malformed, or name an unknown chunk.
+        """
+        options = self._begin(request)
+        if options.chunk_ids:
+            try:
+                request.prompt = self._naming.prompts(request.prompt, options.chunk_ids)
+            except InputError as error:
+                raise VLLMValidationError(str(error)) from error
+        result = await self._inner.render_completion(request, skip_mm_cache=skip_mm_cache)
+        if isinstance(result, ErrorResponse):
+            return result
+        return self._finish(request, result, options, options.chunk_ids)
+
+    def _begin(self, request: CompletionLike) -> BlendOptions:
+        if request.kv_transfer_params is not None:
+            raise VLLMValidationError(
+                "kv_transfer_params is not for clients of this server. Name chunks with chunk_ids, or by the id of a text block.",
+                parameter="kv_transfer_params",
+            )
+        try:
+            options = read_options(request.model_extra)
+        except InputError as error:
+            raise VLLMValidationError(str(error), parameter="cacheblend") from error
+        self._catalogue.refresh()
+        return options
+
+    def _finish(
+        self, request: CompletionLike, inputs: list[EngineInput], options: BlendOptions, named: tuple[str, ...]
+    ) -> list[EngineInput]:
+        if options.spans and len(inputs) != 1:
+            raise VLLMValidationError("spans go with one prompt of token ids.", parameter="cacheblend.spans")
+        why_not = _why_not(request)
+        done, tickets = [], []
+        for engine_input in inputs:
+            ticket, blended = Ticket(reason=why_not), engine_input
+            if not why_not and engine_input.get("type") == "token":
+                blended = self._blended(request, engine_input, options, named, ticket)
+            elif not why_not:
+                ticket.reason = "the prompt is not text alone"
+            if options.reuse == "nothing" and not why_not:
+                ticket.exact, ticket.reason = True, "reuse was switched off"
+            done.append(with_ticket(blended, ticket))
+            tickets.append(ticket)
+        setattr(request, REQUEST_FIELD, tickets)
+        return done
+
+    def _blended(
+        self,
+        request: CompletionLike,
+        engine_input: Any,
+        options: BlendOptions,
+        named: tuple[str, ...],
+        ticket: Ticket,
+    ) -> Any:
+        text = engine_input.get("prompt")
+        if options.spans:
+            prompt = self._spanned(tuple(engine_input["prompt_token_ids"]), options)
+        elif isinstance(text, str):
+            found = text_prompt(text, self._client.registry, chunk_ids=named)
+            if not any(isinstance(segment, Chunk) for segment in found.segments):
+                return engine_input
+            prompt = tokenize(found, self._client.tokenizer, self._client.registry)
+        else:
+            return engine_input
+        self._check_length(request, len(prompt.token_ids))
+        tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings(), engine_input.get("cache_salt"))
+        offsets = "prompt_token_offsets"  # of tokens that are no longer those of the prompt
+        return {**{name: value for name, value in engine_input.items() if name != offsets}, **tokens}
+
+    def _spanned(self, token_ids: tuple[int, ...], options: BlendOptions) -> TokenizedPrompt:
+        spans, end = [], 0
+        for body in options.spans:
+            if not end <= body.start < body.end <= len(token_ids):
+                raise VLLMValidationError(
+                    f"The span {body.start} to {body.end} of chunk {body.id!r} overlaps the one before it or lies outside the "
+                    f"prompt of {len(token_ids)} tokens.",
+                    parameter="cacheblend.spans",
+                )
+            end = body.end
+            own = token_ids[body.start : body.end]
+            known = self._client.registry.get(body.id)
+            # The prompt's tokens decide: an id that means other tokens here is another chunk to this client.
+            if known is not None and known.token_ids == own:
+                chunk = known
+            else:
+                chunk = Chunk(body.id, body.text or "", own)
+                if known is None and body.text and tokens_match(self._client.tokenizer, body.text, own):
+                    self._catalogue.note(chunk)
+            spans.append(ChunkSpan(chunk, body.start, body.end))
+        return TokenizedPrompt(token_ids, tuple(spans))
+
+    def _check_length(self, request: CompletionLike, prompt_tokens: int) -> None:
+        wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens or 1
+        window = self._client.context_window
+        if prompt_tokens + wanted > window:
+            raise VLLMValidationError(
+                f"The prompt has {prompt_tokens} tokens; with {wanted} to generate that exceeds the context window of {window}.",
+                parameter="max_tokens",
+            )
+
+
+def _why_not(request: CompletionLike) -> str:
+    """Return why this request's prompt cannot be blended; empty if it can."""
+    if request.use_beam_search:
+        return "beam search is served by ordinary prefill"
+    if request.prompt_logprobs is not None or request.echo:
+        return "logprobs of the prompt and echo need every prompt token computed"
+    if request.truncate_prompt_tokens is not None:
+        return "a truncated prompt is served by ordinary prefill"
+    if getattr(request, "suffix", None) is not None:
+        return "a prompt with a suffix is served by ordinary prefill"
+    return ""
