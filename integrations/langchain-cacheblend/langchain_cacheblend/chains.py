@@ -1,0 +1,127 @@
+"""A stuff-documents chain that hands the chunks over one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from uuid import uuid4
+
+from cacheblend_rag.chunking import chunk_id
+from cacheblend_rag.errors import InputError
+from langchain_core.documents import Document
+from langchain_core.language_models import LanguageModelLike
+from langchain_core.messages import BaseMessage
+from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
+from langchain_core.prompt_values import ChatPromptValue, PromptValue
+from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
+
+_PLAIN = PromptTemplate.from_template("{page_content}")
+
+
+def create_blended_documents_chain(
+    llm: LanguageModelLike,
+    prompt: BasePromptTemplate[Any],
+    *,
+    output_parser: BaseOutputParser[Any] | None = None,
+    document_prompt: BasePromptTemplate[str] | None = None,
+    document_separator: str = "\n\n",
+    document_variable_name: str = "context",
+) -> Runnable[dict[str, Any], Any]:
+    """Return a chain like ``create_stuff_documents_chain``, with each document a content block of its own.
+
+    The model sees the same text. The blocks carry the chunks' ids, so nothing depends on finding them by content: documents
+    the engine has never seen, or that hold one another's text, are reused as well. With a string prompt, or a prompt that
+    changes the documents, this is the stuff chain.
+
+    Args:
+        llm: :class:`~langchain_cacheblend.ChatCacheBlend`, or any other model that takes text blocks.
+        prompt: Takes ``document_variable_name``, and whatever else the chain's input holds.
+        output_parser: None takes the answer's text.
+        document_prompt: Formats one document, from ``page_content`` and its metadata; None takes ``page_content`` alone.
+        document_separator: What stands between two documents.
+        document_variable_name: Key of the documents in the chain's input.
+
+    Raises:
+        InputError: ``prompt`` has no such variable.
+    """
+    if document_variable_name not in prompt.input_variables:
+        raise InputError(
+            f"The prompt must take {document_variable_name!r}; it takes {', '.join(prompt.input_variables) or 'nothing'}."
+        )
+    template = document_prompt or _PLAIN
+
+    def blocks(documents: Sequence[Document]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for index, document in enumerate(documents):
+            before, chunk, after = _around(document, template)
+            found.append(_text((document_separator if index else "") + before))
+            if chunk:
+                found.append({**_text(chunk), "id": chunk_id(chunk.strip())})
+            found.append(_text(after))
+        return [block for block in found if block["text"]]
+
+    def start(inputs: dict[str, Any]) -> tuple[dict[str, Any], Callable[[PromptValue], PromptValue]]:
+        # Drawn anew for each call and gone before the model is asked, so that no document can spell it.
+        mark = f"documents-{uuid4().hex}"
+        parts = blocks(inputs[document_variable_name])
+        return {**inputs, document_variable_name: mark}, lambda value: _put(value, mark, parts)
+
+    def fill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
+        marked, finish = start(inputs)
+        return finish(prompt.invoke(marked, config))
+
+    async def afill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
+        marked, finish = start(inputs)
+        return finish(await prompt.ainvoke(marked, config))
+
+    chain = (
+        RunnableLambda(fill, afill).with_config(run_name="format_inputs") | llm | (output_parser or StrOutputParser())
+    )
+    return chain.with_config(run_name="blended_documents_chain")
+
+
+def _around(document: Document, template: BasePromptTemplate[str]) -> tuple[str, str, str]:
+    """Return what the template puts before the document's text, that text, and what it puts after."""
+    if template is _PLAIN:
+        return "", document.page_content, ""
+    mark = f"text-{uuid4().hex}"
+    marked = format_document(Document(page_content=mark, metadata=document.metadata), template)
+    before, found, after = marked.partition(mark)
+    if not found or mark in after:
+        return format_document(document, template), "", ""
+    return before, document.page_content, after
+
+
+def _put(value: PromptValue, mark: str, blocks: list[dict[str, Any]]) -> PromptValue:
+    if not isinstance(value, ChatPromptValue):
+        text = value.to_string().replace(mark, "".join(block["text"] for block in blocks))
+        return type(value)(text=text)  # type: ignore[call-arg]
+    return ChatPromptValue(messages=[_put_message(message, mark, blocks) for message in value.messages])
+
+
+def _put_message(message: BaseMessage, mark: str, blocks: list[dict[str, Any]]) -> BaseMessage:
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    if not any(mark in _text_in(part) for part in parts):
+        return message
+    return message.model_copy(update={"content": [block for part in parts for block in _put_part(part, mark, blocks)]})
+
+
+def _put_part(part: Any, mark: str, blocks: list[dict[str, Any]]) -> Iterator[Any]:
+    if mark not in _text_in(part):
+        yield _text(part) if isinstance(part, str) else part
+        return
+    for index, text in enumerate(_text_in(part).split(mark)):
+        if index:
+            yield from blocks
+        if text:
+            yield _text(text)
+
+
+def _text_in(part: Any) -> str:
+    text = part if isinstance(part, str) else part.get("text", "")
+    return text if isinstance(text, str) else ""
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

@@ -1,0 +1,270 @@
+"""The chat model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from typing import Any, Literal, cast
+
+from cacheblend_rag.engines.base import Generation, StreamEvent
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import BlendPrompt, chat_prompt, reads_tools
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from langchain_cacheblend.messages import chat_messages
+from langchain_cacheblend.requests import DEFAULT_MAX_TOKENS, EngineFields, Request, langchain_errors, usage_metadata
+from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name
+from langchain_cacheblend.tools import CallReader, call_schema, required_tool
+
+_OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
+
+
+class ChatCacheBlend(EngineFields, BaseChatModel):
+    """A chat model that reuses the KV of every chunk in its messages.
+
+    Chunks are resolved here, where the messages are final: explicit references first (a text block whose ``id`` is the
+    chunk's, the documents in a ``ToolMessage``'s artifact, ``chunk_ids=`` of a call), then registered chunks found by
+    content, then ordinary prefill. Every answer says what was reused: ``usage_metadata["input_token_details"]`` and
+    ``response_metadata["cacheblend"]``.
+
+    Safe to use from several threads.
+
+    Attributes:
+        streaming: Whether ``invoke`` streams inside, for callbacks that listen to tokens.
+    """
+
+    streaming: bool = False
+
+    @property
+    def _llm_type(self) -> str:
+        return "cacheblend-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return self.identity()
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop if stop is not None else self.stop, **kwargs)
+        params["ls_provider"] = "cacheblend"
+        return params
+
+    def _resolve_model_profile(self) -> Any:
+        guided = self.engine.supports_json_schema
+        tools = reads_tools(self.engine.tokenizer)
+        return {
+            "max_input_tokens": self.engine.context_window - (self.max_tokens or 1),
+            "max_output_tokens": self.max_tokens or DEFAULT_MAX_TOKENS,
+            "text_inputs": True,
+            "text_outputs": True,
+            "tool_calling": tools,
+            "tool_choice": tools and guided,
+            "structured_output": guided,
+        }
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the model's own tokens of ``text``."""
+        return self.token_ids(text)
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Return the number of tokens the model sees for these messages, rendered with its chat template."""
+        return self.count(self._prompt(messages, tools=[convert_to_openai_tool(tool) for tool in tools or ()]))
+
+    def _prompt(
+        self, messages: Sequence[BaseMessage], chunk_ids: Sequence[str] = (), tools: Sequence[Mapping[str, Any]] = ()
+    ) -> BlendPrompt:
+        if tools and not reads_tools(self.engine.tokenizer):
+            raise InputError(
+                f"The chat template of {self.model_name} does not show tools to the model, so it cannot call any. Use a model "
+                "whose template does, or call it without tools."
+            )
+        plain = chat_messages(messages, self.engine)
+        return chat_prompt(self.engine.tokenizer, plain, self.engine.registry, chunk_ids=chunk_ids, tools=tools or None)
+
+    def _request(
+        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]
+    ) -> tuple[Request, CallReader | None]:
+        """Resolve a call; the reader is there if the answer may hold tool calls."""
+        choice = kwargs.get("tool_choice")
+        tools = [] if choice == "none" else [convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ()]
+        required = required_tool(choice, tools) if tools else False
+        schema = schema_of(kwargs.get("response_format")) or kwargs.get("json_schema")
+        if required is not False:
+            self._require_guidance(f"tool_choice={choice!r}")
+            schema = call_schema(tools, required)
+        elif schema is not None:
+            self._require_guidance("a JSON schema")
+        prompt = self._prompt(messages, kwargs.get("chunk_ids") or (), tools)
+        request = self.request(prompt, stop, {**kwargs, "json_schema": schema}, _OWN_ARGUMENTS)
+        return request, CallReader(tools, required) if tools else None
+
+    def _require_guidance(self, what: str) -> None:
+        if not self.engine.supports_json_schema:
+            raise InputError(
+                f"{type(self.engine).__name__} has no guided decoding, so {what} cannot be enforced. Use an engine that has "
+                "(VLLMEngine), or ask for plain text and parse it."
+            )
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with langchain_errors():
+            request, reader = self._request(messages, stop, kwargs)
+            return self._result(
+                self.engine.generate(request.prompt, request.sampling, request.settings), request, reader
+            )
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with langchain_errors():
+            request, reader = await asyncio.to_thread(self._request, messages, stop, kwargs)
+            done = await self.engine.agenerate(request.prompt, request.sampling, request.settings)
+            return self._result(done, request, reader)
+
+    def _result(self, done: Generation, request: Request, reader: CallReader | None) -> ChatResult:
+        message = AIMessage(
+            content=done.text,
+            usage_metadata=usage_metadata(done, request),
+            response_metadata=self.answer_metadata(done),
+        )
+        if reader is not None:
+            text = reader.push(done.text)
+            rest, message.tool_calls, message.invalid_tool_calls = reader.finish()
+            message.content = text + rest
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        with langchain_errors():
+            request, reader = self._request(messages, stop, kwargs)
+            events = self.engine.stream(request.prompt, request.sampling, request.settings)
+            with closing(cast(Any, events)):
+                for event in events:
+                    for chunk in self._chunks(event, request, reader):
+                        if run_manager is not None:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        with langchain_errors():
+            request, reader = await asyncio.to_thread(self._request, messages, stop, kwargs)
+            async with aclosing(cast(Any, self.engine.astream(*_arguments(request)))) as events:
+                async for event in events:
+                    for chunk in self._chunks(event, request, reader):
+                        if run_manager is not None:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
+
+    def _chunks(self, event: StreamEvent, request: Request, reader: CallReader | None) -> Iterator[ChatGenerationChunk]:
+        text = event.text if reader is None else reader.push(event.text)
+        done = event.generation
+        if done is None:
+            if text:
+                yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+            return
+        calls: list[ToolCallChunk] = []
+        if reader is not None:
+            rest, valid, invalid = reader.finish()
+            text += rest
+            spelled = [(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"]) for call in valid]
+            spelled += [(call["name"] or "", call["args"] or "", call["id"]) for call in invalid]
+            calls = [tool_call_chunk(name=n, args=a, id=i, index=at) for at, (n, a, i) in enumerate(spelled)]
+        message = AIMessageChunk(
+            content=text,
+            tool_call_chunks=calls,
+            usage_metadata=usage_metadata(done, request),
+            response_metadata=self.answer_metadata(done),
+            chunk_position="last",
+        )
+        yield ChatGenerationChunk(message=message)
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Return this model with tools: its chat template shows them, and calls are read off its answers.
+
+        Args:
+            tools: Anything LangChain makes a tool of.
+            tool_choice: ``"auto"``; ``"any"`` or a tool's name, which takes an engine with guided decoding; ``"none"``.
+            **kwargs: Further arguments of every call.
+
+        Raises:
+            InputError: ``tool_choice`` names no bound tool. Calls raise it where the template does not show tools, or the
+                engine cannot enforce the choice.
+        """
+        formatted = [convert_to_openai_tool(tool) for tool in tools]
+        if formatted and not isinstance(tool_choice, str):
+            required_tool(tool_choice, formatted)
+        if tool_choice is not None:
+            kwargs["tool_choice"] = tool_choice
+        return cast("Runnable[LanguageModelInput, AIMessage]", self.bind(tools=formatted, **kwargs))
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return this model with answers that conform to ``schema``, by guided decoding.
+
+        Args:
+            schema: A pydantic class, a ``TypedDict`` or a JSON schema.
+            method: ``"json_schema"``: the answer is the JSON text. ``"function_calling"``: it is a call of a tool with that
+                schema. ``"json_mode"``: it is some JSON object, which the prompt must describe.
+            include_raw: Return ``raw``, ``parsed`` and ``parsing_error`` instead of raising when parsing fails.
+            strict: Accepted for other models' sake; guided decoding is always strict.
+            **kwargs: Further arguments of every call.
+
+        Raises:
+            InputError: The engine has no guided decoding, or there is no such method.
+        """
+        if method not in METHODS:
+            raise InputError(f"method is {method!r}; give one of {', '.join(METHODS)}.")
+        self._require_guidance("the schema")
+        if method == "function_calling":
+            traced = {"kwargs": {"method": method}, "schema": schema}
+            name = tool_name(schema)
+            llm = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=traced, **kwargs)
+        else:
+            llm = self.bind(**bound_arguments(schema, method), **kwargs)
+        return parsed(llm, parser_for(schema, method), include_raw)
+
+
+def _arguments(request: Request) -> tuple[Any, Any, Any]:
+    return request.prompt, request.sampling, request.settings

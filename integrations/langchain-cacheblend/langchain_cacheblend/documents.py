@@ -1,0 +1,71 @@
+"""Documents to chunks, and chunks to vectors, with what the engine and `cacheblend-rag` bring along."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from cacheblend_rag.chunking import DEFAULT_CHUNK_TOKENS, split_text
+from cacheblend_rag.embedding import DEFAULT_EMBEDDING, Embedder
+from cacheblend_rag.engines.base import BlendEngine
+from langchain_core.documents import BaseDocumentTransformer, Document
+from langchain_core.embeddings import Embeddings
+
+
+class ChunkSplitter(BaseDocumentTransformer):
+    """Splits documents at sentence and paragraph edges, by the tokens of the engine's own model.
+
+    Any other splitter will do as well; this one knows how many tokens a chunk costs.
+    """
+
+    def __init__(self, engine: BlendEngine, max_tokens: int = DEFAULT_CHUNK_TOKENS, overlap: int = 0):
+        """Split with ``engine``'s tokenizer into chunks of at most ``max_tokens``, about ``overlap`` of them repeated."""
+        self.engine, self.max_tokens, self.overlap = engine, max_tokens, overlap
+
+    def split_documents(self, documents: Sequence[Document]) -> list[Document]:
+        """Return the chunks as documents; ``start_index`` (characters) is added to their metadata.
+
+        Raises:
+            InputError: ``max_tokens`` or ``overlap`` is out of range.
+        """
+        split = []
+        for document in documents:
+            for chunk in split_text(document.page_content, self.engine.tokenizer, self.max_tokens, self.overlap):
+                metadata = {**document.metadata, "start_index": chunk.metadata["start"]}
+                split.append(Document(page_content=chunk.text, metadata=metadata))
+        return split
+
+    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
+        """See :meth:`split_documents`."""
+        return self.split_documents(documents)
+
+
+class BundledEmbeddings(Embeddings):
+    """A sentence-transformers model, by default the one whose weights come with a package (all-MiniLM-L6-v2).
+
+    A text longer than the model reads gets the mean of its windows' vectors. The model is loaded on first use.
+    """
+
+    def __init__(self, name: str = DEFAULT_EMBEDDING):
+        """Use the default, a directory, or a sentence-transformers model of the hub."""
+        self.name = name
+        self._embedder: Embedder | None = None
+        self._lock = threading.Lock()
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Return a unit vector for each text."""
+        means = [windows.mean(axis=0) for windows in self._model().texts(texts)]
+        return [(mean / max(float(np.linalg.norm(mean)), 1e-12)).tolist() for mean in means]
+
+    def embed_query(self, text: str) -> list[float]:
+        """Return the unit vector of a question."""
+        vector: list[float] = self._model().question(text).tolist()
+        return vector
+
+    def _model(self) -> Embedder:
+        with self._lock:
+            if self._embedder is None:
+                self._embedder = Embedder.load(self.name)
+            return self._embedder

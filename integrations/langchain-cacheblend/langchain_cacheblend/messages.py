@@ -1,0 +1,94 @@
+"""LangChain's messages as `cacheblend_rag.prompt.chat_prompt` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import chunk_of
+from langchain_core.documents import Document
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+
+# Blocks of an answer that say what its `tool_calls` say too, or that templates leave out of the history.
+_SILENT_BLOCKS = {
+    "tool_use",
+    "tool_call",
+    "tool_call_chunk",
+    "invalid_tool_call",
+    "function_call",
+    "input_json_delta",
+    "thinking",
+    "redacted_thinking",
+    "reasoning",
+}
+
+
+def chat_messages(messages: Sequence[BaseMessage], engine: BlendEngine) -> list[dict[str, Any]]:
+    """Return role, content and tool calls of each message, with the chunks its artifact names.
+
+    Raises:
+        InputError: A message of a kind that models cannot read.
+    """
+    return [_convert(message, engine) for message in messages]
+
+
+def _convert(message: BaseMessage, engine: BlendEngine) -> dict[str, Any]:
+    out: dict[str, Any] = {"role": _role(message), "content": _content(message)}
+    if message.name:
+        out["name"] = message.name
+    if isinstance(message, AIMessage) and message.tool_calls:
+        out["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["args"]}}
+            for call in message.tool_calls
+        ]
+    if isinstance(message, ToolMessage):
+        out["tool_call_id"] = message.tool_call_id
+        out["named"] = _artifact_chunks(message.artifact, engine)
+    return out
+
+
+def _role(message: BaseMessage) -> str:
+    if isinstance(message, ChatMessage):
+        return message.role
+    kinds = ((SystemMessage, "system"), (HumanMessage, "user"), (AIMessage, "assistant"), (ToolMessage, "tool"))
+    for kind, role in kinds:
+        if isinstance(message, kind):
+            return role
+    if isinstance(message, FunctionMessage):
+        return "tool"
+    raise InputError(f"A {type(message).__name__} cannot be shown to a model; leave it out of the messages.")
+
+
+def _content(message: BaseMessage) -> str | list[Any]:
+    if isinstance(message.content, str):
+        return message.content
+    parts: list[Any] = []
+    for block in message.content:
+        if isinstance(block, dict) and isinstance(message, AIMessage) and block.get("type") in _SILENT_BLOCKS:
+            continue
+        if isinstance(block, dict) and set(block) == {"text"}:
+            parts.append(block["text"])
+        else:
+            parts.append(block)
+    return parts
+
+
+def _artifact_chunks(artifact: Any, engine: BlendEngine) -> list[Chunk]:
+    """Return the chunks of the documents a retriever tool returned beside its text."""
+    documents: Iterable[Any] = [artifact] if isinstance(artifact, Document) else artifact
+    if not isinstance(documents, (list, tuple)):
+        return []
+    texts = [document.page_content for document in documents if isinstance(document, Document)]
+    found = (chunk_of(text, engine.tokenizer, engine.registry) for text in texts)
+    return [chunk for chunk in found if chunk is not None]

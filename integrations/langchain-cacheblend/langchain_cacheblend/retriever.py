@@ -1,0 +1,125 @@
+"""A retriever that lets the engine know what it found."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cacheblend_rag.engines.base import BlendEngine, PrecomputeReport
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.retrievers import BaseRetriever, RetrieverLike
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from pydantic import ConfigDict, Field
+
+from langchain_cacheblend.documents import BundledEmbeddings
+from langchain_cacheblend.uses import precompute, uses_of
+
+_log = logging.getLogger(__name__)
+# One thread for all: what it reads ahead of the LLM comes from one disk.
+_prefetcher = ThreadPoolExecutor(1, "cacheblend-prefetch")
+
+
+class CacheBlendRetriever(BaseRetriever):
+    """Wraps any retriever: the same documents, and the engine can find them in the prompt that follows.
+
+    What is found is registered with the engine, so that the LLM recognises it by content wherever it stands whole, and its
+    stored KV is read ahead. Chunks without stored KV are computed in the prompt and stored for the next one;
+    :meth:`precompute` does that beforehand.
+
+    Attributes:
+        base_retriever: Any retriever, or other runnable from a question to documents.
+        engine: The engine that answers. Held, not owned; never serialised.
+        k: Most documents to return; None: as many as the base returns. ``invoke(question, k=...)`` goes before it.
+        prefetch: Whether to read the stored KV of what was found ahead, in the background.
+    """
+
+    base_retriever: RetrieverLike
+    engine: BlendEngine = Field(exclude=True, repr=False)
+    k: int | None = Field(default=None, ge=1)
+    prefetch: bool = True
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    @classmethod
+    def from_documents(
+        cls, documents: Sequence[Document], engine: BlendEngine, *, embedding: Embeddings | None = None, k: int = 6
+    ) -> CacheBlendRetriever:
+        """Return a retriever over ``documents``, their KV precomputed. Each is one chunk: split them before.
+
+        Args:
+            documents: Chunks, for instance of :class:`~langchain_cacheblend.ChunkSplitter`.
+            engine: The engine that answers.
+            embedding: How to compare them with a question; None takes the model that comes with ``cacheblend-rag``.
+            k: Most documents to return.
+        """
+        store = InMemoryVectorStore(embedding or BundledEmbeddings())
+        store.add_documents(list(documents))
+        retriever = cls.from_vectorstore(store, engine, k=k)
+        retriever.precompute(documents)
+        return retriever
+
+    @classmethod
+    def from_vectorstore(
+        cls, vectorstore: VectorStore, engine: BlendEngine, *, k: int | None = None, **kwargs: Any
+    ) -> CacheBlendRetriever:
+        """Return a retriever over a vector store that is filled already; ``kwargs`` as for ``as_retriever``."""
+        return cls(base_retriever=vectorstore.as_retriever(**kwargs), engine=engine, k=k)
+
+    def precompute(self, documents: Sequence[Document]) -> PrecomputeReport:
+        """Compute and store the KV of documents that will be retrieved, whole as they are.
+
+        Documents longer than the context window are left out. A store that refuses is a warning: the prompt computes
+        what is missing.
+        """
+        return precompute(self.engine, uses_of(self.engine).register(self.engine, _texts(documents)))
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        config = {"callbacks": run_manager.get_child()}
+        found = self.base_retriever.invoke(query, config, **self._base_arguments(kwargs))  # type: ignore[arg-type]
+        return self._register(found, kwargs)
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        config = {"callbacks": run_manager.get_child()}
+        found = await self.base_retriever.ainvoke(query, config, **self._base_arguments(kwargs))  # type: ignore[arg-type]
+        return await asyncio.to_thread(self._register, found, kwargs)
+
+    def _base_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return what to pass on: everything, and ``k`` where the base has use for it."""
+        rest = {name: value for name, value in kwargs.items() if name != "k"}
+        k = kwargs.get("k", self.k)
+        return rest if k is None or not _takes_k(self.base_retriever) else {**rest, "k": k}
+
+    def _register(self, found: Sequence[Document], kwargs: dict[str, Any]) -> list[Document]:
+        documents = list(found)[: kwargs.get("k", self.k)]
+        chunks = uses_of(self.engine).register(self.engine, _texts(documents))
+        if self.prefetch and chunks:
+            _prefetcher.submit(_read_ahead, self.engine, [chunk.id for chunk in chunks])
+        return documents
+
+
+def _texts(documents: Sequence[Document]) -> list[str]:
+    return [document.page_content for document in documents]
+
+
+def _takes_k(retriever: RetrieverLike) -> bool:
+    if not isinstance(retriever, BaseRetriever):
+        return False
+    parameters = inspect.signature(type(retriever)._get_relevant_documents).parameters.values()
+    return any(p.name == "k" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _read_ahead(engine: BlendEngine, chunk_ids: list[str]) -> None:
+    try:
+        engine.prefetch(chunk_ids)
+    except Exception:  # the prompt reads it again, and reports what is wrong
+        _log.debug("stored KV could not be read ahead", exc_info=True)

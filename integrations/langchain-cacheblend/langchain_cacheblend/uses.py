@@ -1,0 +1,125 @@
+"""Which documents use which chunks of an engine, so that deleting one drops KV only when no other needs it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import BlendEngine, PrecomputeReport
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.prompt import chunk_of
+
+
+class ChunkUses:
+    """The chunks LangChain has brought to one engine, and the documents that hold them. Thread-safe.
+
+    A document is named by the vector store it is in and its id there. What was in a vector store before this process
+    started is learned when it is retrieved; a chunk that something else registered with the engine, such as a
+    ``RagPipeline``, is in use for good.
+    """
+
+    def __init__(self, engine: BlendEngine):
+        """Start without uses; the engine is not kept alive."""
+        self._lock = threading.Lock()
+        self._documents: dict[tuple[object, str], str] = {}
+        self._uses: defaultdict[str, set[tuple[object, str]]] = defaultdict(set)
+        self._ours: set[str] = set()
+        self._header = len(getattr(engine, "header_ids", ()))
+
+    def introduce(self, chunks: Iterable[Chunk], engine: BlendEngine | None = None) -> None:
+        """Note chunks that are about to be registered with the engine because of us."""
+        with self._lock:
+            self._ours.update(c.id for c in chunks if engine is None or c.id not in engine.registry)
+
+    def register(self, engine: BlendEngine, texts: Iterable[str]) -> list[Chunk]:
+        """Register the chunks of whole texts with the engine, without computing anything; return them.
+
+        Text that is empty or longer than the context window is left out: it can never stand in a prompt.
+        """
+        chunks = []
+        for text in texts:
+            chunk = chunk_of(text, engine.tokenizer, engine.registry)
+            if chunk is not None and self._header + len(chunk.token_ids) < engine.context_window:
+                chunks.append(chunk)
+        new = [chunk for chunk in chunks if chunk.id not in engine.registry]
+        if new:
+            self.introduce(new)
+            engine.registry.add(new)
+        return chunks
+
+    def hold(self, owner: object, documents: Iterable[tuple[str | None, Chunk]]) -> set[str]:
+        """Note that ``owner``'s documents hold these chunks; return the ids of chunks that nothing uses any more."""
+        with self._lock:
+            freed = set()
+            for name, chunk in documents:
+                if name is None:
+                    continue
+                former = self._documents.get((owner, name))
+                if former != chunk.id:
+                    freed.add(self._let_go(owner, name))
+                    self._documents[owner, name] = chunk.id
+                    self._uses[chunk.id].add((owner, name))
+            return {chunk_id for chunk_id in freed if chunk_id and self._unused(chunk_id)}
+
+    def release(self, owner: object, names: Iterable[str], chunk_ids: Iterable[str] = ()) -> set[str]:
+        """Note that ``owner``'s documents are gone; return the ids of chunks that nothing uses any more.
+
+        Args:
+            owner: The vector store.
+            names: Document ids.
+            chunk_ids: Chunks those documents are known to have held, for documents never held in this process.
+        """
+        with self._lock:
+            gone = {self._let_go(owner, name) for name in names} | set(chunk_ids)
+            return {chunk_id for chunk_id in gone if chunk_id and self._unused(chunk_id)}
+
+    def held_by(self, owner: object) -> list[str]:
+        """Return the ids of the documents of ``owner``."""
+        with self._lock:
+            return [name for (holder, name) in self._documents if holder is owner]
+
+    def chunks_of(self, owner: object, names: Iterable[str]) -> dict[str, str]:
+        """Return the chunks those documents of ``owner`` hold, by document, as far as they are known."""
+        with self._lock:
+            return {name: self._documents[owner, name] for name in names if (owner, name) in self._documents}
+
+    def _let_go(self, owner: object, name: str) -> str:
+        chunk_id = self._documents.pop((owner, name), "")
+        self._uses[chunk_id].discard((owner, name))
+        if not self._uses[chunk_id]:
+            del self._uses[chunk_id]
+        return chunk_id
+
+    def _unused(self, chunk_id: str) -> bool:
+        return chunk_id in self._ours and chunk_id not in self._uses
+
+
+def precompute(engine: BlendEngine, chunks: list[Chunk]) -> PrecomputeReport:
+    """Compute and store KV; what cannot be stored is a warning, because a prompt computes it when it needs it."""
+    try:
+        report = engine.precompute(chunks)
+    except CacheBlendError as error:
+        warnings.warn(f"The KV of {len(chunks)} chunks was not precomputed: {error}", stacklevel=3)
+        return PrecomputeReport(failed={chunk.id: str(error) for chunk in chunks})
+    if report.failed:
+        reason = next(iter(report.failed.values()))
+        warnings.warn(f"The KV of {len(report.failed)} of {len(chunks)} chunks is not stored: {reason}", stacklevel=3)
+    return report
+
+
+_uses: WeakKeyDictionary[Any, ChunkUses] = WeakKeyDictionary()
+_uses_lock = threading.Lock()
+
+
+def uses_of(engine: BlendEngine) -> ChunkUses:
+    """Return the uses of ``engine``'s chunks: one table an engine, shared by all that works with it."""
+    with _uses_lock:
+        known = _uses.get(engine)
+        if known is None:
+            known = _uses[engine] = ChunkUses(engine)
+        return known

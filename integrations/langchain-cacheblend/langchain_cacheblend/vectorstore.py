@@ -1,0 +1,206 @@
+"""A vector store that keeps KV in step with its documents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from cacheblend_rag.chunking import chunk_id
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+
+from langchain_cacheblend.uses import precompute, uses_of
+
+_Item = TypeVar("_Item", Document, tuple[Document, float])
+
+_owners: WeakKeyDictionary[VectorStore, object] = WeakKeyDictionary()
+
+
+def _searching(name: str) -> Callable[..., Any]:
+    def search(self: CacheBlendVectorStore, *args: Any, **kwargs: Any) -> Any:
+        return self._found(getattr(self.base, name)(*args, **kwargs))
+
+    search.__name__, search.__doc__ = name, f"The base's ``{name}``; what it finds is registered with the engine."
+    return search
+
+
+def _asearching(name: str) -> Callable[..., Any]:
+    async def search(self: CacheBlendVectorStore, *args: Any, **kwargs: Any) -> Any:
+        found = await getattr(self.base, name)(*args, **kwargs)
+        return await asyncio.to_thread(self._found, found)
+
+    search.__name__, search.__doc__ = name, f"The base's ``{name}``; what it finds is registered with the engine."
+    return search
+
+
+class CacheBlendVectorStore(VectorStore):
+    """Wraps any vector store: documents that go in have their KV precomputed, and what comes out is known to the engine.
+
+    Works with LangChain's ``index()``. KV belongs to a chunk's text, not to a document's id: the same text is computed once,
+    and deleting a document drops its KV only if no other document uses that text. What the base holds from before this
+    process started is not known until it is retrieved; should its KV be dropped with a copy, the next prompt computes it.
+
+    Everything this class does not define is the base's.
+
+    Attributes:
+        base: The vector store that does the work.
+        engine: The engine that answers. Held, not owned.
+    """
+
+    def __init__(self, base: VectorStore, engine: BlendEngine):
+        """Wrap ``base``."""
+        self.base, self.engine = base, engine
+        self._uses = uses_of(engine)
+        # The same store wrapped twice is one owner, and no table keeps it alive.
+        self._owner = _owners.setdefault(base, object())
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        """The base's embeddings."""
+        return self.base.embeddings
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        engine: BlendEngine | None = None,
+        base: VectorStore | None = None,
+        **kwargs: Any,
+    ) -> CacheBlendVectorStore:
+        """Return a filled store.
+
+        Args:
+            texts: One chunk each.
+            embedding: For the base that is made when none is given.
+            metadatas: One for each text.
+            ids: One for each text.
+            engine: The engine that answers.
+            base: The store to fill; None makes one in memory.
+            **kwargs: For the base's ``add_documents``.
+
+        Raises:
+            InputError: No engine is given.
+        """
+        if engine is None:
+            raise InputError("CacheBlendVectorStore needs the engine that answers; give engine=.")
+        store = cls(base if base is not None else InMemoryVectorStore(embedding), engine)
+        store.add_texts(texts, metadatas, ids=ids, **kwargs)
+        return store
+
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Add documents to the base, then precompute their KV; return their ids.
+
+        A document that replaces another one under its id lets go of the former text. A KV store that refuses is a warning:
+        the prompt computes what is missing.
+        """
+        known = self._texts_of(_given_ids(documents, kwargs))
+        ids = self.base.add_documents(documents, **kwargs)
+        self._take_in(documents, ids, known)
+        return ids
+
+    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Async twin of :meth:`add_documents`."""
+        known = await asyncio.to_thread(self._texts_of, _given_ids(documents, kwargs))
+        ids = await self.base.aadd_documents(documents, **kwargs)
+        await asyncio.to_thread(self._take_in, documents, ids, known)
+        return ids
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Delete from the base, and the KV of texts no other document uses; return what the base says."""
+        known = self._texts_of(ids if ids is not None else self._uses.held_by(self._owner))
+        done = self.base.delete(ids, **kwargs)
+        self._let_go(known, done)
+        return done
+
+    async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Async twin of :meth:`delete`."""
+        names = ids if ids is not None else self._uses.held_by(self._owner)
+        known = await asyncio.to_thread(self._texts_of, names)
+        done = await self.base.adelete(ids, **kwargs)
+        await asyncio.to_thread(self._let_go, known, done)
+        return done
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Return the base's documents of those ids; missing ones are left out."""
+        return self._found(self.base.get_by_ids(ids))
+
+    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Async twin of :meth:`get_by_ids`."""
+        return await asyncio.to_thread(self._found, await self.base.aget_by_ids(ids))
+
+    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        """Return the base's documents nearest to ``query``; they are registered with the engine."""
+        return self._found(self.base.similarity_search(query, k=k, **kwargs))
+
+    search = _searching("search")
+    asearch = _asearching("asearch")
+    asimilarity_search = _asearching("asimilarity_search")
+    similarity_search_with_score = _searching("similarity_search_with_score")
+    asimilarity_search_with_score = _asearching("asimilarity_search_with_score")
+    similarity_search_with_relevance_scores = _searching("similarity_search_with_relevance_scores")
+    asimilarity_search_with_relevance_scores = _asearching("asimilarity_search_with_relevance_scores")
+    similarity_search_by_vector = _searching("similarity_search_by_vector")
+    asimilarity_search_by_vector = _asearching("asimilarity_search_by_vector")
+    max_marginal_relevance_search = _searching("max_marginal_relevance_search")
+    amax_marginal_relevance_search = _asearching("amax_marginal_relevance_search")
+    max_marginal_relevance_search_by_vector = _searching("max_marginal_relevance_search_by_vector")
+    amax_marginal_relevance_search_by_vector = _asearching("amax_marginal_relevance_search_by_vector")
+
+    def __getattr__(self, name: str) -> Any:
+        """Look in the base for what is not here: ``save_local``, ``client``..."""
+        if name in ("base", "engine") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def _found(self, found: Sequence[_Item]) -> list[_Item]:
+        """Register documents, or pairs of a document and its score, and note who holds their text."""
+        self._hold([item[0] if isinstance(item, tuple) else item for item in found])
+        return list(found)
+
+    def _hold(self, documents: Sequence[Document]) -> None:
+        chunks = self._uses.register(self.engine, [document.page_content for document in documents])
+        by_id = {chunk.id: chunk for chunk in chunks}
+        pairs = ((d.id, by_id.get(chunk_id(d.page_content.strip()))) for d in documents)
+        self.engine.forget(self._uses.hold(self._owner, ((name, chunk) for name, chunk in pairs if chunk is not None)))
+
+    def _take_in(self, documents: Sequence[Document], ids: Sequence[str], known: dict[str, str]) -> None:
+        held = [Document(id=name, page_content=d.page_content) for name, d in zip(ids, documents, strict=False)]
+        replaced = {
+            d.id: known[d.id] for d in held if d.id in known and known[d.id] != chunk_id(d.page_content.strip())
+        }
+        self._hold(held)
+        # After the new texts are held: a text that moved from one document to another stays.
+        self.engine.forget(self._uses.release(self._owner, (), replaced.values()))
+        precompute(self.engine, self._uses.register(self.engine, [d.page_content for d in documents]))
+
+    def _let_go(self, known: dict[str, str], done: bool | None) -> None:
+        if done is False:
+            return
+        left = self._texts_of(known)
+        gone = {name: chunk for name, chunk in known.items() if name not in left}
+        self.engine.forget(self._uses.release(self._owner, gone, gone.values()))
+
+    def _texts_of(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the chunk ids of the base's documents of those names, as the base says, or else as far as seen here."""
+        names = list(names)
+        if not names:
+            return {}
+        try:
+            documents = self.base.get_by_ids(names)
+        except NotImplementedError:
+            return self._uses.chunks_of(self._owner, names)
+        return {d.id: chunk_id(d.page_content.strip()) for d in documents if d.id is not None}
+
+
+def _given_ids(documents: Sequence[Document], kwargs: dict[str, Any]) -> list[str]:
+    ids = kwargs.get("ids") or [document.id for document in documents]
+    return [name for name in ids if name is not None]
