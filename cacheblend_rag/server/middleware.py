@@ -1,17 +1,42 @@
-"""What stands before every route: the API key, and the limit on a request's size."""
+"""What stands before every route: the API key, and the limit on a request's size.
+
+vLLM adds middleware by name and without arguments, so these read theirs from the application's ``state.limits``.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 DEFAULT_BODY_LIMIT = 32 << 20
+NAMES = tuple(f"{__name__}.{name}" for name in ("LimitBody", "RequireKey"))
+"""For vLLM's ``--middleware``. The last one is asked first: no byte of a body is read without the key."""
+
 _OPEN_PATHS = {"/health"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Who may send how much.
+
+    Attributes:
+        keys: API keys, each as good as the others; none: everybody may.
+        body: Largest request body in bytes.
+    """
+
+    keys: tuple[str, ...] = ()
+    body: int = DEFAULT_BODY_LIMIT
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """Hashes of the keys."""
+        return [_digest(key) for key in self.keys]
 
 
 def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:
@@ -25,10 +50,9 @@ class RequireKey:
     vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        """Guard ``app`` with ``keys``; each is as good as the others."""
+    def __init__(self, app: ASGIApp):
+        """Guard ``app``."""
         self._app = app
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -45,30 +69,31 @@ class RequireKey:
         await response(scope, receive, send)
 
     def _may(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS:
+        known = _limits(scope).digests
+        if not known or scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS:
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.encode()).digest()
         # Every key is compared, so that the time taken says nothing about which one nearly fits.
-        matches = [secrets.compare_digest(digest, known) for known in self._keys]
+        matches = [secrets.compare_digest(_digest(key), digest) for digest in known]
         return scheme.lower() == "bearer" and any(matches)
 
 
 class LimitBody:
-    """Answers 413 to requests whose body is larger than ``limit`` bytes, whether they say so or not."""
+    """Answers 413 to requests whose body is larger than the limit, whether they say so or not."""
 
-    def __init__(self, app: ASGIApp, limit: int):
+    def __init__(self, app: ASGIApp):
         """Guard ``app``."""
-        self._app, self._limit = app, limit
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limit = _limits(scope).body
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._limit:
-            await self._refuse()(scope, receive, send)
+        if declared.isdecimal() and int(declared) > limit:
+            await _too_large(limit)(scope, receive, send)
             return
         # Every route reads its whole body before it does anything, so holding it here costs nothing more.
         held: list[Message] = []
@@ -78,8 +103,8 @@ class LimitBody:
             held.append(message)
             more = message["type"] == "http.request" and message.get("more_body", False)
             size += len(message.get("body", b""))
-            if size > self._limit:
-                await self._refuse()(scope, receive, send)
+            if size > limit:
+                await _too_large(limit)(scope, receive, send)
                 return
         held.reverse()
 
@@ -88,12 +113,23 @@ class LimitBody:
 
         await self._app(scope, replay, send)
 
-    def _refuse(self) -> JSONResponse:
-        response = error_response(
-            f"The request is larger than {self._limit} bytes. Send fewer or shorter texts at a time, or start the server with a "
-            "larger --max-request-size.",
-            413,
-            "RequestTooLarge",
-        )
-        response.headers["Connection"] = "close"
-        return response
+
+def _too_large(limit: int) -> JSONResponse:
+    response = error_response(
+        f"The request is larger than {limit} bytes. Send fewer or shorter texts at a time, or start the server with a "
+        "larger --max-request-size.",
+        413,
+        "RequestTooLarge",
+    )
+    response.headers["Connection"] = "close"
+    return response
+
+
+def _limits(scope: Scope) -> Limits:
+    found = scope["app"].state.limits
+    assert isinstance(found, Limits)
+    return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

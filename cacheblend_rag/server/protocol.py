@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -113,6 +113,34 @@ class PrecomputeBody(BaseModel):
 
     texts: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS)
     chunks: tuple[ChunkBody, ...] = Field(default=(), max_length=MAX_TEXTS)
+
+
+class PageQuery(BaseModel):
+    """The query of ``GET /v1/chunks``: how many chunks, behind which id."""
+
+    limit: int = Field(default=100, ge=1, le=1000)
+    after: str | None = None
+
+
+class DeleteQuery(BaseModel):
+    """The query of ``DELETE /v1/chunks``, besides ``id``: whether every registered chunk is meant."""
+
+    all: bool = False
+
+
+Q = TypeVar("Q", bound=BaseModel)
+
+
+def read_query(model: type[Q], query: Mapping[str, str]) -> Q:
+    """Read the query of a request.
+
+    Raises:
+        InputError: A value that is not allowed.
+    """
+    try:
+        return model.model_validate(dict(query))
+    except ValidationError as error:
+        raise InputError(first_problem(error)) from None
 
 
 class ModelInfo(BaseModel):

@@ -7,9 +7,9 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
@@ -18,7 +18,15 @@ from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
 from cacheblend_rag.kv import KVKey
 from cacheblend_rag.server.middleware import error_response
 from cacheblend_rag.server.naming import tokens_match
-from cacheblend_rag.server.protocol import ChunkBody, ModelInfo, PrecomputeBody, first_problem
+from cacheblend_rag.server.protocol import (
+    ChunkBody,
+    DeleteQuery,
+    ModelInfo,
+    PageQuery,
+    PrecomputeBody,
+    first_problem,
+    read_query,
+)
 from cacheblend_rag.server.stored import StoredChunks
 from cacheblend_rag.store import EntryInfo
 
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.server.catalogue import ChunkCatalogue
     from cacheblend_rag.server.metrics import ReuseMetrics
 
-_PAGE, _LARGEST_PAGE = 100, 1000
 _Route = Callable[..., Awaitable[Response]]
 
 
@@ -66,11 +73,10 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
 
     @router.get("")
     @_explained
-    async def list_chunks(
-        limit: Annotated[int, Query(ge=1, le=_LARGEST_PAGE)] = _PAGE, after: str | None = None
-    ) -> Response:
-        """List chunks in the order of their ids, a page at a time."""
-        found, more = await asyncio.to_thread(chunks.page, limit, after)
+    async def list_chunks(request: Request) -> Response:
+        """List chunks in the order of their ids, a page at a time: ``?limit=100&after=ID``."""
+        query = read_query(PageQuery, request.query_params)
+        found, more = await asyncio.to_thread(chunks.page, query.limit, query.after)
         return JSONResponse(
             {"object": "list", "data": found, "has_more": more, "last_id": found[-1]["id"] if found else None}
         )
@@ -103,11 +109,10 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
 
     @router.delete("")
     @_explained
-    async def delete_several(
-        chunk_ids: Annotated[list[str] | None, Query(alias="id")] = None,
-        everything: Annotated[bool, Query(alias="all")] = False,
-    ) -> Response:
+    async def delete_several(request: Request) -> Response:
         """Forget several chunks (``?id=…&id=…``), or every registered one (``?all=true``). Unknown ids are skipped."""
+        everything = read_query(DeleteQuery, request.query_params).all
+        chunk_ids = request.query_params.getlist("id")
         if not chunk_ids and not everything:
             raise InputError(
                 "Name the chunks to delete, as ?id=...&id=..., or give ?all=true for every registered one."
@@ -212,12 +217,12 @@ class _Chunks:
         for chunk in wanted:
             self.stored.drop(chunk)
 
-    def delete_named(self, names: list[str] | None, everything: bool) -> list[str]:
+    def delete_named(self, names: list[str], everything: bool) -> list[str]:
         self._catalogue.refresh(force=True)
         if everything:
             wanted = [chunk for chunk in self._client.registry if self._catalogue.origin(chunk.id) != "index"]
         else:
-            wanted = [chunk for name in names or () if (chunk := self._client.registry.get(name)) is not None]
+            wanted = [chunk for name in names if (chunk := self._client.registry.get(name)) is not None]
         self.delete(wanted)
         return [chunk.id for chunk in wanted]
 

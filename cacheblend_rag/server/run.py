@@ -15,7 +15,7 @@ from cacheblend_rag.errors import CacheBlendError, InputError, ModelError
 from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.server.metrics import ReuseMetrics
-from cacheblend_rag.server.middleware import LimitBody, RequireKey
+from cacheblend_rag.server.middleware import NAMES, Limits
 from cacheblend_rag.store import KVStore, open_store
 
 if TYPE_CHECKING:
@@ -106,14 +106,12 @@ async def build_app(
     metrics = ReuseMetrics()
     served: Any = ServedEngine(llm, client, metrics)
     tasks = await llm.get_supported_tasks()
+    args.middleware = [*args.middleware, *NAMES]
     app = build_vllm_app(args, tasks, llm.model_config)
+    app.state.limits = Limits(tuple(api_keys(args)), options.max_request_size)
     await init_app_state(served, app.state, args, tasks)
     _blend(app.state, client, catalogue)
     app.include_router(chunk_router(client, catalogue, metrics, model_info(client, options, args)))
-    # The last one added is the first one asked: no byte of a body is read without the key.
-    app.add_middleware(LimitBody, limit=options.max_request_size)
-    if keys := api_keys(args):
-        app.add_middleware(RequireKey, keys=keys)
     return app
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from importlib import import_module
 
 import httpx
 import pytest
@@ -14,15 +14,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from cacheblend_rag.server.middleware import LimitBody, RequireKey
+from cacheblend_rag.server.middleware import NAMES, Limits
 
 
 class App:
     def __init__(self, keys: list[str] | None = None, limit: int = 100):
         self.bodies: list[bytes] = []
         routes = [Route(path, self._serve, methods=["GET", "POST"]) for path in ("/health", "/metrics", "/v1/chunks")]
-        app: Any = LimitBody(Starlette(routes=routes), limit)
-        self.app = RequireKey(app, keys) if keys else app
+        self.app = Starlette(routes=routes)
+        self.app.state.limits = Limits(tuple(keys or ()), limit)
+        for name in NAMES:
+            module, _, attribute = name.rpartition(".")
+            self.app.add_middleware(getattr(import_module(module), attribute))
 
     async def _serve(self, request: Request) -> PlainTextResponse:
         self.bodies.append(await request.body())
