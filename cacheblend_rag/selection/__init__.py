@@ -6,11 +6,14 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.selection.base import Candidates, SelectionPolicy
 from cacheblend_rag.selection.ends import FullPolicy, NonePolicy
 from cacheblend_rag.selection.hkvd import HKVDPolicy
+from cacheblend_rag.selection.random import RandomPolicy
 from cacheblend_rag.selection.sink import SinkPolicy
 
 __all__ = ["POLICIES", "Candidates", "SelectionPolicy", "policy"]
 
-POLICIES: dict[str, SelectionPolicy] = {p.name: p for p in (HKVDPolicy(), SinkPolicy(), NonePolicy(), FullPolicy())}
+POLICIES: dict[str, SelectionPolicy] = {
+    p.name: p for p in (HKVDPolicy(), SinkPolicy(), RandomPolicy(), NonePolicy(), FullPolicy())
+}
 
 
 def policy(name: str) -> SelectionPolicy:

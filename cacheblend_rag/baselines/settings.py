@@ -1,4 +1,4 @@
-"""The paper's baselines as settings of one engine: what a blend is compared with (paper section 7)."""
+"""The paper's baselines that are settings of one engine (paper section 7)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,121 @@
+"""Data sets by name or file. None but the synthetic one is part of this package: users point at their own copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.datasets.files import ENVIRONMENT, NAMED, find_file, read_rows
+from cacheblend_rag.evaluation.datasets.formats import dialogue_example, dialogue_request, sample_of
+from cacheblend_rag.evaluation.datasets.synthetic import DEFAULT_KINDS, KINDS, demo_samples
+from cacheblend_rag.evaluation.samples import Sample
+
+__all__ = [
+    "DEFAULT_KINDS",
+    "ENVIRONMENT",
+    "KINDS",
+    "NAMED",
+    "demo_samples",
+    "find_file",
+    "load_samples",
+    "read_samples",
+]
+
+# More than fill six chunks of 512 tokens with dialogues of SAMSum's usual length.
+_EXAMPLES = 40
+
+
+def load_samples(
+    name: str,
+    data: Path | None,
+    limit: int,
+    seed: int,
+    tokenizer: Any,
+    *,
+    kinds: Sequence[str] | None = None,
+    chunks: int = 6,
+    chunk_tokens: int = 512,
+) -> list[Sample]:
+    """Return up to ``limit`` samples of a data set, drawn by ``seed``, in the file's order.
+
+    Args:
+        name: ``demo``, one of :data:`NAMED`, or a ``.json``, ``.jsonl`` or ``.gz`` file of any known format.
+        data: Where the named data sets are; see :func:`find_file`.
+        limit: Most samples.
+        seed: Draws the samples, few-shot examples, and the demo's documents.
+        tokenizer: The model's.
+        kinds: Only questions of these kinds.
+        chunks: Chunks of a demo context.
+        chunk_tokens: Size of a demo chunk.
+
+    Raises:
+        InputError: No such data set or file, or a row that cannot be used; the message names it.
+    """
+    if limit < 1:
+        raise InputError(f"limit is {limit}; ask for at least 1 question.")
+    if name == "demo":
+        wanted = DEFAULT_KINDS if kinds is None else kinds
+        return demo_samples(tokenizer, limit, seed, kinds=wanted, chunks=chunks, chunk_tokens=chunk_tokens)
+    if name in NAMED:
+        file = find_file(name, data)
+    else:
+        file = Path(name).expanduser()
+        if not file.is_file():
+            raise InputError(f"There is no data set {name!r}; give demo, {', '.join(NAMED)}, or a file of JSON lines.")
+    samples = read_samples(file, seed)
+    if kinds is not None:
+        samples = [sample for sample in samples if sample.kind in kinds]
+        if not samples:
+            raise InputError(f"{file} has no questions of the kinds {', '.join(kinds)}.")
+    if len(samples) > limit:
+        kept = sorted(Random(seed).sample(range(len(samples)), limit))
+        samples = [samples[i] for i in kept]
+    return samples
+
+
+def read_samples(file: Path, seed: int = 0) -> list[Sample]:
+    """Return all samples of a file.
+
+    Raises:
+        InputError: The file cannot be used; the message names the row.
+    """
+    samples = []
+    for where, row in read_rows(file):
+        try:
+            sample = sample_of(row, f"{file.stem}-{where.rpartition(' ')[2]}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{file}, {where}: {_said(error)}.") from error
+        except InputError as error:
+            raise InputError(f"{file}, {where}: {error}") from error
+        if sample is not None:
+            samples.append(sample)
+    if not samples:
+        raise InputError(f"{file} has no question with an answer.")
+    if len({sample.id for sample in samples}) < len(samples):
+        # Some files number their rows anew for every question type.
+        samples = [replace(sample, id=f"{sample.id}-{i}") for i, sample in enumerate(samples)]
+    if samples[0].task == "dialogue" and not samples[0].texts:
+        return _with_examples(samples, seed)
+    return samples
+
+
+def _with_examples(samples: Sequence[Sample], seed: int) -> list[Sample]:
+    """Give every dialogue other dialogues with their summaries as few-shot examples (paper section 7.1)."""
+    if len(samples) < 2:
+        raise InputError("Few-shot examples come from the other rows of the file, and there is only one row.")
+    examples = [dialogue_example(s.question, s.answers[0]) for s in samples]
+    found = []
+    for number, sample in enumerate(samples):
+        others = [i for i in range(len(samples)) if i != number and samples[i].question != sample.question]
+        drawn = Random(f"{seed}:{sample.id}").sample(others, min(_EXAMPLES, len(others)))
+        texts = tuple(examples[i] for i in drawn)
+        found.append(replace(sample, question=dialogue_request(sample.question), texts=texts))
+    return found
+
+
+def _said(error: Exception) -> str:
+    return f"the field {error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__

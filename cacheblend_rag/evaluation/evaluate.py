@@ -1,0 +1,156 @@
+"""One run of `cacheblend eval`: samples, methods, answers, summary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.bench.measure import machine
+from cacheblend_rag.engines.base import BlendSettings
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import ModelError
+from cacheblend_rag.evaluation.datasets import load_samples
+from cacheblend_rag.evaluation.methods import DEFAULT, make_methods
+from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_rag.evaluation.run import AnswersFile, Progress, Row, answer_all
+from cacheblend_rag.evaluation.samples import Sample
+from cacheblend_rag.evaluation.summary import summarize, worst
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """What to evaluate.
+
+    Attributes:
+        dataset: Name or file; see :func:`~cacheblend_rag.evaluation.datasets.load_samples`.
+        data: Where named data sets are.
+        methods: See :func:`~cacheblend_rag.evaluation.methods.make_methods`.
+        blend: Settings of the method ``blend``.
+        limit: Most samples.
+        seed: Draws them.
+        kinds: Only questions of these kinds.
+        preparation: How prompts are made.
+        demo_chunks: Chunks of a demo context; None takes ``preparation.k``. More than that, and they are retrieved.
+    """
+
+    dataset: str = "demo"
+    data: Path | None = None
+    methods: Sequence[str] = DEFAULT
+    blend: BlendSettings = field(default_factory=BlendSettings)
+    limit: int = 200
+    seed: int = 0
+    kinds: tuple[str, ...] | None = None
+    preparation: Preparation = field(default_factory=Preparation)
+    demo_chunks: int | None = None
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What a run found.
+
+    Attributes:
+        settings: Everything the answers depend on, and how many there are.
+        labels: Methods by name, as people read them.
+        summary: See :func:`~cacheblend_rag.evaluation.summary.summarize`.
+        worst: The worst disagreements of each method but full recompute with it.
+        machine: Machine and library versions.
+        rows: Every answer.
+        answers_file: Where they are; None if they were kept in memory.
+    """
+
+    settings: dict[str, Any]
+    labels: dict[str, str]
+    summary: dict[str, Any]
+    worst: list[dict[str, Any]]
+    machine: dict[str, Any]
+    rows: list[Row]
+    answers_file: Path | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the answers, which are in their file."""
+        return {
+            "settings": self.settings,
+            **self.summary,
+            "labels": self.labels,
+            "worst": self.worst,
+            "machine": self.machine,
+            "answers_file": None if self.answers_file is None else str(self.answers_file),
+        }
+
+
+def evaluate(
+    engine: TransformersEngine, settings: EvalSettings, out: Path | None = None, progress: Progress | None = None
+) -> EvalResult:
+    """Answer the data set by every method and sum up.
+
+    Args:
+        engine: The model; its parity gate must have passed. Its header is set to the data set's.
+        settings: What to evaluate.
+        out: Directory for the answers; the file's name says data set and settings, and a later run of the same settings
+            goes on with it. None keeps the answers in memory.
+        progress: Called with samples done, of how many, and what is at hand.
+
+    Raises:
+        ModelError: The model is not blended: every method would be the same prefill.
+        InputError: The data set or a setting cannot be used.
+    """
+    if not engine.gate.passed:
+        raise ModelError(f"This model is not blended, so there is nothing to compare: {engine.gate.reason}.")
+    methods = make_methods(settings.methods, settings.blend, engine.profile.ratio)
+    samples = load_samples(
+        settings.dataset,
+        settings.data,
+        settings.limit,
+        settings.seed,
+        engine.tokenizer,
+        kinds=settings.kinds,
+        chunks=settings.demo_chunks or settings.preparation.k,
+        chunk_tokens=settings.preparation.chunk_tokens,
+    )
+    set_header(engine, samples)
+    identity = _identity(engine, settings, samples)
+    file = None
+    if out is not None:
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+        name = Path(settings.dataset).stem
+        file = out / f"answers-{name}-{digest}.jsonl"
+    with AnswersFile(file, identity) as answers:
+        rows = answer_all(engine, Preparer(engine, settings.preparation), samples, methods, answers, progress)
+    compared = [method.name for method in methods if method.name != "full"]
+    subject = "blend" if "blend" in compared else compared[0] if compared else "full"
+    return EvalResult(
+        settings={**identity, "limit": settings.limit, "questions": len(samples)},
+        labels={method.name: method.label for method in methods},
+        summary=summarize(rows),
+        worst=worst(rows, method=subject),
+        machine=machine(engine.runner.device),
+        rows=rows,
+        answers_file=file,
+    )
+
+
+def _identity(engine: TransformersEngine, settings: EvalSettings, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return what answers depend on besides method and sample; the profile is resolved by the methods' keys."""
+    return {
+        "model": engine.fingerprint.name,
+        "fingerprint": engine.fingerprint.digest,
+        "dtype": str(engine.runner.dtype).removeprefix("torch."),
+        "device": str(engine.runner.device),
+        "threads": torch.get_num_threads(),
+        "dataset": settings.dataset,
+        "seed": settings.seed,
+        "demo_chunks": settings.demo_chunks,
+        "kinds": settings.kinds,
+        "instruction": samples[0].instruction,
+        "profile": {
+            "check_layers": list(engine.profile.check_layers),
+            "widths": list(engine.profile.widths),
+        },
+        **asdict(settings.preparation),
+    }

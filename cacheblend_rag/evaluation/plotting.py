@@ -1,0 +1,95 @@
+"""How plots look: one colour and marker per method everywhere, readable in print and without colour."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from cacheblend_rag.errors import ModelError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+_STYLES: Final = {
+    "full": ("#222222", "s", "-"),
+    "prefix": ("#7f7f7f", "D", (0, (5, 2))),
+    "reuse": ("#D55E00", "v", (0, (1, 1.2))),
+    "blend": ("#0072B2", "o", "-"),
+    "map_reduce": ("#009E73", "^", "--"),
+    "map_rerank": ("#CC79A7", "P", "-."),
+    "langchain_map_reduce": ("#56B4E9", "<", "--"),
+    "langchain_map_rerank": ("#B8860B", ">", "-."),
+}
+_OTHERS: Final = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#B8860B", "#7f7f7f")
+
+_RC: Final[Any] = {
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "figure.constrained_layout.use": True,
+    "svg.hashsalt": "cacheblend",
+    "savefig.dpi": 200,
+}
+
+
+def style(name: str, index: int = 0) -> dict[str, Any]:
+    """Return colour, marker and line style of a method; ``index`` tells further blends apart."""
+    if name in _STYLES:
+        color, marker, line = _STYLES[name]
+    else:
+        color, marker, line = _OTHERS[index % len(_OTHERS)], "oXh*dp"[index % 6], "-"
+    return {"color": color, "marker": marker, "linestyle": line}
+
+
+@contextmanager
+def figure(width: float = 6.4, height: float = 3.6, columns: int = 1, rows: int = 1) -> Iterator[tuple[Figure, Any]]:
+    """Yield a figure and its axes (one, or an array), in our style; sizes in inches.
+
+    Raises:
+        ModelError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ModelError("Plots need matplotlib: pip install 'cacheblend-rag[eval]'.") from error
+    with rc_context(_RC):
+        made = Figure(figsize=(width, height))
+        FigureCanvasAgg(made)
+        yield made, made.subplots(rows, columns)
+
+
+def points(axes: Axes, name: str, label: str, x: Any, y: Any, interval: Any = None, index: int = 0) -> None:
+    """Draw a line with markers; ``interval`` is a pair of lists, low and high."""
+    look = style(name, index)
+    if interval is not None:
+        low, high = interval
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
+    axes.plot(x, y, label=label, **look)
+
+
+def svg(made: Figure) -> str:
+    """Return a figure as SVG to put into an HTML page."""
+    buffer = io.StringIO()
+    made.savefig(buffer, format="svg", metadata={"Date": None})
+    text = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    return text[text.index("<svg") :]

@@ -1,0 +1,197 @@
+"""One self-contained HTML page per run: settings, versions, tables, plots, the worst disagreements side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from cacheblend_rag.evaluation.evaluate import EvalResult
+from cacheblend_rag.evaluation.plotting import figure, style, svg
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell; ``interval`` stands small below it."""
+
+    text: str
+    interval: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a heading row."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: text, what the paper found, a plot, tables. ``svg`` is put in as it is."""
+
+    id: str
+    title: str
+    paragraphs: Sequence[str] = ()
+    paper: str = ""
+    svg: str = ""
+    caption: str = ""
+    tables: Sequence[Table] = field(default=())
+
+
+def render_page(
+    title: str,
+    subtitle: str,
+    sections: Sequence[Section],
+    settings: Mapping[str, Any],
+    worst: Sequence[Mapping[str, Any]] | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> str:
+    """Return the page; every text is escaped. ``worst`` None leaves that part out, an empty list says there is none."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string((files("cacheblend_rag.evaluation") / "report.html.j2").read_text("utf-8"))
+    return template.render(
+        title=title, subtitle=subtitle, sections=sections, settings=settings, worst=worst, labels=labels or {}
+    )
+
+
+def write_report(path: Path, result: EvalResult) -> Path:
+    """Write the page of an evaluation and return its path."""
+    settings = result.settings
+    subtitle = (
+        f"{settings['questions']} questions, up to {settings['k']} chunks of {settings['chunk_tokens']} tokens; "
+        "95% bootstrap intervals over groups of questions that share chunks"
+    )
+    sections = [
+        Section("results", "Results", svg=_overview(result), tables=[results_table(result.summary["methods"], result)])
+    ]
+    kinds = result.summary.get("kinds", {})
+    if kinds:
+        tables = [
+            results_table(found, result, f"{kind or 'other'}, {next(iter(found.values()))['n']} questions")
+            for kind, found in kinds.items()
+        ]
+        sections.append(Section("kinds", "By kind of question", svg=_kinds_plot(result), tables=tables))
+    page = render_page(
+        f"{settings['model']} on {Path(settings['dataset']).name}",
+        subtitle,
+        sections,
+        {**settings, **result.machine, "answers": result.answers_file.name if result.answers_file else "in memory"},
+        result.worst,
+        result.labels,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def results_table(methods: Mapping[str, Any], result: EvalResult, title: str = "") -> Table:
+    """Return the methods' numbers as a table."""
+    head = (
+        "",
+        "exact match",
+        "F1",
+        "Rouge-L",
+        "agrees with full",
+        "first-token KL, nats",
+        "TTFT, median",
+        "TTFT, 90%",
+        "tokens computed",
+    )
+    rows = []
+    for name, found in methods.items():
+        intervals = found["intervals_95"]
+        cells = [Cell(result.labels[name])]
+        for key in ("em", "f1", "rouge_l", "agreement_with_full"):
+            cells.append(_cell(found[key], intervals.get(key), "{:.1f}", "%", 100))
+        cells.append(_cell(found["first_token_kl"], intervals.get("first_token_kl"), "{:.2g}"))
+        for key in ("median", "p90"):
+            cells.append(_cell(found["ttft_s"][key], intervals["ttft_s"][key], "{:,.0f}", " ms", 1000))
+        cells.append(_cell(found["computed_tokens"], intervals["computed_tokens"], "{:,.0f}"))
+        rows.append(cells)
+    return Table(head, rows, title)
+
+
+def _cell(
+    value: float | None, interval: tuple[float, float] | None, form: str, unit: str = "", scale: float = 1
+) -> Cell:
+    if value is None:
+        return Cell("–")
+    ends = "" if interval is None else " – ".join(form.format(end * scale) for end in interval)
+    return Cell(form.format(value * scale) + unit, ends)
+
+
+def _score(result: EvalResult) -> tuple[str, str]:
+    """Return the score that counts for the data set's task, and its name."""
+    summary_like = any(row["task"] != "qa" for row in result.rows)
+    return ("rouge_l", "Rouge-L") if summary_like else ("em", "exact match")
+
+
+def _overview(result: EvalResult) -> str:
+    key, label = _score(result)
+    methods = result.summary["methods"]
+    with figure(8.6, 3.4, columns=2) as (made, (left, right)):
+        names = list(methods)
+        for index, name in enumerate(names):
+            found, look = methods[name], style(name, index)
+            low, high = found["intervals_95"][key]
+            value = found[key]
+            left.barh(index, value, color=look["color"], height=0.62)
+            left.errorbar(value, index, xerr=[[value - low], [high - value]], color="#333333", capsize=3, linewidth=1)
+            left.annotate(f" {value:.1%}", (high, index), va="center", fontsize=8.5)
+            right.plot(
+                found["ttft_s"]["median"] * 1000,
+                value,
+                linestyle="none",
+                markersize=9,
+                color=look["color"],
+                marker=look["marker"],
+                label=result.labels[name],
+            )
+            right.errorbar(
+                found["ttft_s"]["median"] * 1000,
+                value,
+                yerr=[[value - low], [high - value]],
+                color=look["color"],
+                linewidth=1,
+                capsize=2,
+            )
+        left.set_yticks(range(len(names)), [result.labels[name] for name in names])
+        left.invert_yaxis()
+        left.set_xlim(0, max(1.0, *(m["intervals_95"][key][1] for m in methods.values())) * 1.14)
+        left.grid(axis="y", visible=False)
+        left.set_title(label)
+        right.set_title(f"{label} against TTFT")
+        right.set_xlabel("time to first token, ms (median)")
+        right.set_ylim(0, 1.05)
+        right.set_xlim(0, right.get_xlim()[1] * 1.05)
+        right.legend(loc="lower right")
+        return svg(made)
+
+
+def _kinds_plot(result: EvalResult) -> str:
+    key, label = _score(result)
+    kinds = result.summary["kinds"]
+    names = list(result.summary["methods"])
+    width = 0.8 / len(names)
+    with figure(8.6, 3.0) as (made, axes):
+        for index, name in enumerate(names):
+            found = [kinds[kind].get(name) for kind in kinds]
+            at = [i + (index - (len(names) - 1) / 2) * width for i, one in enumerate(found) if one is not None]
+            values = [one[key] for one in found if one is not None]
+            ends = [one["intervals_95"][key] for one in found if one is not None]
+            errors = [[v - low for v, (low, _) in zip(values, ends, strict=True)]]
+            errors.append([high - v for v, (_, high) in zip(values, ends, strict=True)])
+            axes.bar(at, values, width * 0.92, color=style(name, index)["color"], label=result.labels[name])
+            axes.errorbar(at, values, yerr=errors, color="#333333", linestyle="none", linewidth=0.9, capsize=2)
+        axes.set_ylim(0, 1.05)
+        axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") or "other" for kind in kinds])
+        axes.grid(axis="x", visible=False)
+        axes.set_title(f"{label} by kind of question")
+        axes.legend(ncols=min(4, len(names)), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+        return svg(made)

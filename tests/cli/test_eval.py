@@ -1,0 +1,87 @@
+"""`eval` on the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import as_json
+
+
+@pytest.fixture
+def questions(tmp_path) -> Path:
+    rows = [
+        {
+            "question": f"Who is {name}?",
+            "answers": [name],
+            "chunks": ["The Marlow observatory stands on a hill.", f"Its director is {name}.", "It rained."],
+            "kind": kind,
+        }
+        for name, kind in (("Ada", "single"), ("Mira", "cross"))
+    ]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_eval_json_has_every_method_and_names_its_files(run, model_dir, questions, tmp_path):
+    args = ("--model", model_dir, "--dataset", questions, "--max-tokens", "3", "--out", tmp_path / "out", "--json")
+    found = as_json(run("eval", *args, "--methods", "full,prefix,reuse,blend,map_reduce,random@0.5", "--ratio", "0.3"))
+    assert list(found["methods"]) == ["full", "prefix", "reuse", "blend", "map_reduce", "random@0.5"]
+    wanted = {
+        "n",
+        "em",
+        "f1",
+        "rouge_l",
+        "ttft_s",
+        "computed_tokens",
+        "reused_tokens",
+        "first_token_kl",
+        "agreement_with_full",
+    }
+    for method in found["methods"].values():
+        assert wanted <= method.keys()
+        assert method["n"] == 2
+        assert {"em", "ttft_s", "computed_tokens"} <= method["intervals_95"].keys()
+    assert set(found["kinds"]) == {"single", "cross"}
+    rows = [json.loads(line) for line in Path(found["answers_file"]).read_text().splitlines()]
+    assert len(rows) == 1 + 2 * 6
+    page = Path(found["report_file"]).read_text()
+    for case in found["worst"]:
+        assert case["question"] in page
+    assert "every answer is the one" in page or found["worst"]
+    assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", page.replace("xlink:href", "href"))
+
+
+def test_eval_prints_a_table(run, model_dir, questions, tmp_path):
+    result = run("eval", "--model", model_dir, "--dataset", questions, "--max-tokens", "2", "--out", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    for text in (
+        "full recompute",
+        "prefix caching",
+        "full KV reuse",
+        "blend",
+        "cross, 1 questions",
+        "answers-questions-",
+    ):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--dataset", "nosuch"), "nosuch"),
+        (("--dataset", "musique"), "--data"),
+        (("--methods", "full,magic"), "magic"),
+        (("--policy", "magic"), "magic"),
+        (("--kinds", "riddle"), "riddle"),
+    ],
+)
+def test_eval_names_what_it_cannot_use(run, model_dir, tmp_path, args, named, monkeypatch):
+    monkeypatch.delenv("CACHEBLEND_DATA", raising=False)
+    result = run("eval", "--model", model_dir, "--out", tmp_path, *args)
+    assert result.exit_code == 2
+    assert named in result.stderr

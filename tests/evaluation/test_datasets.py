@@ -1,0 +1,183 @@
+"""Files as they are published, in small."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.datasets import demo_samples, find_file, load_samples, read_samples
+from cacheblend_rag.evaluation.datasets.synthetic import KINDS
+from tests.conftest import tokenizer_named
+
+MUSIQUE = {
+    "id": "3hop1__1_2",
+    "paragraphs": [{"idx": 0, "title": "Gull", "paragraph_text": "A ship.", "is_supporting": True}],
+    "question": "What is the Gull?",
+    "answer": "ship",
+    "answer_aliases": ["a vessel"],
+    "answerable": True,
+}
+TITLED = {
+    "_id": "x1",
+    "type": "comparison",
+    "question": "Which is older?",
+    "answer": "Gull",
+    "context": [["Gull", ["Built in 1889. ", "Sails."]], ["Anchor", ["Built in 1901."]]],
+}
+LONGBENCH = {
+    "input": "Who?",
+    "context": "Passage 1:\nAda\nAda was here.\nPassage 2:\nBo\nBo was not.",
+    "answers": ["Ada"],
+    "dataset": "2wikimqa",
+    "_id": "l1",
+}
+
+
+def write(path, rows, kind="jsonl"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.json", "json"), ("a.jsonl", "jsonl"), ("a.jsonl.gz", "jsonl")])
+def test_musique_in_any_container(tmp_path, name, kind):
+    skipped = {**MUSIQUE, "id": "2hop__9", "answerable": False}
+    (sample,) = read_samples(write(tmp_path / name, [MUSIQUE, skipped], kind))
+    assert sample.answers == ("ship", "a vessel")
+    assert sample.texts == ("Gull\nA ship.",)
+    assert sample.kind == "3hop"
+
+
+def test_hotpot_as_published_and_as_the_hub_has_it_are_the_same(tmp_path):
+    hub = {**TITLED, "context": {"title": ["Gull", "Anchor"], "sentences": [c[1] for c in TITLED["context"]]}}
+    (first,) = read_samples(write(tmp_path / "a.json", [TITLED], "json"))
+    (second,) = read_samples(write(tmp_path / "b.jsonl", [hub]))
+    assert first == second
+    assert first.texts[0] == "Gull\nBuilt in 1889. Sails."
+    assert first.kind == "comparison"
+
+
+def test_longbench_rows_are_cut_at_their_passages(tmp_path):
+    (sample,) = read_samples(write(tmp_path / "a.jsonl", [LONGBENCH]))
+    assert sample.texts == ("Ada\nAda was here.", "Bo\nBo was not.")
+    news = {**LONGBENCH, "input": "", "dataset": "multi_news", "context": "Passage 1:\nOne. NEWLINE_CHAR Two."}
+    (summary,) = read_samples(write(tmp_path / "b.jsonl", [news]))
+    assert summary.task == "summary"
+    assert summary.question
+    assert "NEWLINE" not in summary.texts[0]
+
+
+def test_longbench_prompts_are_taken_apart(tmp_path):
+    qa = "Do this.\n\nThe following are given passages.\nPassage 1:\nAda was here.\n\nDo this.\n\nQuestion: Who?\nAnswer:"
+    shots = "Summarize.\n\nDialogue: A: hi\nSummary: A greets.\nDialogue: B: bye\nSummary: B leaves."
+    shots += "\n\n\nDialogue: C: no\nSummary: "
+    rows = {str(i): {"origin_prompt": p, "gold": ["x"], "prediction": "y"} for i, p in enumerate((qa, shots))}
+    first, second = read_samples(write(tmp_path / "a.json", rows, "json"))
+    assert (first.question, first.texts) == ("Who?", ("Ada was here.",))
+    assert second.texts == ("Dialogue: A: hi\nSummary: A greets.", "Dialogue: B: bye\nSummary: B leaves.")
+    assert second.question.endswith("Dialogue: C: no")
+    unknown = {"0": {"origin_prompt": "Count.\n\nMany paragraphs.\n\nHow many?", "gold": ["3"]}}
+    with pytest.raises(InputError, match="unknown kind"):
+        read_samples(write(tmp_path / "b.json", unknown, "json"))
+
+
+def test_dialogues_get_examples_from_other_rows_only(tmp_path):
+    rows = [{"context": f"A: hello {i}", "response": f"Greeting {i}."} for i in range(5)]
+    samples = read_samples(write(tmp_path / "a.jsonl", rows), seed=1)
+    for i, sample in enumerate(samples):
+        assert sample.answers == (f"Greeting {i}.",)
+        assert len(sample.texts) == 4
+        assert not any(f"Greeting {i}." in text for text in sample.texts)
+    assert samples == read_samples(tmp_path / "a.jsonl", seed=1)
+    assert samples != read_samples(tmp_path / "a.jsonl", seed=2)
+
+
+def test_plain_rows_bring_chunks_or_documents(tmp_path):
+    rows = [
+        {"question": "Q", "answer": "A", "chunks": ["one", "two"], "kind": "easy"},
+        {"question": "Q", "answers": ["A", "B"], "context": "a document"},
+    ]
+    first, second = read_samples(write(tmp_path / "a.jsonl", rows))
+    assert (first.packing, first.texts, first.kind) == ("ready", ("one", "two"), "easy")
+    assert (second.packing, second.texts, second.answers) == ("split", ("a document",), ("A", "B"))
+    assert first.id != second.id
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"question": "Q"}', "line 1"),
+        ('{"question": "Q", "answers": [], "chunks": ["x"]}', "an answer"),
+        ('{"question": "Q", "answer": "A", "chunks": [3]}', "strings"),
+        ('{"question": "Q", "answer": "A", "chunks": ["x"]}\nnonsense', "line 2"),
+        ("[1, 2]", "row 1"),
+        ("[]", "no rows"),
+        (json.dumps([{**MUSIQUE, "paragraphs": [{"title": "x"}]}]), "paragraph_text"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, content, named):
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    with pytest.raises(InputError, match=named):
+        read_samples(file)
+
+
+def test_named_data_sets_are_found_in_the_users_directory(tmp_path, monkeypatch):
+    file = write(tmp_path / "musique" / "musique_ans_v1.0_dev.jsonl", [MUSIQUE])
+    assert (
+        find_file("musique", tmp_path)
+        == find_file("musique", tmp_path / "musique")
+        == find_file("musique", file)
+        == file
+    )
+    with pytest.raises(InputError, match="No file of samsum"):
+        find_file("samsum", tmp_path)
+    with pytest.raises(InputError, match="CACHEBLEND_DATA"):
+        find_file("musique", None)
+    monkeypatch.setenv("CACHEBLEND_DATA", str(tmp_path))
+    assert find_file("musique", None) == file
+
+
+def test_limit_draws_by_seed_and_keeps_the_files_order(tmp_path):
+    rows = [{"id": f"q{i:02}", "question": "Q", "answer": "A", "chunks": ["x"]} for i in range(30)]
+    file = write(tmp_path / "a.jsonl", rows)
+    ids = [s.id for s in load_samples(str(file), None, 10, 3, None)]
+    assert ids == sorted(ids)
+    assert len(ids) == 10
+    assert ids == [s.id for s in load_samples(str(file), None, 10, 3, None)]
+    assert ids != [s.id for s in load_samples(str(file), None, 10, 4, None)]
+
+
+def test_unknown_data_sets_are_refused():
+    with pytest.raises(InputError, match="no data set 'squad'"):
+        load_samples("squad", None, 1, 0, None)
+
+
+def test_demo_questions_follow_the_seed_and_come_in_every_kind():
+    tokenizer = tokenizer_named("byte_level")
+    samples = demo_samples(tokenizer, 24, 5, kinds=KINDS, chunk_tokens=600)
+    assert samples == demo_samples(tokenizer, 24, 5, kinds=KINDS, chunk_tokens=600)
+    assert samples[:10] == demo_samples(tokenizer, 10, 5, kinds=KINDS, chunk_tokens=600)
+    assert {s.question for s in samples} != {
+        s.question for s in demo_samples(tokenizer, 24, 6, kinds=KINDS, chunk_tokens=600)
+    }
+    assert {sample.kind for sample in samples} == set(KINDS)
+    assert len({sample.id for sample in samples}) == 24
+    for sample in samples:
+        assert len(sample.texts) == 6
+        last = sample.answers[0].split(", ")[-1]
+        assert any(last.casefold() in text.casefold() for text in sample.texts)
+        if sample.kind == "comparison":
+            assert sample.answers[0] in sample.question
+
+
+def test_demo_refuses_unknown_kinds_and_chunks_too_small_for_them():
+    tokenizer = tokenizer_named("byte_level")
+    with pytest.raises(InputError, match="riddle"):
+        demo_samples(tokenizer, 1, 0, kinds=["riddle"])
+    with pytest.raises(InputError, match="larger"):
+        demo_samples(tokenizer, 5, 0, kinds=["two_hop_cross"], chunks=1, chunk_tokens=64)

@@ -1,0 +1,228 @@
+"""From samples to prompts, answers and numbers, on a small random model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cacheblend_rag.baselines import MapReduce, MapRerank
+from cacheblend_rag.chunking import make_chunk
+from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.errors import InputError, PromptTooLongError
+from cacheblend_rag.evaluation.evaluate import EvalSettings, evaluate
+from cacheblend_rag.evaluation.methods import make_methods
+from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_rag.evaluation.run import AnswersFile, answer_all
+from cacheblend_rag.evaluation.samples import Sample
+from cacheblend_rag.evaluation.summary import summarize, worst
+
+TEXTS = (
+    "The Proud Gull was launched in 1889. Her cargo is grain.",
+    "She was refitted in 1901 and sails at dawn.",
+    "The Ivory Anchor keeps a canary. Nobody on board plays the cello.",
+)
+SAMPLES = [
+    Sample(f"s{i}", question, ("1901",), TEXTS, "ready", kind="cross" if i else "single", group="g")
+    for i, question in enumerate(("When was the Proud Gull refitted?", "What is on board?"))
+]
+FEW = Preparation(k=6, max_tokens=4)
+
+
+def run(engine, names="full,prefix,reuse,blend", samples=SAMPLES, path=None, blend=None):
+    methods = make_methods(names.split(","), blend or BlendSettings(0.3), 0.15)
+    set_header(engine, samples)
+    with AnswersFile(path, {"x": 1}) as answers:
+        return answer_all(engine, Preparer(engine, FEW), samples, methods, answers)
+
+
+def test_methods_answer_the_same_prompt_and_differ_in_what_they_compute(engine):
+    rows = {row["method"]: row for row in run(engine)[:4]}
+    tokens = {row["prompt_tokens"] for row in rows.values()}
+    assert len(tokens) == 1
+    full, prefix, reuse, blend = (rows[name] for name in ("full", "prefix", "reuse", "blend"))
+    assert full["computed_tokens"] == full["prompt_tokens"]
+    assert full["computed_tokens"] > prefix["computed_tokens"] > blend["computed_tokens"] > reuse["computed_tokens"]
+    assert full["first_token_kl"] == 0
+    assert prefix["first_token_kl"] == pytest.approx(0, abs=1e-6)
+    assert prefix["answer"] == full["answer"]
+    assert reuse["first_token_kl"] > 1e-4
+    assert full["mode"] == "prefill"
+    assert blend["mode"] == "blend"
+
+
+def test_a_blend_at_ratio_1_agrees_with_full_recompute(engine):
+    for row in run(engine, "full,hkvd@1,random@1,sink@1"):
+        assert row["agrees_with_full"]
+        assert row["first_token_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(engine, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    first = run(engine, samples=SAMPLES[:1], path=path)
+    path.write_text(path.read_text() + '{"id": "s1", "half')
+    rows = run(engine, "full,reuse,blend,sink@0.5", path=path)
+    assert [(r["id"], r["method"]) for r in rows] == [
+        (s, m) for s in ("s0", "s1") for m in ("full", "reuse", "blend", "sink@0.5")
+    ]
+    kept = {r["method"]: r["ttft_s"] for r in first}
+    assert all(r["ttft_s"] == kept[r["method"]] for r in rows if r["id"] == "s0" and r["method"] in kept)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == {"settings": {"x": 1}}
+    assert len(lines) == 1 + 4 + 1 + 4  # nothing twice
+
+
+def test_a_blend_of_another_ratio_is_not_taken_for_the_one_in_the_file(engine, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    run(engine, "full,blend", SAMPLES[:1], path)
+    rows = run(engine, "full,blend", SAMPLES[:1], path, BlendSettings(0.9))
+    assert rows[1]["computed_tokens"] > 0.8 * rows[0]["computed_tokens"] - 40
+    assert len(path.read_text().splitlines()) == 1 + 3
+
+
+def test_answers_of_other_settings_or_other_files_are_refused(engine, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    run(engine, "full", SAMPLES[:1], path)
+    with pytest.raises(InputError, match=r"other settings \(x\)"):
+        AnswersFile(path, {"x": 2})
+    path.write_text("a diary\n")
+    with pytest.raises(InputError, match="choose another file"):
+        AnswersFile(path, {"x": 1})
+
+
+def test_summary_counts_kinds_apart_and_follows_from_the_rows(engine):
+    rows = run(engine)
+    found = summarize(rows)
+    assert set(found["kinds"]) == {"single", "cross"}
+    for name, numbers in found["methods"].items():
+        mine = [row for row in rows if row["method"] == name]
+        assert numbers["n"] == 2
+        assert numbers["computed_tokens"] == sum(row["computed_tokens"] for row in mine) / 2
+        assert numbers["agreement_with_full"] == sum(row["agrees_with_full"] for row in mine) / 2
+        for low, high in (numbers["intervals_95"]["computed_share"], numbers["intervals_95"]["ttft_s"]["median"]):
+            assert low <= high
+    assert found["methods"]["full"]["computed_share"] == 1
+
+
+def test_without_full_recompute_there_is_nothing_to_agree_with(engine):
+    found = summarize(run(engine, "reuse,blend"))["methods"]["blend"]
+    assert found["agreement_with_full"] is None
+    assert found["first_token_kl"] is None
+
+
+def test_worst_disagreements_come_first_and_agreements_not_at_all():
+    def row(number, method, answer, em, kl):
+        scores = {"em": em, "f1": em, "rouge_l": em, "first_token_kl": kl}
+        return {"id": str(number), "method": method, "answer": answer, "task": "qa", "kind": "", **scores} | {
+            "question": "Q",
+            "answers": ["a"],
+        }
+
+    answers = [("a", 1, 0.1), ("b", 0, 5.0), ("c", 0, 0.2), ("a", 1, 9.0)]
+    rows = []
+    for number, (answer, em, kl) in enumerate(answers):
+        rows += [row(number, "full", "a", 1, 0.0), row(number, "blend", answer, em, kl)]
+    rows += [row(4, "full", "x", 0, 0.0), row(4, "blend", "y", 0, 8.0)]
+    assert [case["id"] for case in worst(rows)] == ["1", "2", "4"]
+    assert worst(rows)[0]["replies"] == {"full": "a", "blend": "b"}
+
+
+def test_long_documents_are_cut_and_the_nearest_chunks_kept_in_reading_order(engine):
+    class Letters:
+        """Distance 0 to the texts that hold the question."""
+
+        def question(self, text):
+            self.asked = text
+            return 0
+
+        def texts(self, texts):
+            import numpy as np
+
+            return [np.full((1, 1), 0.0 if self.asked in text else 1.0) for text in texts]
+
+    words = [f"Sentence number {i} talks about topic{i} and nothing else." for i in range(60)]
+    sample = Sample("s", "topic57", ("x",), (" ".join(words),))
+    preparer = Preparer(engine, Preparation(k=3, chunk_tokens=64, max_tokens=4))
+    preparer._embedder = Letters()  # the retrieval model itself is tested with the index
+    case = preparer.case(sample)
+    assert len(case.chunks) == 3
+    assert all(len(chunk.token_ids) <= 64 for chunk in case.chunks)
+    assert "topic57 " in case.chunks[-1].text
+    assert [c.text for c in case.chunks[:2]] == sorted((c.text for c in case.chunks[:2]), key=" ".join(words).index)
+
+
+def test_few_shot_examples_are_never_cut(engine):
+    examples = tuple(f"Dialogue: A: hello {i} there\nSummary: A greets {i}." for i in range(30))
+    sample = Sample("s", "Summarize.", ("x",), examples, "pack", "dialogue")
+    case = Preparer(engine, Preparation(k=3, chunk_tokens=80, max_tokens=4)).case(sample)
+    assert len(case.chunks) == 3
+    for chunk in case.chunks:
+        assert len(chunk.token_ids) <= 80
+        assert set(chunk.text.split("\n\n")) <= set(examples)
+
+
+def test_chunks_that_exceed_the_window_are_left_out_and_counted(engine):
+    texts = tuple(f"{i} " + "harbour lighthouse dawn " * 160 for i in range(12))
+    case = Preparer(engine, Preparation(k=12, max_tokens=8)).case(Sample("s", "Q?", ("x",), texts, "ready"))
+    assert case.left_out > 0
+    assert len(case.chunks) + case.left_out == 12
+    with pytest.raises(PromptTooLongError, match="Sample s"):
+        Preparer(engine, FEW).case(Sample("s", "Q?", ("x",), ("harbour " * 9000,), "ready"))
+
+
+def test_a_data_set_of_two_instructions_is_refused(engine):
+    with pytest.raises(InputError, match="one instruction"):
+        set_header(engine, [SAMPLES[0], Sample("t", "Q", ("x",), TEXTS, instruction="Do something else.")])
+
+
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [("fulll", "fulll"), ("full,full", "twice"), ("hkvd@2", "ratio"), ("nosuch@0.1", "nosuch"), ("", "at least one")],
+)
+def test_methods_that_do_not_exist_are_named(names, named):
+    with pytest.raises(InputError, match=named):
+        make_methods([n for n in names.split(",") if n], BlendSettings(), 0.15)
+
+
+def test_map_reduce_asks_every_chunk_and_then_their_answers(engine):
+    chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
+    done = MapReduce(engine).answer("What?", chunks, SamplingParams(4))
+    assert len(done.parts) == 3
+    assert done.reused_tokens == 0
+    assert done.computed_tokens == done.prompt_tokens > sum(len(chunk.token_ids) for chunk in chunks)
+    assert done.ttft_s < done.total_s
+    with pytest.raises(InputError, match="at least one chunk"):
+        MapReduce(engine).answer("What?", [])
+
+
+def test_map_rerank_keeps_the_answer_of_the_highest_score(engine, monkeypatch):
+    replies = iter(["one Score: 20", "two\nscore: 90", "three"])
+    real = engine.generate
+
+    def generate(*args):
+        from dataclasses import replace
+
+        return replace(real(*args), text=next(replies))
+
+    monkeypatch.setattr(engine, "generate", generate)
+    done = MapRerank(engine).answer("What?", [make_chunk(text, engine.tokenizer) for text in TEXTS], SamplingParams(2))
+    assert (done.text, done.scores) == ("two", (20, 90, 0))
+    assert done.ttft_s == done.total_s  # nothing can be shown before the last score is in
+
+
+@pytest.mark.parametrize("name", ["langchain_map_reduce", "langchain_map_rerank", "map_reduce", "map_rerank"])
+def test_chunkwise_methods_run_beside_the_others(engine, name):
+    rows = run(engine, f"full,{name}", SAMPLES[:1])
+    assert rows[1]["method"] == name
+    assert rows[1]["computed_tokens"] == rows[1]["prompt_tokens"]
+    assert rows[1]["first_token_kl"] is None
+
+
+def test_evaluate_writes_a_file_that_grows_with_the_limit(engine, tmp_path):
+    settings = EvalSettings("demo", limit=3, methods=("full", "reuse"), preparation=Preparation(2, 300, max_tokens=3))
+    first = evaluate(engine, settings, tmp_path)
+    more = evaluate(engine, EvalSettings(**{**vars(settings), "limit": 5}), tmp_path)
+    assert first.answers_file == more.answers_file
+    assert len(first.rows) == 6
+    assert more.rows[:6] == first.rows
+    assert more.summary["methods"]["full"]["n"] == 5
