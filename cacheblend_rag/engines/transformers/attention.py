@@ -6,7 +6,7 @@ is the same either way, so results agree to the last bits; blocks only skip keys
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +22,33 @@ NAME = "cacheblend_sdpa"
 _BLOCK = 64
 
 _row_ends: ContextVar[list[int] | None] = ContextVar("cacheblend_row_ends", default=None)
+
+Watcher = Callable[[int, torch.Tensor], None]
+_watcher: ContextVar[Watcher | None] = ContextVar("cacheblend_watcher", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Show every layer's attention weights, ``[heads, queries, keys]`` in fp32, to ``watcher(layer, weights)``.
+
+    For passes of few queries (a question): the weights of a whole prompt would not fit into memory. Models that need eager
+    attention are not shown.
+    """
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def _weights(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query.float() @ key.float().transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.float()
+    return scores[0].softmax(-1)
 
 
 @contextmanager
@@ -45,6 +72,9 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(int(module.layer_idx), _weights(query, key, attention_mask, scaling))  # type: ignore[arg-type]
     ends = _row_ends.get()
     if ends is None or attention_mask is None:
         return sdpa_attention_forward(  # type: ignore[no-any-return]

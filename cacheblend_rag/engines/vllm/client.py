@@ -284,7 +284,7 @@ class BlendClient:
             last.kv_transfer_params, len(prompt.token_ids), last.num_cached_tokens or 0, len(ids), asked=bool(params)
         )
         reason = "reuse was switched off" if settings.reuse == "nothing" and self.gate.passed else outcome.reason
-        self.finished(outcome)
+        self.finished(outcome, prompt)
         yield StreamEvent(
             final.text,
             Generation(
@@ -299,9 +299,14 @@ class BlendClient:
             ),
         )
 
-    def finished(self, outcome: Outcome) -> None:
-        """After an answer: chunks that it had to compute are precomputed in the background, for the next one."""
-        missing = [chunk for name in outcome.missing if (chunk := self.registry.get(name)) is not None]
+    def finished(self, outcome: Outcome, prompt: TokenizedPrompt | None = None) -> None:
+        """After an answer: chunks that had no stored KV are precomputed in the background, for the next one.
+
+        Chunks that are not registered are known from ``prompt`` alone.
+        """
+        known = {span.chunk.id: span.chunk for span in prompt.spans} if prompt is not None else {}
+        found = (known.get(name) or self.registry.get(name) for name in outcome.missing)
+        missing = [chunk for chunk in found if chunk is not None]
         if self._write_back and missing:
             task = asyncio.ensure_future(self.precompute(missing))
             self._background.add(task)

@@ -207,6 +207,8 @@ class VLLMEngine(BlendEngine):
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+        # It shuts down once more when it is collected, which must not wait for the interpreter's end.
+        del self._llm, self.client.llm
 
     def _stop_loop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
