@@ -270,9 +270,9 @@ class TransformersEngine(BlendEngine):
         )
 
     def close(self) -> None:
-        """Close the store and drop the model."""
+        """Close the store and drop the model; closing twice is allowed."""
         self.store.close()
-        del self.runner
+        self.__dict__.pop("runner", None)
 
 
 class _Prefill:
