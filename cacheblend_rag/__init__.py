@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cacheblend_rag.chunking import Chunk
     from cacheblend_rag.engines.base import BlendEngine, BlendSettings, Generation, SamplingParams
+    from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.errors import CacheBlendError
     from cacheblend_rag.index import ChunkIndex
@@ -28,6 +29,7 @@ _HOMES = {
     "Generation": "engines.base",
     "KVStore": "store",
     "RagPipeline": "pipeline",
+    "RemoteEngine": "engines.remote",
     "SamplingParams": "engines.base",
     "TransformersEngine": "engines.transformers",
     "open_store": "store",
@@ -44,6 +46,7 @@ __all__ = [
     "Generation",
     "KVStore",
     "RagPipeline",
+    "RemoteEngine",
     "SamplingParams",
     "TransformersEngine",
     "open_store",

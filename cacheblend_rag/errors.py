@@ -41,3 +41,18 @@ class ModelError(CacheBlendError):
     """A model that cannot be loaded or used."""
 
     exit_code = 4
+
+
+class ServerError(CacheBlendError):
+    """A `cacheblend serve` that does not answer, is not what it should be, or refuses.
+
+    Attributes:
+        status: HTTP status of its answer; None without one.
+    """
+
+    exit_code = 5
+
+    def __init__(self, message: str, status: int | None = None):
+        """Say what went wrong."""
+        super().__init__(message)
+        self.status = status

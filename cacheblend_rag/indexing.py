@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cacheblend_rag.chunking import Chunk, iter_chunks
+from cacheblend_rag.chunking import iter_chunks
 from cacheblend_rag.documents import Document, SkippedDocument, file_digest, find_documents, load_document
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.index import ChunkIndex
-from cacheblend_rag.kv import KVKey, kv_key
-from cacheblend_rag.store import KVStore
 
 _BATCH = 64
 
@@ -156,16 +154,7 @@ class _Run:
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
         """Drop chunks that no document holds any more from the engine and its store."""
-        registry = self.engine.registry
-        chunks = [chunk for chunk_id in chunk_ids if (chunk := registry.get(chunk_id)) is not None]
-        registry.remove(chunk_ids)
-        store = getattr(self.engine, "store", None)
-        if isinstance(store, KVStore):
-            for chunk in chunks:
-                store.delete(self._key(chunk))
-
-    def _key(self, chunk: Chunk) -> KVKey:
-        return kv_key(self.manifest.model, self.manifest.header_ids, chunk.token_ids)
+        self.engine.forget(chunk_ids)
 
 
 def _vanished(candidates: Iterable[str], paths: Sequence[Path]) -> list[str]:

@@ -110,7 +110,7 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
     @router.delete("")
     @_explained
     async def delete_several(request: Request) -> Response:
-        """Forget several chunks (``?id=…&id=…``), or every registered one (``?all=true``). Unknown ids are skipped."""
+        """Forget several chunks (``?id=…&id=…``), or all (``?all=true``); not those of the index, nor unknown ids."""
         everything = read_query(DeleteQuery, request.query_params).all
         chunk_ids = request.query_params.getlist("id")
         if not chunk_ids and not everything:
@@ -219,10 +219,8 @@ class _Chunks:
 
     def delete_named(self, names: list[str], everything: bool) -> list[str]:
         self._catalogue.refresh(force=True)
-        if everything:
-            wanted = [chunk for chunk in self._client.registry if self._catalogue.origin(chunk.id) != "index"]
-        else:
-            wanted = [chunk for name in names if (chunk := self._client.registry.get(name)) is not None]
+        named = list(self._client.registry) if everything else map(self._client.registry.get, names)
+        wanted = [chunk for chunk in named if chunk is not None and self._catalogue.origin(chunk.id) != "index"]
         self.delete(wanted)
         return [chunk.id for chunk in wanted]
 

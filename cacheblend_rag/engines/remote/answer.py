@@ -1,0 +1,90 @@
+"""A streamed completion, piece by piece, into the events of an engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from cacheblend_rag.engines.base import Generation, StreamEvent, Timings, Usage
+from cacheblend_rag.errors import ServerError
+from cacheblend_rag.server.protocol import ReuseReport
+
+
+class Answer:
+    """Collects one answer. Feed it every piece of the stream, then ask for the end."""
+
+    def __init__(self, url: str, fingerprint: str):
+        """Begin now: time to first token counts from here.
+
+        Args:
+            url: The server, for messages.
+            fingerprint: The model that is expected to answer.
+        """
+        self._url, self._fingerprint = url, fingerprint
+        self._begin = time.perf_counter()
+        self._ttft_s = 0.0
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._finish: str | None = None
+        self._stop: Any = None
+        self._usage: Any = None
+
+    def push(self, piece: Any) -> str:
+        """Take a piece; return its text."""
+        if piece.usage is not None:
+            self._usage = piece.usage
+        text = ""
+        for choice in piece.choices:
+            fields = choice.model_extra or {}
+            new = fields.get("token_ids") or ()
+            if new and not self._token_ids:
+                self._ttft_s = time.perf_counter() - self._begin
+            self._token_ids.extend(new)
+            text += choice.text
+            if choice.finish_reason is not None:
+                self._finish, self._stop = choice.finish_reason, fields.get("stop_reason")
+        self._text += text
+        return text
+
+    def end(self) -> StreamEvent:
+        """Return the last event.
+
+        Raises:
+            ServerError: The stream ended too early, or another model answered.
+        """
+        extra = (self._usage.model_extra or {}) if self._usage is not None else {}
+        if self._finish not in ("stop", "length") or "cacheblend" not in extra:
+            how = "ended the answer early" if self._finish is None else f"ended the answer with {self._finish!r}"
+            raise ServerError(
+                f"The server at {self._url} {how}, after {len(self._token_ids)} tokens; its log says why."
+            )
+        report = ReuseReport.model_validate(extra["cacheblend"])
+        if report.fingerprint != self._fingerprint:
+            raise ServerError(
+                f"The server at {self._url} now serves another model ({report.fingerprint[:8]}, not {self._fingerprint[:8]}): "
+                "connect again, with a new RemoteEngine."
+            )
+        ids = self._token_ids
+        if self._finish == "stop" and not isinstance(self._stop, str) and ids:
+            ids = ids[:-1]  # the end-of-sequence token
+        usage = Usage(
+            prompt_tokens=self._usage.prompt_tokens,
+            reused_tokens=report.reused_tokens,
+            recomputed_tokens=report.recomputed_tokens,
+            computed_tokens=report.computed_tokens,
+            completion_tokens=len(ids),
+        )
+        total = time.perf_counter() - self._begin
+        return StreamEvent(
+            "",
+            Generation(
+                text=self._text,
+                token_ids=tuple(ids),
+                finish_reason="stop" if self._finish == "stop" else "length",
+                mode=report.mode,
+                reason=report.reason,
+                usage=usage,
+                timings=Timings(report.load_s, self._ttft_s or total, total),
+                missing=report.missing,
+            ),
+        )

@@ -1,0 +1,258 @@
+"""An engine that is a `cacheblend serve` somewhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from pydantic import ValidationError
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import (
+    BlendEngine,
+    BlendSettings,
+    Generation,
+    PrecomputeReport,
+    SamplingParams,
+    StreamEvent,
+)
+from cacheblend_rag.engines.remote.answer import Answer
+from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
+from cacheblend_rag.engines.remote.tokenizers import checked, load_tokenizer
+from cacheblend_rag.engines.remote.wire import Wire
+from cacheblend_rag.errors import InputError, PromptTooLongError, ServerError
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.prompt import BlendPrompt, ChunkRef, ChunkRegistry, TokenizedPrompt, tokenize
+from cacheblend_rag.selection import policy
+from cacheblend_rag.server.protocol import ModelInfo
+from cacheblend_rag.tokens import pack_ids
+
+_DELETE_BATCH = 100
+
+
+class RemoteEngine(BlendEngine):
+    """Answers prompts with the model of a `cacheblend serve`.
+
+    Prompts of text and chunks are tokenised here, with the server's tokenizer, and sent as token ids with the places of their
+    chunks; a plain string is sent as text, and the server looks for chunks in it. Safe to call from several threads and
+    event loops; how much runs side by side is the server's business.
+
+    Attributes:
+        model: What the server says of its model.
+        header_ids: Tokens that the server computes chunks behind.
+    """
+
+    supports_json_schema: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        url: str = "http://localhost:8000/v1",
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        tokenizer: Any = None,
+        fingerprint: ModelFingerprint | None = None,
+        timeout_s: float = 600.0,
+        connect_timeout_s: float = 5.0,
+        max_retries: int = 2,
+    ):
+        """Connect, and see which model the server has.
+
+        Args:
+            url: Address of the server; ``/v1`` is added if it is missing.
+            api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
+            model: Name the server must serve it under; None takes the server's first.
+            tokenizer: The model's tokenizer; None loads it from where the server has it (a hub name, or a directory that this
+                machine has too).
+            fingerprint: The model it must be, such as that of an index; None takes any.
+            timeout_s: Longest wait for the next piece of an answer, in seconds.
+            connect_timeout_s: Longest wait for a connection.
+            max_retries: How often a request is sent again after a failed connection, 408, 409, 429 or 5xx. Nothing is sent
+                again once an answer has begun.
+
+        Raises:
+            ServerError: No server answers there, it is none of ours or serves another model, or it refuses.
+            ModelError: The tokenizer cannot be loaded, or is not the server's.
+        """
+        key = api_key or os.environ.get("CACHEBLEND_API_KEY")
+        self._wire = Wire(_with_version(url), key, timeout_s, connect_timeout_s, max_retries)
+        self.model = self._model_info()
+        if model is not None and model not in self.model.served_as:
+            raise ServerError(
+                f"The server at {self._wire.url} serves {', '.join(self.model.served_as)}, not {model!r}. Ask for that, or start "
+                f"`cacheblend serve --model {model}`."
+            )
+        self.fingerprint = ModelFingerprint(self.model.fingerprint, self.model.name)
+        if fingerprint is not None and fingerprint != self.fingerprint:
+            raise ServerError(
+                f"The server at {self._wire.url} serves another model or dtype ({self.model.name}, "
+                f"{self.fingerprint.digest[:8]}) than the one wanted ({fingerprint.name}, {fingerprint.digest[:8]}). "
+                f"Start `cacheblend serve --model {fingerprint.name}`."
+            )
+        self._name = model or self.model.served_as[0]
+        self.tokenizer = checked(tokenizer or load_tokenizer(self.model.tokenizer), self.model)
+        self.header_ids = self.model.header_ids
+        self.context_window = self.model.context_window
+        self.registry = ChunkRegistry()
+
+    def _model_info(self) -> ModelInfo:
+        try:
+            return ModelInfo.model_validate(self._get("/chunks/stats").get("model"))
+        except ServerError as error:
+            if error.status in (404, 405):
+                raise self._not_ours() from error
+            raise
+        except ValidationError as error:
+            raise self._not_ours() from error
+
+    def _not_ours(self) -> ServerError:
+        return ServerError(
+            f"The server at {self._wire.url} has no /v1/chunks of this version: it is not a `cacheblend serve`, or one of "
+            "another version. Check the address, or start one."
+        )
+
+    def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
+        """See :class:`BlendEngine`; the server computes, stores and registers them, in batches."""
+        begin = time.perf_counter()
+        total = PrecomputeReport()
+        waiting = {chunk.id: chunk for chunk in chunks}
+        if progress is not None and len(chunks) > len(waiting):
+            progress(len(chunks) - len(waiting))
+        for batch in batches(waiting.values()):
+            with self._wire.explained():
+                answer = self._wire.sync.post("/chunks", cast_to=dict[str, Any], body={"chunks": chunk_bodies(batch)})
+            total = added(total, answer["report"])
+            self.registry.add(batch)
+            if progress is not None:
+                progress(len(batch))
+        return replace(total, seconds=time.perf_counter() - begin)
+
+    def stream(
+        self,
+        prompt: BlendPrompt | str | TokenizedPrompt,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+    ) -> Iterator[StreamEvent]:
+        """See :class:`BlendEngine`. A :class:`TokenizedPrompt` is taken as it is.
+
+        Raises:
+            ServerError: The server does not answer, refuses, or ends the answer early.
+        """
+        return self._stream(self._request(prompt, sampling, settings))
+
+    def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
+        answer = Answer(self._wire.url, self.fingerprint.digest)
+        with self._wire.explained(), self._wire.sync.completions.create(**request) as pieces:
+            for piece in pieces:
+                text = answer.push(piece)
+                if text:
+                    yield StreamEvent(text)
+        yield answer.end()
+
+    async def astream(
+        self,
+        prompt: BlendPrompt | str | TokenizedPrompt,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+    ) -> AsyncIterator[StreamEvent]:
+        """Async twin of :meth:`stream`; a cancelled consumer ends the work on the server."""
+        request = await asyncio.to_thread(self._request, prompt, sampling, settings)
+        answer = Answer(self._wire.url, self.fingerprint.digest)
+        with self._wire.explained():
+            async with await self._wire.asynchronous().completions.create(**request) as pieces:
+                async for piece in pieces:
+                    text = answer.push(piece)
+                    if text:
+                        yield StreamEvent(text)
+        yield answer.end()
+
+    async def agenerate(
+        self,
+        prompt: BlendPrompt | str | TokenizedPrompt,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+    ) -> Generation:
+        """Async twin of :meth:`generate`."""
+        last = None
+        async for event in self.astream(prompt, sampling, settings):
+            last = event.generation
+        assert last is not None
+        return last
+
+    def _request(
+        self,
+        prompt: BlendPrompt | str | TokenizedPrompt,
+        sampling: SamplingParams | None,
+        settings: BlendSettings | None,
+    ) -> dict[str, Any]:
+        sampling, settings = sampling or SamplingParams(), settings or BlendSettings()
+        policy(settings.policy)
+        tokens = self._tokenize(prompt)
+        self._check_length(len(tokens.token_ids), sampling.max_tokens)
+        return completion_request(self._name, prompt if isinstance(prompt, str) else tokens, sampling, settings)
+
+    def _tokenize(self, prompt: BlendPrompt | str | TokenizedPrompt) -> TokenizedPrompt:
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt
+        if isinstance(prompt, str):
+            return tokenize(BlendPrompt((prompt,) if prompt else ()), self.tokenizer, self.registry)
+        for segment in prompt.segments:
+            if isinstance(segment, ChunkRef) and segment.id not in self.registry:
+                self.registry.add([self._fetch(segment.id)])
+        return tokenize(prompt, self.tokenizer, self.registry)
+
+    def _fetch(self, chunk_id: str) -> Chunk:
+        """Return a chunk that the server knows; raises UnknownChunkError for one that it does not."""
+        found = self._get(f"/chunks/{quote(chunk_id, safe='')}")
+        return Chunk(found["id"], found["text"], pack_ids(found["token_ids"]), found["metadata"])
+
+    def _get(self, path: str) -> dict[str, Any]:
+        with self._wire.explained():
+            answer = self._wire.sync.get(path, cast_to=dict[str, Any])
+        if not isinstance(answer, dict):  # a page of some other server
+            raise self._not_ours()
+        return answer
+
+    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
+        if not prompt_tokens:
+            raise PromptTooLongError("The prompt is empty; give at least one token.")
+        if prompt_tokens + max_tokens > self.context_window:
+            raise PromptTooLongError(
+                f"The prompt has {prompt_tokens} tokens; with max_tokens={max_tokens} that exceeds the server's context window "
+                f"of {self.context_window}. Retrieve fewer or smaller chunks, or lower max_tokens."
+            )
+
+    def forget(self, chunk_ids: Iterable[str]) -> int:
+        """Drop chunks here and on the server, with their KV; unknown ids and chunks of the server's own index are left.
+
+        Returns:
+            How many chunks the server has dropped.
+        """
+        names = list(chunk_ids)
+        gone = 0
+        for begin in range(0, len(names), _DELETE_BATCH):
+            query = "&".join(f"id={quote(name, safe='')}" for name in names[begin : begin + _DELETE_BATCH])
+            with self._wire.explained():
+                answer = self._wire.sync.delete(f"/chunks?{query}", cast_to=dict[str, Any])
+            gone += len(answer["data"])
+        self.registry.remove(names)
+        return gone
+
+    def prefetch(self, chunk_ids: Iterable[str]) -> None:
+        """Do nothing: the server's tiers are its own business."""
+
+    def close(self) -> None:
+        """Close the connections; the server goes on."""
+        self._wire.close()
+
+
+def _with_version(url: str) -> str:
+    url = url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"{url!r} is not the address of a server; write http://HOST:PORT/v1.")
+    return url if url.endswith("/v1") else f"{url}/v1"

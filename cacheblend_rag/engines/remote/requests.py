@@ -1,0 +1,99 @@
+"""What a remote engine sends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import BlendSettings, PrecomputeReport, SamplingParams
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import TokenizedPrompt
+
+_BATCH_CHUNKS, _BATCH_BYTES = 64, 4 << 20
+
+
+def completion_request(
+    model: str, prompt: TokenizedPrompt | str, sampling: SamplingParams, settings: BlendSettings
+) -> dict[str, Any]:
+    """Return the arguments of a streamed completion.
+
+    Raises:
+        InputError: The JSON schema is no JSON.
+    """
+    blend: dict[str, Any] = {"ratio": settings.ratio, "policy": settings.policy, "reuse": settings.reuse}
+    if settings.check_layers is not None:
+        blend["check_layers"] = settings.check_layers
+    if not isinstance(prompt, str):
+        blend["spans"] = [
+            {"id": span.chunk.id, "start": span.start, "end": span.end, "text": span.chunk.text or None}
+            for span in prompt.spans
+        ]
+    extra: dict[str, Any] = {"cacheblend": blend, "return_token_ids": True}
+    # The server may have other defaults, from the model's generation_config.json.
+    extra |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    if sampling.json_schema is not None:
+        extra["structured_outputs"] = {"json": _schema(sampling.json_schema)}
+    return {
+        "model": model,
+        "prompt": prompt if isinstance(prompt, str) else list(prompt.token_ids),
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop) or None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "extra_body": extra,
+    }
+
+
+def chunk_bodies(chunks: Iterable[Chunk]) -> list[dict[str, Any]]:
+    """Return chunks as ``POST /v1/chunks`` takes them."""
+    return [
+        {
+            "id": chunk.id,
+            "text": chunk.text,
+            "token_ids": list(chunk.token_ids),
+            "metadata": json.loads(json.dumps(dict(chunk.metadata), default=str)),
+        }
+        for chunk in chunks
+    ]
+
+
+def batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Cut chunks into groups that stay well below a server's limit on the size of a request."""
+    batch: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        weight = 4 * len(chunk.text) + 8 * len(chunk.token_ids)
+        if batch and (len(batch) == _BATCH_CHUNKS or size + weight > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(chunk)
+        size += weight
+    if batch:
+        yield batch
+
+
+def added(total: PrecomputeReport, report: dict[str, Any]) -> PrecomputeReport:
+    """Return ``total`` with a server's report on one more batch; its seconds are left to the caller."""
+    return PrecomputeReport(
+        total.computed + report["computed"],
+        total.present + report["present"],
+        total.tokens + report["tokens"],
+        0.0,
+        {**total.failed, **report["failed"]},
+    )
+
+
+def _schema(schema: Any) -> Any:
+    if not isinstance(schema, str):
+        return dict(schema)
+    try:
+        return json.loads(schema)
+    except ValueError as error:
+        raise InputError(f"json_schema is not JSON: {error}") from error
