@@ -86,4 +86,4 @@ def main() -> None:
 
 from cacheblend_rag.cli import ask, bench, demo, doctor, eval, serve, store  # noqa: E402  (the commands need `app`)
 
-__all__ = ["app", "ask", "bench", "demo", "doctor", "main", "serve", "store"]
+__all__ = ["app", "ask", "bench", "demo", "doctor", "eval", "main", "serve", "store"]

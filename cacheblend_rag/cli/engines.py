@@ -12,6 +12,8 @@ from cacheblend_rag.cli import options
 from cacheblend_rag.cli.output import status
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import BlendEngine
+    from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.pipeline import RagPipeline
     from cacheblend_rag.store import KVStore
@@ -25,6 +27,7 @@ class ModelOptions:
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
+    server: str | None = None
 
 
 def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:
@@ -43,6 +46,24 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
         return TransformersEngine(chosen.model, device=chosen.device, dtype=dtype, store=store)
 
 
+def open_server(chosen: ModelOptions) -> RemoteEngine:
+    """Connect to the server of a command; ``--model`` is the name it must serve.
+
+    Raises:
+        InputError: An option that only a model loaded here has.
+    """
+    from cacheblend_rag.errors import InputError
+
+    assert chosen.server is not None
+    local = {"--device": chosen.device, "--dtype": chosen.dtype, "--threads": chosen.threads}
+    if given := [name for name, value in local.items() if value is not None]:
+        raise InputError(f"{', '.join(given)} does not go with --server: the model runs there.")
+    with status("Connecting"):
+        from cacheblend_rag.engines.remote import RemoteEngine
+
+        return RemoteEngine(chosen.server, model=chosen.model)
+
+
 @contextmanager
 def open_pipeline(
     chosen: ModelOptions,
@@ -55,8 +76,11 @@ def open_pipeline(
     overlap: int | None = None,
     embedding: str | None = None,
 ) -> Iterator[RagPipeline]:
-    """Open the store of a command with its model in front; ``budgets`` are those of the RAM and the disk tier."""
-    from cacheblend_rag.errors import StoreError
+    """Open the store of a command with its model in front; ``budgets`` are those of the RAM and the disk tier.
+
+    With a server the directory holds the index alone; the KV is in the server's store.
+    """
+    from cacheblend_rag.errors import InputError, StoreError
     from cacheblend_rag.index import ChunkIndex
     from cacheblend_rag.store import open_store
 
@@ -65,7 +89,10 @@ def open_pipeline(
     if must_exist and not ChunkIndex.exists(path):
         # Said at once: a wrong path should not cost the loading of a model.
         raise StoreError(f"Nothing is indexed in {path}. Run `cacheblend index FILES --store DIR` first.")
-    with open_engine(chosen, open_store(path, ram, disk)) as engine:
+    if chosen.server is not None and (ram, disk) != (None, None):
+        raise InputError("--ram-budget and --disk-budget do not go with --server: its store is its own.")
+    opened: BlendEngine = open_server(chosen) if chosen.server else open_engine(chosen, open_store(path, ram, disk))
+    with opened as engine:
         from cacheblend_rag.pipeline import RagPipeline
 
         with RagPipeline(

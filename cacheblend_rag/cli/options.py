@@ -28,6 +28,14 @@ DType = Annotated[
     typer.Option(help="float32, bfloat16 or float16 (default: float32 on a CPU).", rich_help_panel=_MODEL),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's choice).", rich_help_panel=_MODEL)]
+Server = Annotated[
+    str | None,
+    typer.Option(
+        help="Use a running `cacheblend serve`, as http://HOST:PORT, instead of loading a model; its key is read from "
+        "CACHEBLEND_API_KEY.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Store = Annotated[
     Path | None,
     typer.Option(
