@@ -1,0 +1,63 @@
+"""`BundledEmbedding`: the retrieval model that comes with cacheblend-rag, for LlamaIndex. No download, no account."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.bridge.pydantic import PrivateAttr
+
+from cacheblend_rag.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
+
+
+class BundledEmbedding(BaseEmbedding):
+    """all-MiniLM-L6-v2, or another sentence-transformers model by directory or name.
+
+    A text longer than the model reads (256 word pieces, half a chunk) is embedded window by window, and the mean of the windows
+    is its vector.
+    """
+
+    _embedder: Embedder = PrivateAttr()
+
+    def __init__(self, model_name: str = DEFAULT_EMBEDDING, device: str | None = None, **kwargs: Any) -> None:
+        """Load the model.
+
+        Raises:
+            ModelError: It cannot be loaded.
+        """
+        super().__init__(model_name=model_name, **kwargs)
+        self._embedder = Embedder.load(model_name, device)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the name LlamaIndex knows the class by."""
+        return "CacheBlendBundledEmbedding"
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return _as_list(self._embedder.question(query))
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._get_text_embeddings([text])[0]
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return [_mean(windows) for windows in self._embedder.texts(texts)]
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+    async def _aget_text_embedding(self, text: str) -> list[float]:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return await asyncio.to_thread(self._get_text_embeddings, texts)
+
+
+def _mean(windows: Vectors) -> list[float]:
+    mean = windows.mean(axis=0)
+    return _as_list(mean / max(float(np.linalg.norm(mean)), 1e-12))
+
+
+def _as_list(vector: Vectors) -> list[float]:
+    return [float(value) for value in vector]

@@ -1,0 +1,288 @@
+"""`CacheBlendLLM`: a LlamaIndex LLM over a `BlendEngine` (issue 4, points 1 and 3)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import llama_index.core
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import LLM, default_completion_to_prompt
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.utils import set_global_tokenizer
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import BlendEngine, BlendSettings, Generation, SamplingParams, StreamEvent
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.tokens import encoder_for
+from llama_index_cacheblend.handles import refuse_unpicklable
+from llama_index_cacheblend.messages import CHUNK_IDS, named_chunks, prompt_of_messages, prompt_of_text
+from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
+from llama_index_cacheblend.watch import Inbox, watch_for
+
+_Response = TypeVar("_Response", ChatResponse, CompletionResponse)
+_Make = Callable[[str, str | None, dict[str, Any] | None], _Response]
+_Request = tuple[BlendPrompt, SamplingParams, BlendSettings]
+_Build = Callable[[Sequence[Chunk]], BlendPrompt]
+_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop", "json_schema")
+
+
+class CacheBlendLLM(LLM):
+    """Answers chats and completions; chunks found in them bring their stored KV.
+
+    Chunks are found in this order: named by ``chunk_ids=`` or by a message's ``additional_kwargs["chunk_ids"]``, then by exact
+    content match against the engine's registry. What is neither is prefilled as usual. Every finished response says what was
+    reused in ``raw["usage"]``, and why in ``raw["reason"]``.
+
+    Calls take ``max_tokens``, ``temperature``, ``top_p``, ``seed``, ``stop``, ``json_schema``, ``blend`` and ``chunk_ids``, for
+    that call alone.
+
+    Attributes:
+        engine: The model; the LLM does not close it.
+        max_tokens: Most tokens to generate.
+        temperature: 0 is greedy.
+        top_p: Nucleus mass in (0, 1].
+        seed: Makes sampling repeatable.
+        stop: Strings that end the answer; they are not part of it.
+        blend: How to treat stored KV: recompute ratio, policy, check layers.
+        is_chat_model: False makes LlamaIndex format prompts to text itself instead of leaving that to the chat template.
+    """
+
+    engine: BlendEngine = Field(exclude=True)
+    max_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int | None = None
+    stop: list[str] = Field(default_factory=list)
+    blend: BlendSettings = Field(default_factory=BlendSettings)
+    is_chat_model: bool = True
+
+    _inbox: Inbox | None = PrivateAttr(default=None)
+    _explicit: tuple[Chunk, ...] = PrivateAttr(default=())
+    _record: list[dict[str, Any]] | None = PrivateAttr(default=None)
+
+    def __init__(
+        self, *, engine: BlendEngine, watch_retrieval: bool = True, set_tokenizer: bool = True, **data: Any
+    ) -> None:
+        """Wrap ``engine``.
+
+        Args:
+            engine: The model.
+            watch_retrieval: Register what LlamaIndex's retrievers return, so that unchanged query engines reuse KV. Without
+                it chunks must be made known by :class:`CacheBlendRetriever`, :class:`CacheBlendPrecompute` or the like.
+            set_tokenizer: Make the model's tokenizer LlamaIndex's global one, unless you have set another: splitters and
+                prompt helpers would count with GPT-2's otherwise, and prompts would overflow.
+            data: The attributes above, and those of every LlamaIndex LLM (`system_prompt`, `callback_manager`...).
+        """
+        unknown = set(data) - set(type(self).model_fields) - {"class_name"}
+        if unknown:
+            raise InputError(f"{type(self).__name__} has no {_names(unknown)}.")
+        super().__init__(**{**data, "engine": engine})
+        if watch_retrieval:
+            self._inbox = watch_for(engine)
+        if set_tokenizer and _is_default(llama_index.core.global_tokenizer):
+            set_global_tokenizer(self.tokenizer)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the name LlamaIndex knows the class by."""
+        return "CacheBlendLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Context window, room for the answer and model name."""
+        return LLMMetadata(
+            context_window=self.engine.context_window,
+            num_output=self.max_tokens,
+            is_chat_model=self.is_chat_model,
+            model_name=self.engine.fingerprint.name,
+        )
+
+    @property
+    def tokenizer(self) -> Callable[[str], list[int]]:
+        """The model's tokenizer as LlamaIndex wants one: text to token ids, no special tokens added. Thread-safe."""
+        return encoder_for(self.engine.tokenizer).document
+
+    def holding(self, chunks: Sequence[Chunk], record: list[dict[str, Any]] | None = None) -> Self:
+        """Return a copy for prompts that hold exactly these chunks: they are looked for before all others.
+
+        Args:
+            chunks: Chunks of this engine.
+            record: Gets the `raw` of every call of the copy.
+        """
+        copy = self.model_copy()
+        copy._explicit, copy._record = tuple(chunks), record
+        return copy
+
+    @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer a chat."""
+        return self._answer(self.engine.generate(*self._request(self._of_messages(messages), kwargs)), chat_response)
+
+    @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Complete a prompt; see :meth:`_of_text` for how it is formatted."""
+        request = self._request(self._of_text(prompt, formatted), kwargs)
+        return self._answer(self.engine.generate(*request), completion_response)
+
+    @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer a chat piece by piece; the last piece has the usage. Closing the generator ends the work."""
+        return self._pieces(self._request(self._of_messages(messages), kwargs), chat_response)
+
+    @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Complete a prompt piece by piece."""
+        return self._pieces(self._request(self._of_text(prompt, formatted), kwargs), completion_response)
+
+    @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Async twin of :meth:`chat`; prompt building, too, is off the event loop."""
+        request = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
+        return self._answer(await self.engine.agenerate(*request), chat_response)
+
+    @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Async twin of :meth:`complete`."""
+        request = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
+        return self._answer(await self.engine.agenerate(*request), completion_response)
+
+    @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """Async twin of :meth:`stream_chat`; a cancelled consumer stops the work at its next token."""
+        request = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
+        return self._apieces(request, chat_response)
+
+    @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """Async twin of :meth:`stream_complete`."""
+        request = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
+        return self._apieces(request, completion_response)
+
+    def structured_predict(
+        self, output_cls: type[BaseModel], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **args: Any
+    ) -> Any:
+        """Predict an object: by guided decoding where the engine has it, else LlamaIndex asks in words and parses."""
+        return super().structured_predict(output_cls, prompt, self._guided(output_cls, llm_kwargs), **args)
+
+    async def astructured_predict(
+        self, output_cls: type[BaseModel], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **args: Any
+    ) -> Any:
+        """Async twin of :meth:`structured_predict`."""
+        return await super().astructured_predict(output_cls, prompt, self._guided(output_cls, llm_kwargs), **args)
+
+    def _guided(self, output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        guided = {"json_schema": output_cls.model_json_schema()} if self.engine.supports_json_schema else {}
+        return {**guided, **(llm_kwargs or {})}
+
+    def _of_messages(self, messages: Sequence[ChatMessage]) -> _Build:
+        """Say how to build a chat's prompt: by `messages_to_prompt` if you gave one, else by the chat template."""
+        render = self.messages_to_prompt
+        if render is None or render is generic_messages_to_prompt:
+            return lambda explicit: prompt_of_messages(self.engine, messages, explicit)
+        return lambda explicit: prompt_of_text(self.engine, render(messages), explicit)
+
+    def _of_text(self, prompt: str, formatted: bool) -> _Build:
+        """Say how to build a completion's prompt.
+
+        It is taken as it is if it is formatted, by `completion_to_prompt` if you gave one, or if the model has no chat template;
+        else it is the message of a user, as with every chat model of LlamaIndex.
+        """
+        wrap = self.completion_to_prompt
+        if not formatted and wrap is not None and wrap is not default_completion_to_prompt:
+            prompt, formatted = wrap(prompt), True
+        if formatted or not self.is_chat_model or not getattr(self.engine.tokenizer, "chat_template", None):
+            return lambda explicit: prompt_of_text(self.engine, prompt, explicit)
+        return self._of_messages([ChatMessage(role=MessageRole.USER, content=prompt)])
+
+    def _request(self, build: _Build, kwargs: dict[str, Any]) -> _Request:
+        options = dict(kwargs)
+        if self._inbox is not None:
+            self._inbox.register(self.engine)
+        named = named_chunks(self.engine, options.pop(CHUNK_IDS, None) or ())
+        blend = options.pop("blend", None) or self.blend
+        sampling = {name: options.pop(name, getattr(self, name, None)) for name in _SAMPLING}
+        if options:
+            known = (*_SAMPLING, "blend", CHUNK_IDS)
+            raise InputError(f"A call of CacheBlendLLM takes no {_names(options)}. It takes {_names(known)}.")
+        stop = sampling["stop"] or ()
+        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        return build((*named, *self._explicit)), SamplingParams(**sampling), blend
+
+    def _answer(self, generation: Generation, make: _Make[_Response]) -> _Response:
+        return make(generation.text, None, self._raw(generation))
+
+    def _raw(self, generation: Generation) -> dict[str, Any]:
+        raw = raw_of(generation, self.engine.fingerprint.name)
+        if self._record is not None:
+            self._record.append(raw)
+        return raw
+
+    def _pieces(self, request: _Request, make: _Make[_Response]) -> Generator[_Response, None, None]:
+        # Not part of the generator: a prompt that cannot be answered is refused by the call, not by its first piece.
+        stream = self.engine.stream(*request)
+
+        def generator() -> Generator[_Response, None, None]:
+            text = ""
+            try:
+                for event in stream:
+                    text += event.text
+                    yield self._piece(text, event, make)
+            finally:
+                close = getattr(stream, "close", None)
+                if close is not None:
+                    close()
+
+        return generator()
+
+    async def _apieces(self, request: _Request, make: _Make[_Response]) -> AsyncGenerator[_Response, None]:
+        text = ""
+        stream: AsyncIterator[StreamEvent] = self.engine.astream(*request)
+        try:
+            async for event in stream:
+                text += event.text
+                yield self._piece(text, event, make)
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+    def _piece(self, text: str, event: StreamEvent, make: _Make[_Response]) -> _Response:
+        return make(text, event.text, None if event.generation is None else self._raw(event.generation))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be pickled with a model inside."""
+        refuse_unpicklable(self.engine, type(self).__name__)
+        return super().__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Copy all but the engine, which is shared."""
+        return self.model_copy()
+
+
+def _is_default(tokenizer: Any) -> bool:
+    """Say whether nobody chose the global tokenizer: it is unset, or what LlamaIndex puts there on first use."""
+    return tokenizer is None or (
+        isinstance(tokenizer, partial)
+        and type(getattr(tokenizer.func, "__self__", None)).__module__.startswith("tiktoken")
+    )
+
+
+def _names(names: Any) -> str:
+    return ", ".join(sorted(map(repr, names)))

@@ -1,0 +1,64 @@
+"""LlamaIndex nodes as chunks: what the LLM will see of a node is what is computed, stored and found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+
+from cacheblend_rag.chunking import Chunk, chunk_id, make_chunk
+from cacheblend_rag.engines.base import BlendEngine, PrecomputeReport
+from cacheblend_rag.errors import InputError
+
+
+def node_text(node: BaseNode | NodeWithScore) -> str:
+    """Return what a synthesizer or chat engine puts into a prompt for ``node``: text and LLM metadata, stripped."""
+    if isinstance(node, NodeWithScore):
+        node = node.node
+    return node.get_content(metadata_mode=MetadataMode.LLM).strip()
+
+
+def register_nodes(engine: BlendEngine, nodes: Iterable[BaseNode | NodeWithScore]) -> list[Chunk]:
+    """Make the texts of ``nodes`` known to ``engine``, so that prompts that hold them reuse their KV.
+
+    Nothing is computed: KV that the store lacks is computed with the first prompt and written back after it.
+
+    Returns:
+        The chunks, in the order of the nodes; nodes without text (images, or text that is not valid Unicode) have none.
+    """
+    return register_texts(engine, (node_text(node) for node in nodes))
+
+
+def register_texts(engine: BlendEngine, texts: Iterable[str]) -> list[Chunk]:
+    """Register chunk texts; see :func:`register_nodes`. Texts the engine knows already are not tokenised again."""
+    chunks, fresh = [], []
+    for text in map(str.strip, texts):
+        if not text:
+            continue
+        chunk = engine.registry.get(chunk_id(text))
+        if chunk is None:
+            try:
+                chunk = make_chunk(text, engine.tokenizer)
+            except InputError:  # it reaches the model, if at all, as ordinary text
+                continue
+            fresh.append(chunk)
+        chunks.append(chunk)
+    if fresh:
+        engine.registry.add(fresh)
+    return chunks
+
+
+def precompute_nodes(
+    engine: BlendEngine, nodes: Sequence[BaseNode | NodeWithScore], progress: Callable[[int], None] | None = None
+) -> PrecomputeReport:
+    """Compute and store the KV of ``nodes`` (those already stored are skipped).
+
+    Args:
+        engine: The model.
+        nodes: Nodes as they will be retrieved, metadata included.
+        progress: Called with the number of chunks finished since its last call.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    return engine.precompute(register_nodes(engine, nodes), progress)

@@ -1,0 +1,83 @@
+"""`CacheBlendPrecompute`: the KV of nodes computed in an `IngestionPipeline`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.schema import BaseNode, TransformComponent
+
+from cacheblend_rag.engines.base import BlendEngine, PrecomputeReport
+from llama_index_cacheblend.handles import refuse_unpicklable
+from llama_index_cacheblend.nodes import precompute_nodes
+
+_log = logging.getLogger(__name__)
+
+
+class CacheBlendPrecompute(TransformComponent):
+    """Computes, stores and registers the KV of every node that passes, and passes it on unchanged.
+
+    Put it last: what it computes is what the LLM will see of a node, metadata included, so a later metadata extractor would make
+    another text of it. A pipeline that finds its input in its cache skips all transforms; KV that is missing is then computed
+    with the first prompt that needs it.
+
+    Attributes:
+        engine: The model.
+        computed_for: Digest of model and header, part of the pipeline's cache key.
+        strict: Raise if the KV of a node could not be stored, instead of logging a warning.
+    """
+
+    engine: BlendEngine = Field(exclude=True)
+    computed_for: str = ""
+    strict: bool = False
+
+    _report: PrecomputeReport = PrivateAttr(default_factory=PrecomputeReport)
+
+    def __init__(self, engine: BlendEngine, strict: bool = False, **kwargs: Any) -> None:
+        """Compute with ``engine``."""
+        super().__init__(**{**kwargs, "engine": engine, "strict": strict, "computed_for": _digest(engine)})
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the name LlamaIndex knows the class by."""
+        return "CacheBlendPrecompute"
+
+    @property
+    def report(self) -> PrecomputeReport:
+        """What the last call did."""
+        return self._report
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Compute what is not stored yet.
+
+        Raises:
+            StoreError: The store cannot be written.
+            RuntimeError: With ``strict``, some KV could not be kept.
+        """
+        self._report = report = precompute_nodes(self.engine, nodes)
+        if report.failed:
+            some, why = next(iter(report.failed.items()))
+            said = f"The KV of {len(report.failed)} of {len(nodes)} nodes is not stored; chunk {some}: {why}."
+            if self.strict:
+                raise RuntimeError(said)
+            _log.warning("%s They are answered by ordinary prefill.", said)
+        return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Async twin, off the event loop."""
+        return await asyncio.to_thread(self.__call__, nodes, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be sent to a worker process with a model inside."""
+        refuse_unpicklable(self.engine, type(self).__name__)
+        return super().__getstate__()
+
+
+def _digest(engine: BlendEngine) -> str:
+    header = list(getattr(engine, "header_ids", ()))
+    return hashlib.sha256(json.dumps([engine.fingerprint.digest, header]).encode()).hexdigest()[:32]

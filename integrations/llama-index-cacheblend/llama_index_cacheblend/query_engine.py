@@ -1,0 +1,164 @@
+"""`CacheBlendQueryEngine` and `CacheBlendChatEngine`: everything joined, from documents or from an index you have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from llama_index.core import VectorStoreIndex
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.chat_engine import CondensePlusContextChatEngine
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.ingestion import run_transformations
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import CompactAndRefine
+from llama_index.core.schema import Document, TransformComponent
+from llama_index.core.settings import Settings
+
+from cacheblend_rag.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.tokens import encoder_for
+from llama_index_cacheblend.embedding import BundledEmbedding
+from llama_index_cacheblend.handles import engine_for
+from llama_index_cacheblend.llm import CacheBlendLLM
+from llama_index_cacheblend.nodes import precompute_nodes
+from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
+from llama_index_cacheblend.retriever import CacheBlendRetriever
+from llama_index_cacheblend.synthesizer import CacheBlendSynthesizer
+from llama_index_cacheblend.templates import CONTEXT_PROMPT
+
+_TOP_K = 6
+
+
+class CacheBlendQueryEngine(RetrieverQueryEngine):
+    """A `RetrieverQueryEngine` whose retriever registers chunks and whose synthesizer reuses their KV.
+
+    ``response.metadata["cacheblend"]`` says what each LLM call reused.
+    """
+
+    @classmethod
+    def from_documents(
+        cls,
+        documents: Sequence[Document],
+        *,
+        engine: BlendEngine | None = None,
+        llm: CacheBlendLLM | None = None,
+        embed_model: BaseEmbedding | None = None,
+        transformations: Sequence[TransformComponent] | None = None,
+        chunk_size: int = DEFAULT_CHUNK_TOKENS,
+        similarity_top_k: int = _TOP_K,
+        precompute: bool = True,
+        show_progress: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Split, precompute and index documents in memory.
+
+        Args:
+            documents: What to answer from.
+            engine: The model; None takes the LLM's, else that of `Settings.llm`.
+            llm: An LLM of that engine, if you want other than its defaults.
+            embed_model: None takes `Settings.embed_model` if you set one, else :class:`BundledEmbedding`.
+            transformations: None splits at sentence edges into chunks of ``chunk_size`` of the model's tokens, without overlap.
+            chunk_size: Most tokens of a chunk, metadata included.
+            similarity_top_k: Chunks retrieved for a question.
+            precompute: Compute all KV now; otherwise each chunk's is computed with the first prompt that needs it.
+            show_progress: Show LlamaIndex's progress bars.
+            options: As of :meth:`from_index`.
+        """
+        own = engine or (llm.engine if llm is not None else engine_for(None, cls.__name__))
+        if transformations is None:
+            count = encoder_for(own.tokenizer).document
+            transformations = [SentenceSplitter(chunk_size=chunk_size, chunk_overlap=0, tokenizer=count)]
+        nodes = run_transformations(list(documents), transformations, show_progress=show_progress)
+        if not nodes:
+            raise InputError("There is nothing to index: the documents hold no text.")
+        if precompute:
+            precompute_nodes(own, nodes)
+        embedding = embed_model or Settings._embed_model or BundledEmbedding()
+        index = VectorStoreIndex(list(nodes), embed_model=embedding, show_progress=show_progress)
+        return cls.from_index(index, engine=own, llm=llm, similarity_top_k=similarity_top_k, **options)
+
+    @classmethod
+    def from_index(
+        cls,
+        index: BaseIndex[Any],
+        *,
+        engine: BlendEngine | None = None,
+        llm: CacheBlendLLM | None = None,
+        similarity_top_k: int = _TOP_K,
+        retriever_kwargs: dict[str, Any] | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Answer from an index you have.
+
+        Its nodes' KV is taken from the engine's store; what is missing is computed with the first prompt that needs it.
+
+        Args:
+            index: Any LlamaIndex index.
+            engine: The model; None takes the LLM's, else that of `Settings.llm`.
+            llm: An LLM of that engine, if you want other than its defaults.
+            similarity_top_k: Chunks retrieved for a question.
+            retriever_kwargs: For ``index.as_retriever`` (filters, modes...).
+            node_postprocessors: LlamaIndex's.
+            options: As of :class:`CacheBlendSynthesizer` (``response_mode``, ``streaming``, ``text_qa_template``...).
+        """
+        synthesizer = CacheBlendSynthesizer(engine, llm=llm, **options)
+        base = index.as_retriever(**{"similarity_top_k": similarity_top_k, **(retriever_kwargs or {})})
+        return cls(
+            retriever=CacheBlendRetriever(base, synthesizer.engine),
+            response_synthesizer=synthesizer,
+            node_postprocessors=node_postprocessors,
+        )
+
+
+class CacheBlendChatEngine(CondensePlusContextChatEngine):
+    """LlamaIndex's condense-plus-context chat engine, with prompts packed without cutting through chunks."""
+
+    @classmethod
+    def from_retriever(
+        cls,
+        retriever: BaseRetriever,
+        *,
+        engine: BlendEngine | None = None,
+        llm: CacheBlendLLM | None = None,
+        **options: Any,
+    ) -> Self:
+        """Chat over a retriever.
+
+        Args:
+            retriever: Any retriever.
+            engine: The model; None takes the LLM's, else that of `Settings.llm`.
+            llm: An LLM of that engine, if you want other than its defaults.
+            options: As of LlamaIndex's `from_defaults`. ``context_prompt``: the default instruction and the chunks, unless given.
+        """
+        own = llm or CacheBlendLLM(engine=engine_for(engine, cls.__name__))
+        options.setdefault("context_prompt", CONTEXT_PROMPT)
+        made = cls.from_defaults(CacheBlendRetriever(retriever, own.engine), own, **options)
+        assert isinstance(made, cls)
+        return made
+
+    @classmethod
+    def from_index(
+        cls,
+        index: BaseIndex[Any],
+        *,
+        engine: BlendEngine | None = None,
+        llm: CacheBlendLLM | None = None,
+        similarity_top_k: int = _TOP_K,
+        **options: Any,
+    ) -> Self:
+        """Chat over an index; see :meth:`from_retriever`."""
+        retriever = index.as_retriever(similarity_top_k=similarity_top_k)
+        return cls.from_retriever(retriever, engine=engine, llm=llm, **options)
+
+    def _get_response_synthesizer(self, chat_history: list[ChatMessage], streaming: bool = False) -> CompactAndRefine:
+        synthesizer = super()._get_response_synthesizer(chat_history, streaming)
+        if isinstance(self._llm, CacheBlendLLM):
+            synthesizer._prompt_helper = ChunkPreservingPromptHelper(self._llm.engine, self._llm.max_tokens)
+        return synthesizer

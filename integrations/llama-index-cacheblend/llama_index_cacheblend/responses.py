@@ -1,0 +1,112 @@
+"""What the engine reports, as LlamaIndex responses; and how to see it in chains that do not hand responses out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
+
+from cacheblend_rag.engines.base import Generation
+
+_OWN = "cacheblend"
+
+
+def raw_of(generation: Generation, model: str) -> dict[str, Any]:
+    """Return the `raw` of a finished response.
+
+    ``usage`` has OpenAI's names and Usage's: ``prompt_tokens = reused_tokens + computed_tokens``; ``recomputed_tokens`` are those
+    of the computed ones that had stored KV. Every token in ``prompt_tokens_details.cached_tokens`` was reused as it is.
+    """
+    usage = generation.usage
+    return {
+        "object": _OWN,
+        "model": model,
+        "usage": {
+            **asdict(usage),
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
+        },
+        "mode": generation.mode,
+        "reason": generation.reason,
+        "missing": list(generation.missing),
+        "finish_reason": generation.finish_reason,
+        "timings": asdict(generation.timings),
+    }
+
+
+def chat_response(text: str, delta: str | None, raw: dict[str, Any] | None) -> ChatResponse:
+    """Return a (partial) answer as a chat response."""
+    return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=text), delta=delta, raw=raw)
+
+
+def completion_response(text: str, delta: str | None, raw: dict[str, Any] | None) -> CompletionResponse:
+    """Return a (partial) answer as a completion."""
+    return CompletionResponse(text=text, delta=delta, raw=raw)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One finished call of a CacheBlendLLM.
+
+    Attributes:
+        text: The answer.
+        mode: ``"blend"`` or ``"prefill"``.
+        reason: Why that mode, in words.
+        usage: Token counts; see :func:`raw_of`.
+        raw: All that the response's `raw` holds.
+    """
+
+    text: str
+    mode: str
+    reason: str
+    usage: dict[str, Any]
+    raw: dict[str, Any]
+
+
+class UsageHandler(BaseEventHandler):
+    """Collects what every CacheBlendLLM call reported, whatever chain made it. See :func:`collect_usage`."""
+
+    _calls: list[Call] = PrivateAttr(default_factory=list)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the name LlamaIndex knows the handler by."""
+        return "CacheBlendUsageHandler"
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that have finished, in the order they did."""
+        return self._calls
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        """Take in one event."""
+        if not isinstance(event, (LLMChatEndEvent, LLMCompletionEndEvent)) or event.response is None:
+            return
+        raw = event.response.raw
+        if isinstance(raw, dict) and raw.get("object") == _OWN:
+            response = event.response
+            text = response.message.content or "" if isinstance(response, ChatResponse) else response.text
+            self._calls.append(Call(text, raw["mode"], raw["reason"], raw["usage"], raw))
+
+
+@contextmanager
+def collect_usage() -> Iterator[list[Call]]:
+    """Collect the calls that finish anywhere in this process while the block runs.
+
+    A streamed call has finished when its last piece was read.
+    """
+    handler = UsageHandler()
+    handlers = get_dispatcher().event_handlers
+    handlers.append(handler)
+    try:
+        yield handler.calls
+    finally:
+        handlers[:] = [other for other in handlers if other is not handler]

@@ -1,0 +1,143 @@
+"""`CacheBlendSynthesizer`: LlamaIndex's response synthesizers, told exactly which chunks their prompts hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.callbacks.base import CallbackManager
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode, get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, QueryType
+from llama_index.core.types import RESPONSE_TEXT_TYPE
+
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError
+from llama_index_cacheblend.handles import engine_for
+from llama_index_cacheblend.llm import CacheBlendLLM
+from llama_index_cacheblend.nodes import register_nodes
+from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
+from llama_index_cacheblend.templates import qa_template
+
+USAGE_KEY = "cacheblend"
+"""Key of a response's `metadata` under which the `raw` of each LLM call is found, in order."""
+
+
+class CacheBlendSynthesizer(BaseSynthesizer):
+    """Synthesizes as LlamaIndex does (compact, refine, tree_summarize, accumulate...), with the nodes' KV.
+
+    A synthesizer passes strings to its LLM; this one knows the nodes they come from. Their chunks are looked for before any other
+    registered chunk, prompts are packed without cutting through them, and ``response.metadata["cacheblend"]`` says what each LLM
+    call reused (of a streamed response: once it has been read).
+    """
+
+    def __init__(
+        self,
+        engine: BlendEngine | None = None,
+        *,
+        llm: CacheBlendLLM | None = None,
+        response_mode: ResponseMode | str = ResponseMode.COMPACT,
+        text_qa_template: BasePromptTemplate | None = None,
+        summary_template: BasePromptTemplate | None = None,
+        prompt_helper: Any = None,
+        callback_manager: CallbackManager | None = None,
+        streaming: bool = False,
+        **options: Any,
+    ) -> None:
+        """Set up a synthesizer.
+
+        Args:
+            engine: The model; None takes the LLM's, else that of `Settings.llm`.
+            llm: An LLM of that engine, if you want other than its defaults.
+            response_mode: One of LlamaIndex's.
+            text_qa_template: None takes :func:`qa_template`, not LlamaIndex's, which puts other text before the first chunk.
+            summary_template: For `tree_summarize`; None takes :func:`qa_template`, too.
+            prompt_helper: None takes :class:`ChunkPreservingPromptHelper`.
+            callback_manager: LlamaIndex's.
+            streaming: Whether responses are streamed.
+            options: What else LlamaIndex's `get_response_synthesizer` takes (``refine_template``, ``output_cls``...).
+
+        Raises:
+            InputError: No engine, or an LLM of another engine.
+        """
+        if llm is not None and engine is not None and llm.engine is not engine:
+            raise InputError("The LLM has another engine; give the engine or the LLM, not two that differ.")
+        owner = type(self).__name__
+        self._own: CacheBlendLLM = llm or CacheBlendLLM(engine=engine_for(engine, owner), watch_retrieval=False)
+        helper = prompt_helper or ChunkPreservingPromptHelper(self._own.engine, self._own.max_tokens)
+        self._options: dict[str, Any] = {
+            "response_mode": ResponseMode(response_mode),
+            "text_qa_template": text_qa_template or qa_template(),
+            "summary_template": summary_template or qa_template(),
+            "prompt_helper": helper,
+            "callback_manager": callback_manager,
+            "streaming": streaming,
+            **options,
+        }
+        super().__init__(
+            llm=self._own,
+            callback_manager=callback_manager,
+            prompt_helper=helper,
+            streaming=streaming,
+            output_cls=options.get("output_cls"),
+        )
+        self._prototype = get_response_synthesizer(llm=self._own, **self._options)
+
+    @property
+    def engine(self) -> BlendEngine:
+        """The model."""
+        return self._own.engine
+
+    def _get_prompts(self) -> dict[str, Any]:
+        return dict(self._prototype._get_prompts())
+
+    def _update_prompts(self, prompts: dict[str, Any]) -> None:
+        self._prototype._update_prompts(prompts)
+
+    def _prepare(self, nodes: Sequence[NodeWithScore]) -> tuple[BaseSynthesizer, list[dict[str, Any]]]:
+        """Return a synthesizer for these nodes alone, and where the usage of its calls will be."""
+        calls: list[dict[str, Any]] = []
+        llm = self._own.holding(register_nodes(self.engine, nodes), calls)
+        inner = get_response_synthesizer(llm=llm, **{**self._options, "callback_manager": self._callback_manager})
+        inner._update_prompts(self._prototype._get_prompts())
+        return inner, calls
+
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """Answer from ``nodes``."""
+        inner, calls = self._prepare(nodes)
+        return _with_usage(inner.synthesize(query, nodes, additional_source_nodes, **response_kwargs), calls)
+
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """Async twin of :meth:`synthesize`; nodes are tokenised off the event loop."""
+        inner, calls = await asyncio.to_thread(self._prepare, nodes)
+        return _with_usage(await inner.asynthesize(query, nodes, additional_source_nodes, **response_kwargs), calls)
+
+    def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
+        """Answer from strings, as every synthesizer; their chunks are found by content alone."""
+        return self._prototype.get_response(query_str, text_chunks, **response_kwargs)
+
+    async def aget_response(
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+    ) -> RESPONSE_TEXT_TYPE:
+        """Async twin of :meth:`get_response`."""
+        return await self._prototype.aget_response(query_str, text_chunks, **response_kwargs)
+
+
+def _with_usage(response: RESPONSE_TYPE, calls: list[dict[str, Any]]) -> RESPONSE_TYPE:
+    if response.metadata is not None:
+        response.metadata[USAGE_KEY] = calls
+    return response

@@ -1,0 +1,68 @@
+"""One bundled model for all tests, and the demo corpus as LlamaIndex nodes."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Iterator
+
+import llama_index.core
+import pytest
+from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode
+
+from cacheblend_rag import TransformersEngine
+from cacheblend_rag.demo.bundle import bundled_corpus
+from cacheblend_rag.tokens import encoder_for
+from llama_index_cacheblend import BundledEmbedding, precompute_nodes
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[TransformersEngine]:
+    with TransformersEngine(device="cpu") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def embedding() -> BundledEmbedding:
+    return BundledEmbedding(device="cpu")
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[Document]:
+    return [
+        Document(text=path.read_text(encoding="utf-8"), metadata={"file_name": path.name})
+        for path in sorted(bundled_corpus().iterdir())[:2]
+    ]
+
+
+@pytest.fixture(scope="session")
+def nodes(engine: TransformersEngine, documents: list[Document]) -> list[BaseNode]:
+    splitter = SentenceSplitter(
+        chunk_size=200, chunk_overlap=0, tokenizer=encoder_for(engine.tokenizer).document, include_prev_next_rel=True
+    )
+    nodes = splitter.get_nodes_from_documents(documents)
+    precompute_nodes(engine, nodes)
+    return nodes
+
+
+@pytest.fixture(scope="session")
+def index(nodes: list[BaseNode], embedding: BundledEmbedding) -> VectorStoreIndex:
+    return VectorStoreIndex(nodes, embed_model=embedding)
+
+
+@pytest.fixture(autouse=True)
+def untouched_globals() -> Iterator[None]:
+    """LlamaIndex's settings are global: every test starts and ends without any."""
+    names = ("_llm", "_embed_model", "_prompt_helper", "_chat_prompt_helper", "_callback_manager", "_node_parser")
+    saved = {name: getattr(Settings, name) for name in names if hasattr(Settings, name)}
+    tokenizer, handlers = llama_index.core.global_tokenizer, list(get_dispatcher().event_handlers)
+    yield
+    for name, value in saved.items():
+        setattr(Settings, name, value)
+    llama_index.core.global_tokenizer = tokenizer
+    get_dispatcher().event_handlers[:] = handlers
