@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from cacheblend_rag.chunking import chunk_id
-from cacheblend_rag.errors import InputError
 from langchain_core.documents import Document
 from langchain_core.language_models import LanguageModelLike
 from langchain_core.messages import BaseMessage
@@ -15,6 +13,9 @@ from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
 from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
+
+from cacheblend_rag.chunking import chunk_id
+from cacheblend_rag.errors import InputError
 
 _PLAIN = PromptTemplate.from_template("{page_content}")
 

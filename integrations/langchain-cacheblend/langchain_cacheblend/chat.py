@@ -8,9 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any, Literal, cast
 
-from cacheblend_rag.engines.base import Generation, StreamEvent
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import BlendPrompt, chat_prompt, reads_tools
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
@@ -21,10 +18,13 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
+from cacheblend_rag.engines.base import Generation, StreamEvent
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import BlendPrompt, chat_prompt, reads_tools
 from langchain_cacheblend.messages import chat_messages
 from langchain_cacheblend.requests import DEFAULT_MAX_TOKENS, EngineFields, Request, langchain_errors, usage_metadata
 from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name
-from langchain_cacheblend.tools import CallReader, call_schema, required_tool
+from langchain_cacheblend.tools import CallReader, call_schema, required_tool, unreadable
 
 _OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
 
@@ -196,7 +196,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
             rest, valid, invalid = reader.finish()
             text += rest
             spelled = [(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"]) for call in valid]
-            spelled += [(call["name"] or "", call["args"] or "", call["id"]) for call in invalid]
+            spelled += [(call["name"] or "", unreadable(call["args"] or ""), call["id"]) for call in invalid]
             calls = [tool_call_chunk(name=n, args=a, id=i, index=at) for at, (n, a, i) in enumerate(spelled)]
         message = AIMessageChunk(
             content=text,

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from langchain_core.documents import BaseDocumentTransformer, Document
+from langchain_core.embeddings import Embeddings
+
 from cacheblend_rag.chunking import DEFAULT_CHUNK_TOKENS, split_text
 from cacheblend_rag.embedding import DEFAULT_EMBEDDING, Embedder
 from cacheblend_rag.engines.base import BlendEngine
-from langchain_core.documents import BaseDocumentTransformer, Document
-from langchain_core.embeddings import Embeddings
 
 
 class ChunkSplitter(BaseDocumentTransformer):

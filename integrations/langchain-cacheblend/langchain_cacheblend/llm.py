@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any, cast
 
-from cacheblend_rag.engines.base import Generation
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import text_prompt
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
 from langchain_core.language_models.base import LangSmithParams
@@ -17,6 +14,9 @@ from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
 
+from cacheblend_rag.engines.base import Generation
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import text_prompt
 from langchain_cacheblend.requests import EngineFields, Request, langchain_errors, usage_metadata
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import chunk_of
 from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
@@ -19,6 +15,11 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import chunk_of
 
 # Blocks of an answer that say what its `tool_calls` say too, or that templates leave out of the history.
 _SILENT_BLOCKS = {

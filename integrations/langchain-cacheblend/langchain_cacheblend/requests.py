@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.base import BlendEngine, BlendSettings, Generation, Reuse, SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompt import BlendPrompt, tokenize
 from cacheblend_rag.tokens import encoder_for
-from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
 from langchain_cacheblend.uses import uses_of
 
 DEFAULT_MAX_TOKENS = 512
@@ -99,7 +99,7 @@ class EngineFields(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Refuse values outside their range when the model is made, not at its first call."""
-        self.sampling(None, {}, self.max_tokens or 1)
+        self.sampling(None, {}, 1 if self.max_tokens is None else self.max_tokens)
         self.blend_settings({})
         return self
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cacheblend_rag.engines.base import BlendEngine, PrecomputeReport
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -17,6 +16,7 @@ from langchain_core.retrievers import BaseRetriever, RetrieverLike
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field
 
+from cacheblend_rag.engines.base import BlendEngine, PrecomputeReport
 from langchain_cacheblend.documents import BundledEmbeddings
 from langchain_cacheblend.uses import precompute, uses_of
 
@@ -83,21 +83,23 @@ class CacheBlendRetriever(BaseRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         config = {"callbacks": run_manager.get_child()}
-        found = self.base_retriever.invoke(query, config, **self._base_arguments(kwargs))  # type: ignore[arg-type]
+        found = self.base_retriever.invoke(query, config, **self._base_arguments(kwargs, "_get_relevant_documents"))  # type: ignore[arg-type]
         return self._register(found, kwargs)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         config = {"callbacks": run_manager.get_child()}
-        found = await self.base_retriever.ainvoke(query, config, **self._base_arguments(kwargs))  # type: ignore[arg-type]
+        found = await self.base_retriever.ainvoke(
+            query, config, **self._base_arguments(kwargs, "_aget_relevant_documents")
+        )  # type: ignore[arg-type]
         return await asyncio.to_thread(self._register, found, kwargs)
 
-    def _base_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _base_arguments(self, kwargs: dict[str, Any], method: str) -> dict[str, Any]:
         """Return what to pass on: everything, and ``k`` where the base has use for it."""
         rest = {name: value for name, value in kwargs.items() if name != "k"}
         k = kwargs.get("k", self.k)
-        return rest if k is None or not _takes_k(self.base_retriever) else {**rest, "k": k}
+        return rest if k is None or not _takes_k(self.base_retriever, method) else {**rest, "k": k}
 
     def _register(self, found: Sequence[Document], kwargs: dict[str, Any]) -> list[Document]:
         documents = list(found)[: kwargs.get("k", self.k)]
@@ -111,10 +113,11 @@ def _texts(documents: Sequence[Document]) -> list[str]:
     return [document.page_content for document in documents]
 
 
-def _takes_k(retriever: RetrieverLike) -> bool:
+def _takes_k(retriever: RetrieverLike, method: str) -> bool:
+    # Asked of the method that will run: a retriever's sync and async methods need not take the same arguments.
     if not isinstance(retriever, BaseRetriever):
         return False
-    parameters = inspect.signature(type(retriever)._get_relevant_documents).parameters.values()
+    parameters = inspect.signature(getattr(type(retriever), method)).parameters.values()
     return any(p.name == "k" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 

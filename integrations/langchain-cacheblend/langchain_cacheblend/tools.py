@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from cacheblend_rag.errors import InputError
 from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import invalid_tool_call, tool_call
+from langchain_core.utils.json import parse_partial_json
+
+from cacheblend_rag.errors import InputError
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
@@ -138,6 +140,15 @@ class CallReader:
         if isinstance(arguments, str):
             arguments = _json(arguments)
         return tool_call(name=item["name"], args=arguments, id=_new_id()) if isinstance(arguments, dict) else None
+
+
+def unreadable(arguments: str) -> str:
+    """Return the arguments of an invalid call so that LangChain, which mends half-written JSON, does not take them for valid."""
+    try:
+        mended = parse_partial_json(arguments)
+    except ValueError:
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(mended, dict) else arguments
 
 
 def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:

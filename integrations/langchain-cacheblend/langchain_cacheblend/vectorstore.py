@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from cacheblend_rag.chunking import chunk_id
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
+from cacheblend_rag.chunking import chunk_id
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError
 from langchain_cacheblend.uses import precompute, uses_of
 
 _Item = TypeVar("_Item", Document, tuple[Document, float])

@@ -1,0 +1,151 @@
+"""An engine without a model: it answers from its prompt by rule, conforms to JSON schemas and calls tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from transformers import AutoTokenizer
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import (
+    BlendEngine,
+    BlendSettings,
+    Generation,
+    PrecomputeReport,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    Usage,
+)
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, text_prompt, tokenize
+
+from plain import BUNDLED
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}"
+    "{% for m in messages %}<<{{ m['role'] }}>>{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<<end>>\n{% endfor %}"
+    "{% if add_generation_prompt %}<<assistant>>{% endif %}"
+)
+_TURN = re.compile(r"<<(\w+)>>(.*?)<<end>>", re.DOTALL)
+
+
+class ScriptedEngine(BlendEngine):
+    """Says ``Answer to: <last user turn>``; calls the first tool it is shown; fills schemas from what the user wrote."""
+
+    supports_json_schema: ClassVar[bool] = True
+
+    def __init__(self, window: int = 8192, answer: str | None = None):
+        self.tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+        self.tokenizer.chat_template = TEMPLATE
+        self.fingerprint = ModelFingerprint("5" * 32, "scripted")
+        self.context_window = window
+        self.registry = ChunkRegistry()
+        self.answer = answer
+        self.stored: set[str] = set()
+        self.prompts: list[BlendPrompt] = []
+        self.sampling: list[SamplingParams] = []
+        self.prefetched: list[str] = []
+        self.closed_streams = 0
+
+    def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
+        self.registry.add(chunks)
+        new = {chunk.id for chunk in chunks} - self.stored
+        self.stored |= new
+        return PrecomputeReport(len(new), len(chunks) - len(new))
+
+    def forget(self, chunk_ids: Any) -> int:
+        gone = set(chunk_ids) & self.stored
+        self.registry.remove(gone)
+        self.stored -= gone
+        return len(gone)
+
+    def prefetch(self, chunk_ids: Any) -> None:
+        self.prefetched += chunk_ids
+
+    def stream(
+        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> Iterator[StreamEvent]:
+        if isinstance(prompt, str):
+            prompt = text_prompt(prompt, self.registry)
+        sampling = sampling or SamplingParams()
+        self.prompts.append(prompt)
+        self.sampling.append(sampling)
+        return self._stream(prompt, sampling)
+
+    def _stream(self, prompt: BlendPrompt, sampling: SamplingParams) -> Iterator[StreamEvent]:
+        tokens = tokenize(prompt, self.tokenizer, self.registry)
+        missing = tuple(span.chunk.id for span in tokens.spans if span.chunk.id not in self.stored)
+        reused = sum(span.end - span.start for span in tokens.spans if span.chunk.id in self.stored)
+        text = self._answer("".join(s if isinstance(s, str) else s.text for s in prompt.segments), sampling)
+        stops = [text.index(stop) for stop in sampling.stop if stop in text]
+        text = text[: min(stops)] if stops else text
+        size = len(tokens.token_ids)
+        done = Generation(
+            text=text,
+            token_ids=tuple(self.tokenizer(text).input_ids),
+            finish_reason="stop",
+            mode="blend" if reused else "prefill",
+            reason="scripted",
+            usage=Usage(size, reused, 0, size - reused, len(text)),
+            timings=Timings(0.0, 0.1, 0.2),
+            missing=missing,
+        )
+        try:
+            for at in range(0, len(text), 7):
+                yield StreamEvent(text[at : at + 7])
+            yield StreamEvent("", done)
+            self.stored.update(missing)
+        finally:
+            self.closed_streams += 1
+
+    def _answer(self, text: str, sampling: SamplingParams) -> str:
+        if self.answer is not None:
+            return self.answer
+        turns = _TURN.findall(text)
+        asked = next((content for role, content in reversed(turns) if role == "user"), text)
+        if sampling.json_schema is not None:
+            schema = sampling.json_schema
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            return json.dumps(instance(schema, asked, schema.get("$defs", {})), ensure_ascii=False)
+        tools = re.search(r"<tools>(.*)</tools>", text)
+        if tools and turns[-1][0] == "user":
+            function = json.loads(tools[1])[0]["function"]
+            call = {"name": function["name"], "arguments": instance(function["parameters"], asked, {})}
+            return f"Let me see.\n<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
+        return f"Answer to: {asked[-200:]}"
+
+    def close(self) -> None:
+        pass
+
+
+def instance(schema: Mapping[str, Any], asked: str, definitions: Mapping[str, Any]) -> Any:
+    """Return an instance of ``schema``, with the number or the quoted name the user wrote where one is wanted."""
+    if "$ref" in schema:
+        return instance(definitions[schema["$ref"].rpartition("/")[2]], asked, definitions)
+    if "const" in schema:
+        return schema["const"]
+    for options in ("anyOf", "enum"):
+        if options in schema:
+            first = schema[options][0]
+            return instance(first, asked, definitions) if options == "anyOf" else first
+    kind = schema.get("type", "object")
+    number = re.search(r"\((\d+)\)", asked)
+    quoted = re.search(r"'(.+?)'", asked)
+    simple = {
+        "integer": int(number[1]) if number else 1,
+        "number": float(number[1]) if number else 1.0,
+        "string": quoted[1] if quoted else "Pirate",
+        "boolean": True,
+        "null": None,
+        "array": [],
+    }
+    if kind != "object":
+        return simple[kind]
+    # Any object at all is JSON mode: the keys are those the user asks for.
+    properties = schema.get("properties", {key: {"type": "string"} for key in re.findall(r"'(\w+)'", asked)})
+    return {name: instance(part, asked, definitions) for name, part in properties.items()}

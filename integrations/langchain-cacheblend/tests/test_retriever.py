@@ -1,0 +1,158 @@
+"""The retriever: what it passes on, what it registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableLambda
+from langchain_core.vectorstores import InMemoryVectorStore
+from pydantic import ValidationError
+
+from cacheblend_rag.chunking import chunk_id
+from cacheblend_rag.errors import StoreError
+from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChatCacheBlend, ChunkSplitter
+from langchain_cacheblend.retriever import _prefetcher
+
+from scripted import ScriptedEngine
+
+DOCUMENTS = [Document(page_content=f"Note number {n} is about the harbour of Marlow.", id=str(n)) for n in range(6)]
+
+
+def store() -> InMemoryVectorStore:
+    made = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
+    made.add_documents(DOCUMENTS)
+    return made
+
+
+class Fixed(BaseRetriever):
+    """Takes a keyword of its own, and no k."""
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, only: str = ""
+    ) -> list[Document]:
+        return [d for d in DOCUMENTS if only in d.page_content]
+
+
+class SyncK(BaseRetriever):
+    """Takes k when called, and not when awaited: LangChain's default async method passes nothing on."""
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int
+    ) -> list[Document]:
+        return DOCUMENTS[:k]
+
+    async def _aget_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        return DOCUMENTS
+
+
+def test_what_is_found_is_registered_and_read_ahead_but_not_computed(scripted: ScriptedEngine) -> None:
+    found = CacheBlendRetriever(base_retriever=Fixed(), engine=scripted).invoke("x")
+    assert found == DOCUMENTS
+    assert {chunk.text for chunk in scripted.registry} == {d.page_content for d in DOCUMENTS}
+    assert scripted.stored == set()
+    _prefetcher.submit(lambda: None).result()
+    assert scripted.prefetched == [chunk_id(d.page_content) for d in DOCUMENTS]
+
+
+def test_prefetching_can_be_switched_off_and_its_failures_do_not_matter(scripted: ScriptedEngine) -> None:
+    def fail(chunk_ids: Any) -> None:
+        raise StoreError("gone")
+
+    CacheBlendRetriever(base_retriever=Fixed(), engine=scripted, prefetch=False).invoke("x")
+    scripted.prefetch = fail  # type: ignore[method-assign]
+    assert CacheBlendRetriever(base_retriever=Fixed(), engine=scripted).invoke("x") == DOCUMENTS
+    _prefetcher.submit(lambda: None).result()
+
+
+def test_arguments_reach_the_base(scripted: ScriptedEngine) -> None:
+    retriever = CacheBlendRetriever(base_retriever=Fixed(), engine=scripted)
+    assert retriever.invoke("x", only="number 3") == [DOCUMENTS[3]]
+    filtered = CacheBlendRetriever.from_vectorstore(store(), scripted, search_kwargs={"filter": lambda d: d.id == "2"})
+    assert [d.id for d in filtered.invoke("x")] == ["2"]
+
+
+async def test_k_is_passed_on_where_the_base_takes_it_and_kept_where_not(scripted: ScriptedEngine) -> None:
+    wide = CacheBlendRetriever.from_vectorstore(store(), scripted, k=5)
+    assert len(wide.invoke("x")) == 5 == len(await wide.ainvoke("x"))
+    assert len(wide.invoke("x", k=6)) == 6
+    for base in (Fixed(), SyncK(), RunnableLambda(lambda q: list(DOCUMENTS))):
+        retriever = CacheBlendRetriever(base_retriever=base, engine=scripted, k=2)
+        assert retriever.invoke("x") == DOCUMENTS[:2]
+        assert retriever.invoke("x", k=3) == DOCUMENTS[:3] == await retriever.ainvoke("x", k=3)
+    with pytest.raises(ValidationError):
+        CacheBlendRetriever(base_retriever=Fixed(), engine=scripted, k=0)
+
+
+def test_callbacks_see_the_base_as_a_child(scripted: ScriptedEngine) -> None:
+    class Handler(BaseCallbackHandler):
+        def __init__(self) -> None:
+            self.runs: list[tuple[Any, Any]] = []
+
+        def on_retriever_start(self, *args: Any, run_id: Any, parent_run_id: Any = None, **kwargs: Any) -> None:
+            self.runs.append((run_id, parent_run_id))
+
+    handler = Handler()
+    CacheBlendRetriever(base_retriever=Fixed(), engine=scripted).invoke("x", config={"callbacks": [handler]})
+    assert [parent for _, parent in handler.runs] == [None, handler.runs[0][0]]
+
+
+def test_from_documents_computes_the_kv(scripted: ScriptedEngine) -> None:
+    embedding = DeterministicFakeEmbedding(size=8)
+    retriever = CacheBlendRetriever.from_documents(DOCUMENTS, scripted, embedding=embedding, k=2)
+    assert scripted.stored == {chunk_id(d.page_content) for d in DOCUMENTS}
+    context = "\n\n".join(d.page_content for d in retriever.invoke("x"))
+    answer = ChatCacheBlend(engine=scripted).invoke(context)
+    assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
+
+
+def test_documents_that_cannot_stand_in_a_prompt_are_left_out() -> None:
+    engine = ScriptedEngine(window=40)
+    long = Document(page_content="word " * 100)
+    retriever = CacheBlendRetriever(
+        base_retriever=RunnableLambda(lambda q: [long, Document(page_content=" ")]), engine=engine
+    )
+    assert len(retriever.invoke("x")) == 2
+    assert retriever.precompute([long, DOCUMENTS[0]]).computed == 1
+    assert len(engine.registry) == 1
+
+
+def test_a_store_that_refuses_is_a_warning(scripted: ScriptedEngine) -> None:
+    def refuse(chunks: Any, progress: Any = None) -> Any:
+        raise StoreError("The disk is full.")
+
+    scripted.precompute = refuse  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="disk is full"):
+        report = CacheBlendRetriever(base_retriever=Fixed(), engine=scripted).precompute(DOCUMENTS)
+    assert len(report.failed) == len(DOCUMENTS)
+
+
+def test_the_engine_is_neither_printed_nor_written(scripted: ScriptedEngine) -> None:
+    retriever = CacheBlendRetriever(base_retriever=Fixed(), engine=scripted)
+    assert "ScriptedEngine" not in repr(retriever) + str(retriever.model_dump())
+
+
+def test_the_splitter_cuts_by_the_engines_tokens_and_keeps_metadata(scripted: ScriptedEngine) -> None:
+    text = "The harbour of Marlow is very old. Its keeper is Ada Brenmoor. " * 12
+    pieces = ChunkSplitter(scripted, max_tokens=40).transform_documents(
+        [Document(page_content=text, metadata={"source": "a"})]
+    )
+    assert len(pieces) > 3
+    for piece in pieces:
+        assert len(scripted.tokenizer(piece.page_content).input_ids) <= 40
+        start = piece.metadata["start_index"]
+        assert piece.metadata["source"] == "a" and text[start:].startswith(piece.page_content)
+
+
+def test_the_bundled_embeddings_find_what_is_asked_for(embedding: BundledEmbeddings) -> None:
+    texts = ["The ship's captain is Petra.", "Bread is baked at noon. " * 200]
+    vectors = embedding.embed_documents(texts)
+    question = embedding.embed_query("Who commands the ship?")
+    near, far = (sum(a * b for a, b in zip(question, v, strict=True)) for v in vectors)
+    assert near > far
+    assert all(abs(sum(a * a for a in v) - 1) < 1e-5 for v in vectors)
+    assert embedding.embed_documents([]) == []
