@@ -97,6 +97,7 @@ class BlendClient:
         self._entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks)
         self._end_tokens = _end_tokens(llm)
         self._written: dict[str, str] = {}
+        self._computing: dict[tuple[int, ...], asyncio.Future[str]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._names = (f"cacheblend-{uuid4().hex[:8]}-{n}" for n in itertools.count())
 
@@ -233,7 +234,14 @@ class BlendClient:
         return PrecomputeReport(computed, present, sum(map(len, jobs)), time.perf_counter() - begin, failed)
 
     async def _precompute_one(self, token_ids: tuple[int, ...]) -> str:
-        """Compute one entry; return why it is not in the store, or an empty string."""
+        """Compute one entry, once however many ask for it; return why it is not in the store, or an empty string."""
+        running = self._computing.get(token_ids)
+        if running is None:
+            running = self._computing[token_ids] = asyncio.ensure_future(self._compute(token_ids))
+            running.add_done_callback(lambda _: self._computing.pop(token_ids, None))
+        return await asyncio.shield(running)  # one caller that goes away does not end it for the others
+
+    async def _compute(self, token_ids: tuple[int, ...]) -> str:
         header = self.header_ids
         prompt = {"prompt_token_ids": [*header, *token_ids]}
         save = {PARAMS: {"save": len(header) if token_ids else 0}}
