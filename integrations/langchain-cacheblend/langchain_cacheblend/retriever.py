@@ -13,6 +13,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, Callba
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
+from langchain_core.runnables import RunnableConfig
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field
 
@@ -82,17 +83,16 @@ class CacheBlendRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        config = {"callbacks": run_manager.get_child()}
-        found = self.base_retriever.invoke(query, config, **self._base_arguments(kwargs, "_get_relevant_documents"))  # type: ignore[arg-type]
-        return self._register(found, kwargs)
+        config: RunnableConfig = {"callbacks": run_manager.get_child()}
+        passed = self._base_arguments(kwargs, "_get_relevant_documents")
+        return self._register(self.base_retriever.invoke(query, config, **passed), kwargs)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        config = {"callbacks": run_manager.get_child()}
-        found = await self.base_retriever.ainvoke(
-            query, config, **self._base_arguments(kwargs, "_aget_relevant_documents")
-        )  # type: ignore[arg-type]
+        config: RunnableConfig = {"callbacks": run_manager.get_child()}
+        passed = self._base_arguments(kwargs, "_aget_relevant_documents")
+        found = await self.base_retriever.ainvoke(query, config, **passed)
         return await asyncio.to_thread(self._register, found, kwargs)
 
     def _base_arguments(self, kwargs: dict[str, Any], method: str) -> dict[str, Any]:
