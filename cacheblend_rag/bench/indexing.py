@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from cacheblend_rag.bench.measure import machine, median
 from cacheblend_rag.bench.setup import Workbench, own_attention
 from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.kv import kv_key
+from cacheblend_rag.prompt import TokenizedPrompt
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def bench_index(
 ) -> dict[str, Any]:
     """Measure; the methods take turns, after one warm-up round.
 
-    ``plain`` runs transformers' own forward over the same rows ``header + chunk`` in the same batches and keeps nothing.
+    ``plain`` prefills the same rows ``header + chunk`` without this library and keeps nothing: transformers' own forward in
+    the same batches, or vLLM's own requests for one token.
     """
     say = progress or (lambda line: None)
     plain_s: list[float] = []
@@ -60,15 +64,15 @@ def bench_index(
                 seconds.append(took)
     tokens = settings.chunks * settings.chunk_tokens
     return {
-        "engine": "transformers",
+        "engine": place.name,
         "model": place.label,
         "settings": {
             **asdict(settings),
             "kv": place.kv,
             "warmup_rounds": 1,
-            "rows_per_batch": rows_per_batch(place.device, len(place.engine.header_ids) + settings.chunk_tokens),
+            "rows_per_batch": _rows(place, settings.chunk_tokens),
             "device": str(place.device),
-            "dtype": str(place.engine.runner.dtype).removeprefix("torch."),
+            "dtype": str(place.dtype).removeprefix("torch."),
         },
         "methods": {
             "plain": {"seconds": plain_s, "tokens_per_s": tokens / median(plain_s)},
@@ -79,7 +83,17 @@ def bench_index(
     }
 
 
+def _plain_requests(place: Workbench, chunks: list[Chunk]) -> float:
+    header = place.engine.header_ids
+    prompts = [TokenizedPrompt((*header, *chunk.token_ids), ()) for chunk in chunks]
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(lambda p: place.engine.generate(p, SamplingParams(max_tokens=1)), prompts))
+    return time.perf_counter() - begin
+
+
 def _index(place: Workbench, chunks: list[Chunk]) -> float:
+    place.forget()
     begin = time.perf_counter()
     place.engine.precompute(chunks)
     seconds = time.perf_counter() - begin
@@ -88,9 +102,18 @@ def _index(place: Workbench, chunks: list[Chunk]) -> float:
     return seconds
 
 
+def _rows(place: Workbench, chunk_tokens: int) -> int | None:
+    if place.model is None:
+        return None  # vLLM's scheduler decides
+    return rows_per_batch(place.device, len(place.engine.header_ids) + chunk_tokens)
+
+
 @torch.inference_mode()
 def _plain_prefill(place: Workbench, chunks: list[Chunk]) -> float:
-    model, header = place.engine.runner.model, place.engine.header_ids
+    model, header = place.model, place.engine.header_ids
+    place.forget()
+    if model is None:
+        return _plain_requests(place, chunks)
     rows = [[*header, *chunk.token_ids] for chunk in chunks]
     size = rows_per_batch(place.device, len(rows[0]))
     with own_attention(model):

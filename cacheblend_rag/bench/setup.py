@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.loading import device_named, dtype_named, random_model
+from cacheblend_rag.engines.transformers.loading import device_named, dtype_named, random_config, random_model
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm import VLLMEngine
+
 KVPlace = Literal["ram", "disk"]
+EngineName = Literal["transformers", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class BenchModel:
         device: As torch names it; None takes CUDA if there is one.
         dtype: Name of a torch dtype; None for the engine's choice (fp32 for random weights on a CPU, else bf16).
         threads: CPU threads of torch; None leaves torch's own.
+        engine: Which engine runs it.
     """
 
     model: str | None = None
@@ -38,6 +44,7 @@ class BenchModel:
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
+    engine: EngineName = "transformers"
 
     def __post_init__(self) -> None:
         """Refuse two models at once, and names torch does not know."""
@@ -56,51 +63,65 @@ class Workbench:
     Attributes:
         engine: The engine; its parity gate has passed.
         label: What the model is called in results.
-        directory: The disk store's directory; None if the KV is in RAM.
+        directory: The directory whose disk is measured; None if the KV is in RAM.
+        device: Where the model is.
+        dtype: What it computes in.
+        vocab_size: Its vocabulary.
+        name: Of the engine.
     """
 
-    engine: TransformersEngine
+    engine: TransformersEngine | VLLMEngine
     label: str
     directory: Path | None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self.engine.runner.device
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    name: EngineName = "transformers"
 
     @property
     def kv(self) -> KVPlace:
         """Where stored KV lies."""
         return "ram" if self.directory is None else "disk"
 
+    @property
+    def model(self) -> Any:
+        """The transformers model itself, to run without this library; None in other engines."""
+        return self.engine.runner.model if isinstance(self.engine, TransformersEngine) else None
+
     def files(self) -> list[Path]:
         """Return the files of all stored entries."""
         return [] if self.directory is None else sorted(self.directory.rglob("*.safetensors"))
 
+    def forget(self) -> None:
+        """Let nothing of earlier prompts help the next one, but what is in the store."""
+        if not isinstance(self.engine, TransformersEngine):
+            self.engine.reset_prefix_cache()
+
     @staticmethod
     @contextmanager
-    def open(model: BenchModel, kv: KVPlace = "ram", directory: Path | None = None) -> Iterator[Workbench]:
+    def open(
+        model: BenchModel, kv: KVPlace = "ram", directory: Path | None = None, context: int = 8192
+    ) -> Iterator[Workbench]:
         """Load the model in front of an empty store.
 
         Args:
             model: What to load.
-            kv: Where the chunks' KV is kept: in RAM without a disk, or on disk without a RAM tier.
+            kv: Where the chunks' KV is read from: RAM, or a disk without a RAM tier in front.
             directory: Where to make the temporary directory of a disk store: it decides which disk is measured.
+            context: Most tokens of a prompt, for engines that must know it beforehand.
 
         Raises:
             ModelError: The model cannot be loaded or may not be blended.
         """
-        if model.threads is not None:
-            torch.set_num_threads(model.threads)
-        with tempfile.TemporaryDirectory(prefix="cacheblend-bench-", dir=directory) as root:
-            store: KVStore = DiskStore(root) if kv == "disk" else MemoryStore()
-            with _engine(model, store) as engine:
+        with tempfile.TemporaryDirectory(prefix="cacheblend-bench-", dir=directory) as name:
+            root = Path(name)
+            opened = _on_vllm(model, kv, root, context) if model.engine == "vllm" else _on_transformers(model, kv, root)
+            with opened.engine as engine:
                 if not engine.gate.passed:
                     raise ModelError(
                         f"This model is not blended, so there is nothing to measure: {engine.gate.reason}."
                     )
-                label = model.random_weights or engine.fingerprint.name
-                yield Workbench(engine, label, Path(root) if kv == "disk" else None)
+                yield opened
 
     def random_chunks(self, count: int, tokens: int, seed: int) -> list[Chunk]:
         """Return ``count`` different chunks of ``tokens`` random token ids."""
@@ -121,17 +142,51 @@ class Workbench:
 
     def _random_ids(self, count: int, seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
-        ids: list[int] = torch.randint(0, self.engine.subject().vocab_size, (count,), generator=generator).tolist()
+        ids: list[int] = torch.randint(0, self.vocab_size, (count,), generator=generator).tolist()
         return ids
 
 
-def _engine(model: BenchModel, store: KVStore) -> TransformersEngine:
+def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
+    if model.threads is not None:
+        torch.set_num_threads(model.threads)
+    store: KVStore = DiskStore(root) if kv == "disk" else MemoryStore()
     dtype = dtype_named(model.dtype) if model.dtype else None
     if model.random_weights is None:
-        return TransformersEngine(model.model, store=store, device=model.device, dtype=dtype)
-    device = device_named(model.device)
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    return TransformersEngine(random_model(model.random_weights, device, dtype), store=store, device=device)
+        engine = TransformersEngine(model.model, store=store, device=model.device, dtype=dtype)
+    else:
+        device = device_named(model.device)
+        dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        engine = TransformersEngine(random_model(model.random_weights, device, dtype), store=store, device=device)
+    runner = engine.runner
+    label = model.random_weights or engine.fingerprint.name
+    where = root if kv == "disk" else None
+    return Workbench(engine, label, where, runner.device, runner.dtype, engine.subject().vocab_size)
+
+
+def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int) -> Workbench:
+    # vLLM binds its threads when its worker starts, and takes what memory it is given for its paged cache.
+    if model.threads is not None:
+        cores = sorted(os.sched_getaffinity(0))[: model.threads]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from cacheblend_rag.engines.vllm import VLLMEngine
+
+    options: dict[str, Any] = {"store": root / "store", "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
+    if model.random_weights is None:
+        engine = VLLMEngine(model.model, **options)
+    else:
+        # vLLM makes the weights up itself: their files would take longer to write than to measure.
+        random_config(model.random_weights).save_pretrained(root / "model")
+        engine = VLLMEngine(
+            root / "model", load_format="dummy", skip_tokenizer_init=True, max_model_len=context, **options
+        )
+    config = engine.client.llm.model_config
+    assert isinstance(config.dtype, torch.dtype)
+    label = model.random_weights or engine.fingerprint.name
+    device = torch.device(engine.client.llm.vllm_config.device_config.device_type)
+    where = root if kv == "disk" else None
+    return Workbench(engine, label, where, device, config.dtype, config.get_vocab_size(), "vllm")
 
 
 @contextmanager

@@ -78,8 +78,8 @@ def bench_ttft(
     included; on CUDA of torch's allocator). ``cold_read``, with a cold page cache, is a plain read of the same files.
 
     One warm-up round, which also measures peak memory, then ``repeat`` timed rounds. A round runs every method once, each
-    round starting with another, so that a busy or throttling machine slows all of them alike. Along with them runs a
-    plain ``model(ids)`` of transformers: the check that our full prefill is no slow baseline.
+    round starting with another, so that a busy or throttling machine slows all of them alike. On the transformers engine a
+    plain ``model(ids)`` runs along: the check that our full prefill is no slow baseline. On vLLM full recompute is vLLM's own.
 
     Args:
         place: Model and empty store.
@@ -112,7 +112,7 @@ def bench_ttft(
     full, fast = median(methods["full"].ttft_s), median(methods["blend"].ttft_s)
     schedule = engine.profile.schedule(settings.check_layers)
     result: dict[str, Any] = {
-        "engine": "transformers",
+        "engine": place.name,
         "model": place.label,
         "settings": {
             **asdict(replace(settings, ratio=engine.profile.ratio if settings.ratio is None else settings.ratio)),
@@ -122,15 +122,16 @@ def bench_ttft(
             "warmup_rounds": 1,
             "prompt_tokens": len(prompt.token_ids),
             "device": str(place.device),
-            "dtype": str(engine.runner.dtype).removeprefix("torch."),
+            "dtype": str(place.dtype).removeprefix("torch."),
         },
         "methods": {name: method.result() for name, method in methods.items()},
         "speedup_blend_vs_full": full / fast,
-        "plain_transformers": {"ttft_s": bench.plain_s, "peak_memory_bytes": bench.plain_peak},
-        "full_vs_plain_transformers": full / median(bench.plain_s),
         "chunk_kv_bytes": kv_bytes,
         "machine": machine(place.device),
     }
+    if place.model is not None:
+        result["plain_transformers"] = {"ttft_s": bench.plain_s, "peak_memory_bytes": bench.plain_peak}
+        result["full_vs_plain_transformers"] = full / median(bench.plain_s)
     if settings.cold:
         read = median(bench.read_s)
         result["cold_read"] = {
@@ -153,9 +154,11 @@ class _Bench:
         self.read_bytes = sum(file.stat().st_size for file in self._files)
 
     def round(self, index: int, timed: bool) -> None:
-        names = [*self._methods, _PLAIN, *([_READ] if self._files else [])]
+        plain = [_PLAIN] if self._place.model is not None else []
+        names = [*self._methods, *plain, *([_READ] if self._files else [])]
         for name in names[index % len(names) :] + names[: index % len(names)]:
             drop_page_cache(self._files)
+            self._place.forget()
             if not timed:
                 self._memory.restart()
             if name == _PLAIN:
@@ -179,12 +182,12 @@ class _Bench:
         if timed:
             method.ttft_s.append(generation.timings.ttft_s)
             method.load_s.append(generation.timings.load_s)
-        else:
+        elif self._place.model is not None:  # other engines compute in processes of their own
             method.peak_memory_bytes = self._memory.nbytes()
 
     @torch.inference_mode()
     def _plain_prefill(self) -> float:
-        model = self._place.engine.runner.model
+        model = self._place.model
         with own_attention(model):
             begin = time.perf_counter()
             ids = torch.tensor([self._prompt.token_ids], device=self._place.device)

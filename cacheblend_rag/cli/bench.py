@@ -21,7 +21,7 @@ RandomWeights = Annotated[
         rich_help_panel="Model",
     ),
 ]
-Engine = Annotated[Literal["transformers"], typer.Option(help="Which engine to measure.")]
+Engine = Annotated[Literal["transformers", "vllm"], typer.Option(help="Which engine to measure.")]
 KV = Annotated[Literal["ram", "disk"], typer.Option(help="Where the chunks' KV is kept.")]
 Directory = Annotated[
     Path | None,
@@ -60,8 +60,9 @@ def ttft(
     settings = TTFTSettings(
         chunks, chunk_tokens, question_tokens, ratio, policy, options.layers(check_layers), repeat, cold, seed
     )
-    choice = BenchModel(model, random_weights, device, dtype, threads)
-    with status("Measuring") as say, Workbench.open(choice, kv, directory) as place:
+    choice = BenchModel(model, random_weights, device, dtype, threads, engine)
+    context = chunks * chunk_tokens + question_tokens + 256
+    with status("Measuring") as say, Workbench.open(choice, kv, directory, context) as place:
         result = bench_ttft(place, settings, say)
     print_json(result) if as_json else _print_ttft(result)
 
@@ -85,7 +86,7 @@ def index(
     """Measure the token rate of computing and storing chunk KV against a plain batched prefill of the same tokens."""
     from cacheblend_rag.bench import BenchModel, IndexSettings, Workbench, bench_index
 
-    choice = BenchModel(model, random_weights, device, dtype, threads)
+    choice = BenchModel(model, random_weights, device, dtype, threads, engine)
     with status("Measuring") as say, Workbench.open(choice, kv, directory) as place:
         result = bench_index(place, IndexSettings(chunks, chunk_tokens, repeat, seed), say)
     if as_json:
@@ -114,15 +115,16 @@ def _print_ttft(result: dict[str, Any]) -> None:
                 f"{full / time:.1f}x",
                 f"{method['computed_tokens']:,}",
                 seconds(median(method["load_s"])),
-                size(method["peak_memory_bytes"]),
+                size(method["peak_memory_bytes"]) if method["peak_memory_bytes"] is not None else "-",
             ]
         )
-    plain = result["plain_transformers"]
-    time = median(plain["ttft_s"])
-    prompt = f"{settings['prompt_tokens']:,}"
-    rows.append(
-        ["plain transformers", seconds(time), f"{full / time:.1f}x", prompt, "-", size(plain["peak_memory_bytes"])]
-    )
+    if "plain_transformers" in result:
+        plain = result["plain_transformers"]
+        time = median(plain["ttft_s"])
+        prompt = f"{settings['prompt_tokens']:,}"
+        rows.append(
+            ["plain transformers", seconds(time), f"{full / time:.1f}x", prompt, "-", size(plain["peak_memory_bytes"])]
+        )
     typer.echo(_heading(result))
     typer.echo(
         f"{settings['chunks']} chunks of {settings['chunk_tokens']} tokens, a question of {settings['question_tokens']}; "

@@ -68,7 +68,7 @@ def clear(engine: Any) -> None:
     for entry in list(engine.store.entries()):
         engine.store.delete(entry.key)
     engine.registry.remove([chunk.id for chunk in engine.registry])
-    run(engine, engine.client.llm.reset_prefix_cache())
+    engine.reset_prefix_cache()
 
 
 def concurrently(engine: Any, jobs: Sequence[Any]) -> list[Any]:

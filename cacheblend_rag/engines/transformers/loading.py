@@ -106,19 +106,16 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """Return a Llama with random weights, for measuring speed.
+def random_config(spec: str) -> Any:
+    """Return the config of a Llama of a given shape, for measuring speed.
 
     Args:
         spec: ``llama:LAYERSxHIDDEN`` (64-dimensional heads, four to a KV head) or a published shape's name.
-        device: Where to make it.
-        dtype: Its dtype.
-        seed: Of its weights.
 
     Raises:
         InputError: The spec is not understood.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
     match = re.fullmatch(r"llama:(\d+)x(\d+)", spec)
     if match:
@@ -141,12 +138,20 @@ def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int 
         raise InputError(
             f"--random-weights {spec!r} is unknown; give llama:LAYERSxHIDDEN or one of {', '.join(_SHAPES)}."
         )
+    return LlamaConfig(max_position_embeddings=32768, architectures=["LlamaForCausalLM"], **shape)
+
+
+def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
+    """Return a model with random weights; ``spec`` is that of :func:`random_config`."""
+    from transformers import LlamaForCausalLM
+
+    config = random_config(spec)
     torch.manual_seed(seed)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=32768, **shape))
+            model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(previous)
     model.config._name_or_path = f"random:{spec}:{seed}"

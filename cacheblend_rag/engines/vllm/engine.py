@@ -182,6 +182,10 @@ class VLLMEngine(BlendEngine):
         """See :class:`BlendEngine`."""
         self._run(self.client.drain())
 
+    def reset_prefix_cache(self) -> None:
+        """Empty vLLM's own prefix cache, so that the next prompt finds the store alone (for measuring)."""
+        self._run(self._llm.reset_prefix_cache())
+
     def _tokenize(self, prompt: BlendPrompt | str | TokenizedPrompt) -> TokenizedPrompt:
         if isinstance(prompt, TokenizedPrompt):
             return prompt
