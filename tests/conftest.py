@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from tests.server.running import RunningServer
 
 CORPUS = [
     "The Marlow observatory was founded in 1911. It stands on a hill above the harbour; its director is Ada Brenmoor.",
@@ -84,3 +91,34 @@ def any_tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer_named("byte_level")
+
+
+@pytest.fixture(scope="session")
+def server_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model on disk, with a tokenizer and a chat template."""
+    from transformers import Qwen3Config
+
+    from tests.core.families import _BASE, make_model
+
+    directory = tmp_path_factory.mktemp("served-model")
+    shape = {**_BASE, "hidden_size": 128, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
+    make_model(Qwen3Config(**shape, head_dim=32)).save_pretrained(directory)
+    tokenizer_named("byte_level_chatml").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def running_server(server_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One real server for all tests: starting it takes half a minute."""
+    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    from tests.server.running import RunningServer
+
+    with RunningServer(server_model, tmp_path_factory.mktemp("server") / "store") as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server: RunningServer) -> RunningServer:
+    """The real server, emptied."""
+    running_server.clear()
+    return running_server

@@ -91,6 +91,13 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
             {"chunks": len(client.registry), "kv": asdict(held), "model": model.model_dump(mode="json")}
         )
 
+    @router.post("/flush")
+    @_explained
+    async def flush() -> Response:
+        """Wait until the chunks that finished answers found missing have been stored."""
+        await client.drain()
+        return JSONResponse({"object": "flush", "done": True})
+
     @router.get("/{chunk_id}")
     @_explained
     async def inspect(chunk_id: str) -> Response:

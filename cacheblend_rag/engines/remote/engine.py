@@ -243,6 +243,11 @@ class RemoteEngine(BlendEngine):
         self.registry.remove(names)
         return gone
 
+    def flush(self) -> None:
+        """See :class:`BlendEngine`; waits for the server."""
+        with self._wire.explained():
+            self._wire.sync.post("/chunks/flush", cast_to=dict[str, Any])
+
     def prefetch(self, chunk_ids: Iterable[str]) -> None:
         """Do nothing: the server's tiers are its own business."""
 

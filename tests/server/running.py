@@ -1,0 +1,111 @@
+"""A `cacheblend serve` in a process of its own, on the real vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+KEY = "the-key-of-the-tests"
+BODY_LIMIT = 200_000
+
+
+class RunningServer:
+    """Starts on entering, is stopped on leaving.
+
+    Attributes:
+        url: Its address, without ``/v1``.
+        store: Its store directory.
+    """
+
+    def __init__(self, model: Path | None, store: Path, *flags: str, key: str | None = KEY):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.store, self._log = f"http://127.0.0.1:{port}", store, store.parent / f"log-{port}"
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._command = [sys.executable, "-m", "cacheblend_rag", "serve", "--store", str(store), "--ram-budget", "0"]
+        self._command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
+        self._command += ["--max-request-size", str(BODY_LIMIT), *flags]
+        self._command += (["--model", str(model)] if model else []) + (["--api-key", key] if key else [])
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> RunningServer:
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+            "CACHEBLEND_HOME": str(self.store.parent / "home"),
+        }
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, env={**os.environ, **settings}, stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + 300
+        while not self.healthy():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"The server did not start:\n{self.log()[-6000:]}")
+            time.sleep(0.5)
+        return self
+
+    def healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        headers = {**self.headers, **arguments.pop("headers", {})}
+        return httpx.request(method, self.url + path, headers=headers, timeout=120, **arguments)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return self.request("POST", path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.request("GET", path)
+
+    def metric(self, name: str, **labels: str) -> float:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        samples = (s for family in families for s in family.samples if s.name == f"cacheblend_{name}")
+        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+    def clear(self) -> None:
+        """As if it had just been started on an empty store."""
+        self.post("/v1/chunks/flush", None)
+        self.request("DELETE", "/v1/chunks?all=true").raise_for_status()
+        for file in (self.store / "kv").rglob("*.safetensors"):
+            file.unlink(missing_ok=True)
+        assert self.post("/reset_prefix_cache", None).json()["success"]
+
+    def stop(self) -> int:
+        """Ask it to stop; return its exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=120)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def __exit__(self, *exc: object) -> None:
+        assert self.process is not None
+        if self.process.poll() is None:
+            try:
+                self.stop()
+            except subprocess.TimeoutExpired:
+                self.kill()
