@@ -29,17 +29,17 @@ from llama_index.core.utils import set_global_tokenizer
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.base import BlendEngine, BlendSettings, Generation, SamplingParams, StreamEvent
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.prompt import BlendPrompt, chat_prompt, text_prompt
 from cacheblend_rag.tokens import encoder_for
 from llama_index_cacheblend.handles import refuse_unpicklable
-from llama_index_cacheblend.messages import CHUNK_IDS, named_chunks, prompt_of_messages, prompt_of_text
+from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_message
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
 from llama_index_cacheblend.watch import Inbox, watch_for
 
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 _Make = Callable[[str, str | None, dict[str, Any] | None], _Response]
 _Request = tuple[BlendPrompt, SamplingParams, BlendSettings]
-_Build = Callable[[Sequence[Chunk]], BlendPrompt]
+_Build = Callable[[Sequence[str]], BlendPrompt]
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop", "json_schema")
 
 
@@ -123,7 +123,7 @@ class CacheBlendLLM(LLM):
         """Return a copy for prompts that hold exactly these chunks: they are looked for before all others.
 
         Args:
-            chunks: Chunks of this engine.
+            chunks: Chunks registered with this engine.
             record: Gets the `raw` of every call of the copy.
         """
         copy = self.model_copy()
@@ -194,9 +194,14 @@ class CacheBlendLLM(LLM):
     def _of_messages(self, messages: Sequence[ChatMessage]) -> _Build:
         """Say how to build a chat's prompt: by `messages_to_prompt` if you gave one, else by the chat template."""
         render = self.messages_to_prompt
-        if render is None or render is generic_messages_to_prompt:
-            return lambda explicit: prompt_of_messages(self.engine, messages, explicit)
-        return lambda explicit: prompt_of_text(self.engine, render(messages), explicit)
+        if render is not None and render is not generic_messages_to_prompt:
+            return lambda ids: text_prompt(render(messages), self.engine.registry, chunk_ids=ids)
+
+        def build(ids: Sequence[str]) -> BlendPrompt:
+            plain = [plain_message(self.engine, message) for message in messages]
+            return chat_prompt(self.engine.tokenizer, plain, self.engine.registry, chunk_ids=ids)
+
+        return build
 
     def _of_text(self, prompt: str, formatted: bool) -> _Build:
         """Say how to build a completion's prompt.
@@ -208,14 +213,14 @@ class CacheBlendLLM(LLM):
         if not formatted and wrap is not None and wrap is not default_completion_to_prompt:
             prompt, formatted = wrap(prompt), True
         if formatted or not self.is_chat_model or not getattr(self.engine.tokenizer, "chat_template", None):
-            return lambda explicit: prompt_of_text(self.engine, prompt, explicit)
+            return lambda ids: text_prompt(prompt, self.engine.registry, chunk_ids=ids)
         return self._of_messages([ChatMessage(role=MessageRole.USER, content=prompt)])
 
     def _request(self, build: _Build, kwargs: dict[str, Any]) -> _Request:
         options = dict(kwargs)
         if self._inbox is not None:
             self._inbox.register(self.engine)
-        named = named_chunks(self.engine, options.pop(CHUNK_IDS, None) or ())
+        ids = checked_ids(options.pop(CHUNK_IDS, None))
         blend = options.pop("blend", None) or self.blend
         sampling = {name: options.pop(name, getattr(self, name, None)) for name in _SAMPLING}
         if options:
@@ -223,7 +228,7 @@ class CacheBlendLLM(LLM):
             raise InputError(f"A call of CacheBlendLLM takes no {_names(options)}. It takes {_names(known)}.")
         stop = sampling["stop"] or ()
         sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        return build((*named, *self._explicit)), SamplingParams(**sampling), blend
+        return build([*ids, *(chunk.id for chunk in self._explicit)]), SamplingParams(**sampling), blend
 
     def _answer(self, generation: Generation, make: _Make[_Response]) -> _Response:
         return make(generation.text, None, self._raw(generation))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
-from cacheblend_rag.chunking import Chunk, chunk_id, make_chunk
+from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.base import BlendEngine, PrecomputeReport
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import chunk_of
 
 
 def node_text(node: BaseNode | NodeWithScore) -> str:
@@ -31,18 +33,15 @@ def register_nodes(engine: BlendEngine, nodes: Iterable[BaseNode | NodeWithScore
 
 def register_texts(engine: BlendEngine, texts: Iterable[str]) -> list[Chunk]:
     """Register chunk texts; see :func:`register_nodes`. Texts the engine knows already are not tokenised again."""
-    chunks, fresh = [], []
-    for text in map(str.strip, texts):
-        if not text:
+    chunks = []
+    for text in texts:
+        try:
+            chunk = chunk_of(text, engine.tokenizer, engine.registry)
+        except InputError:  # not valid Unicode: it reaches the model, if at all, as ordinary text
             continue
-        chunk = engine.registry.get(chunk_id(text))
-        if chunk is None:
-            try:
-                chunk = make_chunk(text, engine.tokenizer)
-            except InputError:  # it reaches the model, if at all, as ordinary text
-                continue
-            fresh.append(chunk)
-        chunks.append(chunk)
+        if chunk is not None:
+            chunks.append(chunk)
+    fresh = [chunk for chunk in chunks if chunk.id not in engine.registry]
     if fresh:
         engine.registry.add(fresh)
     return chunks
@@ -58,7 +57,19 @@ def precompute_nodes(
         nodes: Nodes as they will be retrieved, metadata included.
         progress: Called with the number of chunks finished since its last call.
 
+    Returns:
+        What was done. Nodes longer than the context window are among the failed: no prompt can hold them.
+
     Raises:
         StoreError: The store cannot be written.
     """
-    return engine.precompute(register_nodes(engine, nodes), progress)
+    chunks = register_nodes(engine, nodes)
+    room = engine.context_window - len(getattr(engine, "header_ids", ()))
+    fitting = [chunk for chunk in chunks if len(chunk.token_ids) <= room]
+    report = engine.precompute(fitting, progress)
+    too_long = {
+        chunk.id: f"it has {len(chunk.token_ids)} tokens, and the context window leaves {room}"
+        for chunk in chunks
+        if len(chunk.token_ids) > room
+    }
+    return replace(report, failed={**report.failed, **too_long})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -16,20 +18,35 @@ from cacheblend_rag.engines.base import BlendEngine
 from llama_index_cacheblend.handles import engine_in_settings, refuse_unpicklable
 from llama_index_cacheblend.nodes import register_nodes
 
+_log = logging.getLogger(__name__)
+# One thread for all: what it reads ahead of the LLM comes from one disk.
+_reader = ThreadPoolExecutor(1, "cacheblend-read-ahead")
+
 
 class CacheBlendRetriever(BaseRetriever):
-    """Passes a retriever's nodes on, unchanged, and registers them with the engine.
+    """Passes a retriever's nodes on, unchanged, registers them with the engine, and reads their stored KV ahead.
 
     Without an engine it is that of `Settings.llm` at the time of a query; if that is none of ours, registering is left to the
     :class:`CacheBlendSynthesizer` or the LLM.
     """
 
     def __init__(
-        self, base: BaseRetriever, engine: BlendEngine | None = None, callback_manager: CallbackManager | None = None
+        self,
+        base: BaseRetriever,
+        engine: BlendEngine | None = None,
+        *,
+        prefetch: bool = True,
+        callback_manager: CallbackManager | None = None,
     ) -> None:
-        """Wrap ``base``."""
-        self._base = base
-        self._engine = engine
+        """Wrap ``base``.
+
+        Args:
+            base: Any retriever.
+            engine: The model; see above for None.
+            prefetch: Whether to read stored KV ahead, in the background.
+            callback_manager: None takes that of ``base``.
+        """
+        self._base, self._engine, self._prefetch = base, engine, prefetch
         super().__init__(callback_manager=callback_manager or base.callback_manager)
 
     @property
@@ -43,7 +60,9 @@ class CacheBlendRetriever(BaseRetriever):
     def _register(self, nodes: list[NodeWithScore]) -> list[NodeWithScore]:
         engine = self._engine or engine_in_settings()
         if engine is not None:
-            register_nodes(engine, nodes)
+            chunks = register_nodes(engine, nodes)
+            if self._prefetch and chunks:
+                _reader.submit(_read_ahead, engine, [chunk.id for chunk in chunks])
         return nodes
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -51,6 +70,13 @@ class CacheBlendRetriever(BaseRetriever):
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._register, await self._base.aretrieve(query_bundle))
+
+
+def _read_ahead(engine: BlendEngine, chunk_ids: list[str]) -> None:
+    try:
+        engine.prefetch(chunk_ids)
+    except Exception:  # the prompt reads it again, and reports what is wrong
+        _log.debug("Stored KV could not be read ahead.", exc_info=True)
 
 
 class CacheBlendPostprocessor(BaseNodePostprocessor):

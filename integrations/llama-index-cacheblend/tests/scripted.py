@@ -1,0 +1,65 @@
+"""An engine without a model: it says what it is told to, and keeps what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import (
+    BlendEngine,
+    BlendSettings,
+    Generation,
+    PrecomputeReport,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    Usage,
+)
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, tokenize
+
+
+class ScriptedEngine(BlendEngine):
+    supports_json_schema = True
+
+    def __init__(self, tokenizer: Any, answer: str = "fine", window: int = 8192):
+        self.tokenizer, self.context_window, self.answer = tokenizer, window, answer
+        self.fingerprint = ModelFingerprint("5c" * 16, "scripted")
+        self.registry = ChunkRegistry()
+        self.header_ids: tuple[int, ...] = ()
+        self.asked: list[tuple[BlendPrompt, SamplingParams, BlendSettings]] = []
+        self.computed: list[Chunk] = []
+        self.prefetched: list[str] = []
+        self.failures: dict[str, str] = {}
+
+    def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
+        self.registry.add(chunks)
+        self.computed += chunks
+        return PrecomputeReport(len(chunks), 0, sum(len(c.token_ids) for c in chunks), 0.0, self.failures)
+
+    def prefetch(self, chunk_ids: Any) -> None:
+        self.prefetched += chunk_ids
+
+    def stream(
+        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> Iterator[StreamEvent]:
+        assert isinstance(prompt, BlendPrompt)
+        self.asked.append((prompt, sampling or SamplingParams(), settings or BlendSettings()))
+        tokens = tokenize(prompt, self.tokenizer, self.registry)
+        reused = sum(span.end - span.start for span in tokens.spans)
+        usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
+        done = Generation(self.answer, (1, 2), "stop", "blend", "scripted", usage, Timings(0.0, 0.1, 0.2))
+        half = len(self.answer) // 2
+        return iter([StreamEvent(self.answer[:half]), StreamEvent(self.answer[half:], done)])
+
+    def close(self) -> None:
+        pass
+
+    def chunks_asked(self) -> list[str]:
+        """The texts of the chunks in the last prompt."""
+        return [segment.text for segment in self.asked[-1][0].segments if isinstance(segment, Chunk)]
+
+    def text_asked(self) -> str:
+        """The last prompt as text."""
+        return "".join(s.text if isinstance(s, Chunk) else str(s) for s in self.asked[-1][0].segments)

@@ -1,0 +1,313 @@
+"""What the LLM does with chunks, settings and globals."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+import weakref
+from typing import Any
+
+import llama_index.core
+import pytest
+from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage, CitableBlock, MessageRole, TextBlock
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
+from llama_index.core.utils import get_tokenizer
+from scripted import ScriptedEngine
+
+from cacheblend_rag import BlendSettings, TransformersEngine
+from cacheblend_rag.chunking import make_chunk
+from cacheblend_rag.errors import InputError, UnknownChunkError
+from llama_index_cacheblend import CacheBlendLLM, collect_usage, node_text, register_nodes
+
+FIRST = "The Marlow observatory was founded in 1911."
+SECOND = "It stands on a hill above the harbour."
+BOTH = f"{FIRST}\n\n{SECOND}"
+
+
+class Ship(BaseModel):
+    name: str
+
+
+@pytest.fixture
+def scripted(engine: TransformersEngine) -> ScriptedEngine:
+    return ScriptedEngine(engine.tokenizer)
+
+
+@pytest.fixture
+def llm(scripted: ScriptedEngine) -> CacheBlendLLM:
+    return CacheBlendLLM(engine=scripted)
+
+
+def known(engine: ScriptedEngine, *texts: str) -> list[str]:
+    chunks = [make_chunk(text, engine.tokenizer) for text in texts]
+    engine.registry.add(chunks)
+    return [chunk.id for chunk in chunks]
+
+
+def user(text: str, **extra: Any) -> list[ChatMessage]:
+    return [ChatMessage(role="user", content=text, additional_kwargs=extra)]
+
+
+# Which chunks a prompt holds
+
+
+def test_registered_chunks_are_found_in_messages_and_completions(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+    known(scripted, FIRST, SECOND)
+    llm.chat(user(f"Notes: {FIRST} And: {SECOND}\nWhat?"))
+    assert scripted.chunks_asked() == [FIRST, SECOND]
+    llm.complete(f"Before. {SECOND} After.")
+    assert scripted.chunks_asked() == [SECOND]
+    llm.complete(f"Before. {SECOND} After.", formatted=True)
+    assert scripted.chunks_asked() == [SECOND]
+    assert scripted.text_asked() == f"Before. {SECOND} After."
+
+
+def test_named_chunks_go_before_longer_ones_that_content_match_would_take(
+    scripted: ScriptedEngine, llm: CacheBlendLLM
+) -> None:
+    whole, first, second = known(scripted, BOTH, FIRST, SECOND)
+    llm.chat(user(BOTH))
+    assert scripted.chunks_asked() == [BOTH]
+    llm.chat(user(BOTH), chunk_ids=[first, second])
+    assert scripted.chunks_asked() == [FIRST, SECOND]
+    llm.chat(user(BOTH, chunk_ids=[second]))
+    assert scripted.chunks_asked() == [FIRST, SECOND]
+    llm.complete(BOTH, chunk_ids=[whole], formatted=True)
+    assert scripted.chunks_asked() == [BOTH]
+    llm.holding([scripted.registry.get(first)]).chat(user(BOTH))
+    assert scripted.chunks_asked() == [FIRST, SECOND]
+
+
+def test_a_name_counts_only_where_the_text_stands(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+    (first,) = known(scripted, FIRST)
+    llm.chat(user(f"{FIRST[:-5]} and so on"), chunk_ids=[first])
+    assert scripted.chunks_asked() == []
+
+
+@pytest.mark.parametrize("how", ["call", "message"])
+def test_unknown_names_are_refused(llm: CacheBlendLLM, how: str) -> None:
+    with pytest.raises(UnknownChunkError, match="nowhere"):
+        if how == "call":
+            llm.chat(user("x"), chunk_ids=["nowhere"])
+        else:
+            llm.chat(user("x", chunk_ids=["nowhere"]))
+    with pytest.raises(InputError, match="list of chunk ids"):
+        llm.chat(user("x"), chunk_ids="nowhere")
+
+
+def test_a_document_that_imitates_a_reference_gains_nothing(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+    (first,) = known(scripted, FIRST)
+    for spoof in (f'{{"type": "text", "id": "{first}"}}', f"chunk_ids=[{first}]", first, f"ChunkRef('{first}')"):
+        llm.chat(user(f"A document says: {spoof}"))
+        assert scripted.chunks_asked() == []
+
+
+def test_chunks_in_history_tool_answers_and_citable_blocks_are_found(
+    scripted: ScriptedEngine, llm: CacheBlendLLM
+) -> None:
+    known(scripted, FIRST, SECOND)
+    llm.chat(
+        [
+            ChatMessage(role=MessageRole.DEVELOPER, content="Be brief."),
+            *user(f"Notes:\n{FIRST}"),
+            ChatMessage(role=MessageRole.MODEL, content="Noted."),
+            ChatMessage(
+                role="user",
+                blocks=[CitableBlock(title="t", source="s", content=[TextBlock(text=SECOND)]), TextBlock(text="Why?")],
+            ),
+        ]
+    )
+    assert scripted.chunks_asked() == [FIRST, SECOND]
+    assert scripted.text_asked().endswith(f"{SECOND}\nWhy?\nAnswer:")
+
+
+# Retrieval that nobody wrapped
+
+
+def test_unchanged_query_engines_reuse_what_they_retrieved(
+    engine: TransformersEngine, index: VectorStoreIndex, nodes: list[BaseNode]
+) -> None:
+    """A new process: the store has the KV, the engine has never heard of the nodes."""
+    known_before = [engine.registry.get(chunk.id) for chunk in engine.registry]
+    engine.registry.remove([chunk.id for chunk in known_before])
+    try:
+        Settings.llm = CacheBlendLLM(engine=engine, max_tokens=2)
+        with collect_usage() as calls:
+            index.as_query_engine(similarity_top_k=3).query("Who is the captain?")
+        assert "3 of 3 chunks" in calls[0].reason
+        assert len(engine.registry) == 3
+        engine.registry.remove([chunk.id for chunk in engine.registry])
+        Settings.llm = CacheBlendLLM(engine=TransformersEngine(device="cpu"), watch_retrieval=False, max_tokens=2)
+        with collect_usage() as calls:
+            index.as_query_engine(similarity_top_k=3).query("Who is the captain?")
+        assert "no known chunk" in calls[0].reason
+    finally:
+        engine.registry.add(known_before)
+
+
+def test_retrieval_is_not_watched_for_engines_that_are_gone(engine: TransformersEngine) -> None:
+    gone = ScriptedEngine(engine.tokenizer)
+    alive = weakref.ref(gone)
+    CacheBlendLLM(engine=gone)
+    del gone
+    gc.collect()
+    assert alive() is None
+
+
+def test_nodes_without_text_are_left_out(scripted: ScriptedEngine) -> None:
+    nodes = [
+        TextNode(text=" \n"),
+        TextNode(text="\ud800 is half a character"),
+        TextNode(text=FIRST, metadata={"page": 3}),
+    ]
+    (chunk,) = register_nodes(scripted, [NodeWithScore(node=node) for node in nodes])
+    assert chunk.text == node_text(nodes[2]) == f"page: 3\n\n{FIRST}"
+
+
+# Formatting
+
+
+def test_completions_are_user_messages_unless_formatted(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+    llm.complete("Question: Who?")
+    assert scripted.text_asked() == "<bos>Question: Who?\nAnswer:"
+    llm.complete("Question: Who?", formatted=True)
+    assert scripted.text_asked() == "Question: Who?"
+    CacheBlendLLM(engine=scripted, completion_to_prompt=lambda text: f"[{text}]").complete("Who?")
+    assert scripted.text_asked() == "[Who?]"
+    CacheBlendLLM(engine=scripted, messages_to_prompt=lambda messages: f"<{messages[0].content}>").chat(user("Who?"))
+    assert scripted.text_asked() == "<Who?>"
+
+
+def test_without_a_chat_template_a_completion_is_taken_as_it_is(engine: TransformersEngine) -> None:
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer.chat_template = None
+    scripted = ScriptedEngine(tokenizer)
+    CacheBlendLLM(engine=scripted).complete("The capital of France is")
+    assert scripted.text_asked() == "The capital of France is"
+
+
+def test_the_default_header_is_reused_as_it_is(engine: TransformersEngine, nodes: list[BaseNode]) -> None:
+    from llama_index_cacheblend import qa_template
+
+    messages = qa_template().format_messages(context_str=node_text(nodes[0]), query_str="Who?")
+    raw = CacheBlendLLM(engine=engine, max_tokens=1).chat(messages).raw
+    chunk = make_chunk(node_text(nodes[0]), engine.tokenizer)
+    assert raw["usage"]["reused_tokens"] == len(engine.header_ids) + len(chunk.token_ids)
+    assert raw["usage"]["recomputed_tokens"] == 0
+
+
+# Settings of a call
+
+
+def test_settings_reach_the_engine_and_a_call_overrides_them(scripted: ScriptedEngine) -> None:
+    llm = CacheBlendLLM(
+        engine=scripted, max_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop=["\n"], blend=BlendSettings(ratio=0.3)
+    )
+    llm.chat(user("x"))
+    _, sampling, blend = scripted.asked[-1]
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (9, 0.5, 0.9, 3)
+    assert (sampling.stop, blend.ratio) == (("\n",), 0.3)
+    llm.chat(user("x"), max_tokens=5, stop="!", blend=BlendSettings(reuse="nothing"), temperature=0.0)
+    _, sampling, blend = scripted.asked[-1]
+    assert (sampling.max_tokens, sampling.stop, sampling.temperature, blend.reuse) == (5, ("!",), 0.0, "nothing")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"no_such": 1}, {"engine": "gpt"}]
+)
+def test_wrong_options_are_refused(scripted: ScriptedEngine, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError if "no_such" not in wrong else InputError, match=next(iter(wrong))):
+        CacheBlendLLM(**{"engine": scripted, **wrong})
+
+
+def test_structured_prediction_is_guided_where_the_engine_can(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+    scripted.answer = '{"name": "Lonely Tide"}'
+    assert llm.structured_predict(Ship, PromptTemplate("A ship")) == Ship(name="Lonely Tide")
+    assert scripted.asked[-1][1].json_schema == Ship.model_json_schema()
+    assert llm.as_structured_llm(Ship).complete("A ship").raw == Ship(name="Lonely Tide")
+
+
+async def test_async_structured_prediction_is_guided_too(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+    scripted.answer = '{"name": "Lonely Tide"}'
+    assert await llm.astructured_predict(Ship, PromptTemplate("A ship")) == Ship(name="Lonely Tide")
+    assert scripted.asked[-1][1].json_schema is not None
+
+
+def test_without_guided_decoding_an_unparsable_answer_is_an_error(engine: TransformersEngine) -> None:
+    with pytest.raises(ValueError, match="(?i)json"):  # noqa: RUF043 - a pattern
+        CacheBlendLLM(engine=engine, max_tokens=4).structured_predict(Ship, PromptTemplate("A ship"))
+    with pytest.raises(InputError, match="json_schema"):
+        CacheBlendLLM(engine=engine).chat(user("x"), json_schema={"type": "object"})
+
+
+# What it is to LlamaIndex
+
+
+def test_context_window_tokenizer_and_name_are_the_models(engine: TransformersEngine) -> None:
+    llama_index.core.global_tokenizer = None
+    llm = CacheBlendLLM(engine=engine, max_tokens=77)
+    assert (llm.metadata.context_window, llm.metadata.num_output) == (engine.context_window, 77)
+    assert llm.metadata.model_name == engine.fingerprint.name
+    text = "The Marlow observatory <bos> was founded in 1911."
+    assert Settings.tokenizer(text) == llm.tokenizer(text) == list(make_chunk(text, engine.tokenizer).token_ids)
+    Settings.llm = llm
+    assert (Settings.context_window, Settings.num_output) == (engine.context_window, 77)
+
+
+def test_the_tokenizer_llama_index_falls_back_to_is_replaced_and_yours_is_not(engine: TransformersEngine) -> None:
+    llama_index.core.global_tokenizer = None
+    get_tokenizer()
+    llm = CacheBlendLLM(engine=engine)
+    assert Settings.tokenizer("Hello there") == llm.tokenizer("Hello there")
+    mine = str.split
+    Settings.tokenizer = mine
+    CacheBlendLLM(engine=engine)
+    assert Settings.tokenizer is mine
+    llama_index.core.global_tokenizer = None
+    CacheBlendLLM(engine=engine, set_tokenizer=False)
+    assert llama_index.core.global_tokenizer is None
+
+
+def test_splitters_made_after_it_cut_by_the_models_tokens(engine: TransformersEngine) -> None:
+    llama_index.core.global_tokenizer = None
+    llm = CacheBlendLLM(engine=engine)
+    pieces = SentenceSplitter(chunk_size=64, chunk_overlap=0).split_text("Wind north-west, sea calm at dawn. " * 40)
+    assert 40 < max(len(llm.tokenizer(piece)) for piece in pieces) <= 64
+
+
+def test_serialisation_holds_settings_and_no_engine(engine: TransformersEngine) -> None:
+    llm = CacheBlendLLM(engine=engine, max_tokens=7, blend=BlendSettings(ratio=0.2), system_prompt="Be brief.")
+    data = json.loads(llm.to_json())
+    assert (data["max_tokens"], data["blend"]["ratio"], data["system_prompt"]) == (7, 0.2, "Be brief.")
+    assert "engine" not in data
+    again = CacheBlendLLM.from_dict(data, engine=engine)
+    assert (again.max_tokens, again.blend) == (7, BlendSettings(ratio=0.2))
+    assert "TransformersEngine" not in repr(data)
+
+
+def test_a_model_is_never_pickled(engine: TransformersEngine) -> None:
+    with pytest.raises(InputError, match="cannot be sent to another"):
+        pickle.dumps(CacheBlendLLM(engine=engine))
+
+
+def test_usage_says_what_was_reused_recomputed_and_missing(engine: TransformersEngine) -> None:
+    llm = CacheBlendLLM(engine=engine, max_tokens=2, blend=BlendSettings(ratio=0.5))
+    text = "A note that nobody has seen before: the bell tower leans to the east by four degrees."
+    register_nodes(engine, [TextNode(text=text)])
+    (size,) = [len(c.token_ids) for c in engine.registry if c.text == text]
+    prompt = user(f"By the way:\n{text}\nQuestion: Why?")
+    first, second = llm.chat(prompt).raw, llm.chat(prompt).raw
+    assert (first["mode"], len(first["missing"]), first["usage"]["reused_tokens"]) == ("prefill", 1, 0)
+    assert (second["mode"], second["missing"]) == ("blend", [])
+    usage = second["usage"]
+    assert usage["reused_tokens"] + usage["recomputed_tokens"] == size
+    assert usage["recomputed_tokens"] == round(0.5 * size)
+    assert usage["prompt_tokens"] == usage["reused_tokens"] + usage["computed_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": usage["reused_tokens"]}
+    assert json.dumps(second)
