@@ -1,0 +1,335 @@
+"""Retriever, postprocessor, transform, synthesizer, query and chat engine: each as LlamaIndex's own, and what it adds."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import Any
+
+import pytest
+from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
+from llama_index.core.ingestion import IngestionCache, IngestionPipeline
+from llama_index.core.llms import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
+from llama_index.core.schema import BaseNode, MetadataMode, QueryBundle, TextNode
+from pydantic import BaseModel
+from scripted import ScriptedEngine
+
+from cacheblend_rag import BlendSettings, TransformersEngine
+from cacheblend_rag.errors import InputError
+from llama_index_cacheblend import (
+    BundledEmbedding,
+    CacheBlendChatEngine,
+    CacheBlendLLM,
+    CacheBlendPostprocessor,
+    CacheBlendPrecompute,
+    CacheBlendQueryEngine,
+    CacheBlendRetriever,
+    CacheBlendSynthesizer,
+    collect_usage,
+    node_text,
+    qa_template,
+)
+
+QUESTION = "Where is Nellow Press based?"
+MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
+
+
+@pytest.fixture
+def scripted(engine: TransformersEngine) -> ScriptedEngine:
+    return ScriptedEngine(engine.tokenizer)
+
+
+class RetrieverContract:
+    """What every retriever does; run against LlamaIndex's own, too."""
+
+    @pytest.fixture
+    def retriever(self, index: VectorStoreIndex) -> BaseRetriever:
+        return index.as_retriever(similarity_top_k=3)
+
+    def test_it_returns_scored_nodes_best_first(self, retriever: BaseRetriever) -> None:
+        found = retriever.retrieve(QUESTION)
+        assert len(found) == 3
+        scores = [node.score for node in found]
+        assert scores == sorted(scores, reverse=True)
+
+    async def test_strings_bundles_and_async_agree(self, retriever: BaseRetriever) -> None:
+        want = [node.node_id for node in retriever.retrieve(QUESTION)]
+        assert [node.node_id for node in retriever.retrieve(QueryBundle(QUESTION))] == want
+        assert [node.node_id for node in await retriever.aretrieve(QUESTION)] == want
+        many = await asyncio.gather(*(retriever.aretrieve(QUESTION) for _ in range(3)))
+        assert [[node.node_id for node in found] for found in many] == [want] * 3
+
+    def test_callbacks_see_the_retrieval(self, retriever: BaseRetriever) -> None:
+        debug = LlamaDebugHandler(print_trace_on_end=False)
+        retriever.callback_manager = CallbackManager([debug])
+        retriever.retrieve(QUESTION)
+        assert debug.get_event_pairs(CBEventType.RETRIEVE)
+
+    def test_it_feeds_a_query_engine(self, retriever: BaseRetriever) -> None:
+        response = RetrieverQueryEngine.from_args(retriever, llm=MockLLM()).query(QUESTION)
+        assert len(response.source_nodes) == 3
+
+
+class TestLlamaIndexRetriever(RetrieverContract):
+    pass
+
+
+class TestCacheBlendRetriever(RetrieverContract):
+    @pytest.fixture
+    def retriever(self, index: VectorStoreIndex, scripted: ScriptedEngine) -> BaseRetriever:
+        return CacheBlendRetriever(index.as_retriever(similarity_top_k=3), scripted)
+
+    async def test_what_it_finds_is_registered_and_read_ahead(
+        self, retriever: CacheBlendRetriever, scripted: ScriptedEngine
+    ) -> None:
+        from llama_index_cacheblend.retriever import _reader
+
+        found = retriever.retrieve(QUESTION)
+        assert {chunk.text for chunk in scripted.registry} == {node_text(node) for node in found}
+        _reader.submit(lambda: None).result()
+        assert set(scripted.prefetched) == {chunk.id for chunk in scripted.registry}
+        scripted.registry.remove([chunk.id for chunk in scripted.registry])
+        await retriever.aretrieve(QUESTION)
+        assert len(scripted.registry) == 3
+
+    def test_without_an_engine_it_is_that_of_the_settings_or_none(
+        self, index: VectorStoreIndex, scripted: ScriptedEngine
+    ) -> None:
+        retriever = CacheBlendRetriever(index.as_retriever(similarity_top_k=2))
+        Settings.llm = MockLLM()
+        assert len(retriever.retrieve(QUESTION)) == 2
+        Settings.llm = CacheBlendLLM(engine=scripted, watch_retrieval=False)
+        retriever.retrieve(QUESTION)
+        assert len(scripted.registry) == 2
+
+
+async def test_the_postprocessor_registers_and_passes_on(scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
+    found = index.as_retriever(similarity_top_k=2).retrieve(QUESTION)
+    assert CacheBlendPostprocessor(scripted).postprocess_nodes(found) == found
+    assert len(scripted.registry) == 2
+    Settings.llm = CacheBlendLLM(engine=scripted, watch_retrieval=False)
+    assert await CacheBlendPostprocessor().apostprocess_nodes(found, query_str=QUESTION) == found
+    Settings.llm = MockLLM()
+    assert CacheBlendPostprocessor().postprocess_nodes(found) == found
+
+
+class TestPrecompute:
+    def test_nodes_pass_unchanged_and_their_kv_is_in_the_store(self, engine: TransformersEngine) -> None:
+        nodes = [TextNode(text="The bell of Oakcliff was cast in 1822 by two brothers.", metadata={"page": 4})]
+        transform = CacheBlendPrecompute(engine)
+        before = [node.model_dump() for node in nodes]
+        assert transform(nodes) is nodes
+        assert [node.model_dump() for node in nodes] == before
+        assert (transform.report.computed, transform.report.failed) == (1, {})
+        text = nodes[0].get_content(MetadataMode.LLM)
+        raw = (
+            CacheBlendLLM(engine=engine, max_tokens=1).chat([ChatMessage(role="user", content=f"Notes:\n{text}\n")]).raw
+        )
+        assert raw["reason"] == "stored KV for 1 of 1 chunks"
+
+    async def test_a_pipeline_runs_it_and_a_cached_run_skips_it(self, scripted: ScriptedEngine) -> None:
+        def pipeline(engine: Any) -> IngestionPipeline:
+            split = SentenceSplitter(chunk_size=64, chunk_overlap=0)
+            return IngestionPipeline(transformations=[split, CacheBlendPrecompute(engine)], cache=cache)
+
+        cache = IngestionCache()
+        documents = [Document(text="Wind north-west, sea calm at dawn. " * 30, id_="log")]
+        nodes = pipeline(scripted).run(documents=documents)
+        computed = [chunk.text for chunk in scripted.computed]
+        assert computed == [node_text(node) for node in nodes]
+        again = ScriptedEngine(scripted.tokenizer)
+        assert len(pipeline(again).run(documents=documents)) == len(nodes)
+        assert again.computed == []  # an optimisation, not the only way: the first prompt computes what is missing
+        another = ScriptedEngine(scripted.tokenizer)
+        another.header_ids = (1, 2, 3)
+        await pipeline(another).arun(documents=documents)
+        assert len(another.computed) == len(nodes)
+
+    def test_a_model_is_not_sent_to_worker_processes(self, engine: TransformersEngine) -> None:
+        with pytest.raises(InputError, match="num_workers=1"):
+            pickle.dumps(CacheBlendPrecompute(engine))
+
+    def test_what_cannot_be_stored_is_told(self, scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+        scripted.failures = {"abc": "it does not fit the store's budget"}
+        nodes = [TextNode(text="A text of some length for the store.")]
+        CacheBlendPrecompute(scripted)(nodes)
+        assert "does not fit" in caplog.text
+        with pytest.raises(RuntimeError, match="does not fit"):
+            CacheBlendPrecompute(scripted, strict=True)(nodes)
+
+    def test_nodes_longer_than_the_window_are_not_computed(self, engine: TransformersEngine) -> None:
+        small = ScriptedEngine(engine.tokenizer, window=30)
+        nodes = [TextNode(text="word " * 50), TextNode(text="A short one, this is.")]
+        transform = CacheBlendPrecompute(small)
+        transform(nodes)
+        assert [chunk.text for chunk in small.computed] == ["A short one, this is."]
+        (why,) = transform.report.failed.values()
+        assert "context window" in why
+
+
+class TestSynthesizer:
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_it_answers_as_llama_indexs_does(
+        self, mode: str, engine: TransformersEngine, index: VectorStoreIndex
+    ) -> None:
+        llm = CacheBlendLLM(engine=engine, max_tokens=6, blend=BlendSettings(ratio=1.0))
+        found = index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
+        template = {"text_qa_template": qa_template(), "summary_template": qa_template()}
+        want = get_response_synthesizer(llm=llm, response_mode=mode, **template).synthesize(QUESTION, found)
+        ours = CacheBlendSynthesizer(engine, llm=llm, response_mode=mode)
+        got = ours.synthesize(QUESTION, found)
+        assert (str(got), got.source_nodes) == (str(want), want.source_nodes)
+        assert str(await ours.asynthesize(QUESTION, found)) == str(want)
+        calls = got.metadata["cacheblend"]
+        assert calls and all(call["mode"] == "blend" for call in calls)
+
+    def test_exactly_the_nodes_chunks_are_found(self, scripted: ScriptedEngine) -> None:
+        """A registered chunk that spans two nodes does not take their place."""
+        one, two = "The first node, of some length.", "The second node, of some length."
+        from cacheblend_rag.chunking import make_chunk
+
+        scripted.registry.add([make_chunk(f"{one}\n\n{two}", scripted.tokenizer)])
+        nodes = [{"node": TextNode(text=text)} for text in (one, two)]
+        from llama_index.core.schema import NodeWithScore
+
+        CacheBlendSynthesizer(scripted).synthesize("Which?", [NodeWithScore(**node) for node in nodes])
+        assert scripted.chunks_asked() == [one, two]
+
+    async def test_streams_are_streams_and_their_usage_comes_at_the_end(
+        self, engine: TransformersEngine, index: VectorStoreIndex
+    ) -> None:
+        found = index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
+        synthesizer = CacheBlendSynthesizer(llm=CacheBlendLLM(engine=engine, max_tokens=6), streaming=True)
+        response = synthesizer.synthesize("Who is the captain of the Lonely Tide?", found)
+        assert response.metadata["cacheblend"] == []
+        pieces = list(response.response_gen)
+        assert len(pieces) > 1
+        assert response.metadata["cacheblend"][0]["usage"]["completion_tokens"] > 1
+        async_response = await synthesizer.asynthesize("Who is the captain of the Lonely Tide?", found)
+        assert "".join([piece async for piece in async_response.async_response_gen()]) == "".join(pieces)
+
+    def test_prompts_can_be_read_and_changed(self, scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
+        query_engine = CacheBlendQueryEngine.from_index(index, engine=scripted)
+        key = "response_synthesizer:text_qa_template"
+        assert key in query_engine.get_prompts()
+        query_engine.update_prompts({key: PromptTemplate("Now: {context_str} -- {query_str}")})
+        query_engine.query(QUESTION)
+        assert scripted.text_asked().startswith("<bos>Now: ")
+
+    def test_no_nodes_no_call(self, scripted: ScriptedEngine) -> None:
+        assert str(CacheBlendSynthesizer(scripted).synthesize(QUESTION, [])) == "Empty Response"
+        assert scripted.asked == []
+
+    def test_objects_are_synthesized_with_guided_decoding(
+        self, scripted: ScriptedEngine, index: VectorStoreIndex
+    ) -> None:
+        class Place(BaseModel):
+            name: str
+
+        scripted.answer = '{"name": "Oakcliff"}'
+        found = index.as_retriever(similarity_top_k=2).retrieve(QUESTION)
+        synthesizer = CacheBlendSynthesizer(scripted, response_mode="tree_summarize", output_cls=Place)
+        assert synthesizer.synthesize(QUESTION, found).response == Place(name="Oakcliff")
+        assert scripted.asked[-1][1].json_schema is not None
+
+    def test_engine_and_llm_must_agree_and_one_is_needed(self, scripted: ScriptedEngine) -> None:
+        with pytest.raises(InputError, match="another engine"):
+            CacheBlendSynthesizer(scripted, llm=CacheBlendLLM(engine=ScriptedEngine(scripted.tokenizer)))
+        Settings.llm = MockLLM()
+        with pytest.raises(InputError, match="needs an engine"):
+            CacheBlendSynthesizer()
+        Settings.llm = CacheBlendLLM(engine=scripted)
+        assert CacheBlendSynthesizer(response_mode=ResponseMode.REFINE).engine is scripted
+
+
+class TestEngines:
+    def test_from_documents_splits_precomputes_and_answers(
+        self, engine: TransformersEngine, documents: list[Document], embedding: BundledEmbedding
+    ) -> None:
+        llm = CacheBlendLLM(engine=engine, max_tokens=8, stop=["\n"])
+        made = CacheBlendQueryEngine.from_documents(
+            documents[:1], engine=engine, llm=llm, embed_model=embedding, chunk_size=128, similarity_top_k=4
+        )
+        response = made.query("Who is the captain of the Lonely Tide?")
+        (call,) = response.metadata["cacheblend"]
+        assert call["reason"] == "stored KV for 4 of 4 chunks"
+        assert all(len(llm.tokenizer(node_text(node))) <= 128 for node in response.source_nodes)
+        assert {node.metadata["file_name"] for node in response.source_nodes} == {documents[0].metadata["file_name"]}
+
+    def test_without_precompute_the_second_question_is_the_fast_one(
+        self, engine: TransformersEngine, embedding: BundledEmbedding
+    ) -> None:
+        note = Document(text="Ilva Tornbeck keeps the keys of the old mill, and nobody else does.")
+        made = CacheBlendQueryEngine.from_documents([note], engine=engine, embed_model=embedding, precompute=False)
+        first, second = (made.query("Who keeps the keys?").metadata["cacheblend"][0] for _ in range(2))
+        assert (len(first["missing"]), second["missing"]) == (1, [])
+        assert second["usage"]["reused_tokens"] > 0
+
+    def test_nothing_to_index_is_an_error(self, scripted: ScriptedEngine) -> None:
+        with pytest.raises(InputError, match="nothing to index"):
+            CacheBlendQueryEngine.from_documents([], engine=scripted, embed_model=None)
+
+    def test_filters_and_postprocessors_are_passed_on(self, scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
+        from llama_index.core.postprocessor import SimilarityPostprocessor
+        from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
+
+        name = next(iter(index.docstore.docs.values())).metadata["file_name"]
+        made = CacheBlendQueryEngine.from_index(
+            index,
+            engine=scripted,
+            similarity_top_k=5,
+            retriever_kwargs={"filters": MetadataFilters(filters=[MetadataFilter(key="file_name", value=name)])},
+            node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=-1.0)],
+        )
+        assert {node.metadata["file_name"] for node in made.query(QUESTION).source_nodes} == {name}
+
+    async def test_the_query_engine_is_asynchronous_throughout(
+        self, engine: TransformersEngine, index: VectorStoreIndex
+    ) -> None:
+        made = CacheBlendQueryEngine.from_index(index, llm=CacheBlendLLM(engine=engine, max_tokens=4))
+        want = str(made.query(QUESTION))
+        assert [str(r) for r in await asyncio.gather(*(made.aquery(QUESTION) for _ in range(3)))] == [want] * 3
+
+    async def test_the_chat_engine_remembers_and_reuses(
+        self, engine: TransformersEngine, index: VectorStoreIndex
+    ) -> None:
+        llm = CacheBlendLLM(engine=engine, max_tokens=8)
+        chat = CacheBlendChatEngine.from_index(index, llm=llm, similarity_top_k=3)
+        with collect_usage() as calls:
+            first = chat.chat(QUESTION)
+            second = await chat.achat("And who is the captain of the Lonely Tide?")
+        assert (len(first.source_nodes), len(second.source_nodes)) == (3, 3)
+        assert len(chat.chat_history) == 4
+        answers = [calls[0], calls[-1]]
+        assert all("3 of 3 chunks" in call.reason for call in answers)
+        # The system message begins as the default header does: the first chunk is reused as it is.
+        assert calls[0].usage["recomputed_tokens"] < 0.15 * calls[0].usage["reused_tokens"]
+
+    def test_the_chat_engine_streams(self, engine: TransformersEngine, index: VectorStoreIndex) -> None:
+        llm = CacheBlendLLM(engine=engine, max_tokens=8)
+        make = lambda: CacheBlendChatEngine.from_index(index, llm=llm, similarity_top_k=3, skip_condense=True)  # noqa: E731
+        assert "".join(make().stream_chat(QUESTION).response_gen) == str(make().chat(QUESTION))
+
+    def test_the_chat_engine_divides_between_chunks(self, scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
+        scripted.context_window = 1500
+        chat = CacheBlendChatEngine.from_index(index, engine=scripted, similarity_top_k=6)
+        chat.chat(QUESTION)
+        found = [chunk for prompt, _, _ in scripted.asked for chunk in prompt.segments if not isinstance(chunk, str)]
+        assert len(scripted.asked) > 1
+        assert len(found) == 6
+
+
+def test_embeddings_are_unit_vectors_that_find_what_is_asked(
+    embedding: BundledEmbedding, nodes: list[BaseNode], index: VectorStoreIndex
+) -> None:
+    one, two = embedding.get_text_embedding_batch(["The ship sails.", "word " * 600])
+    assert sum(x * x for x in one) == pytest.approx(1.0, abs=1e-4) == sum(x * x for x in two)
+    (best,) = index.as_retriever(similarity_top_k=1).retrieve(node_text(nodes[5]))
+    assert best.node_id == nodes[5].node_id
