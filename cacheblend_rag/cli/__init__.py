@@ -84,6 +84,6 @@ def main() -> None:
         sys.exit(UNEXPECTED_EXIT_CODE)
 
 
-from cacheblend_rag.cli import ask, bench, demo, doctor, eval, serve, store  # noqa: E402  (the commands need `app`)
+from cacheblend_rag.cli import ask, bench, demo, doctor, eval, serve, store, sweeps  # noqa: E402  (the commands need `app`)
 
-__all__ = ["app", "ask", "bench", "demo", "doctor", "eval", "main", "serve", "store"]
+__all__ = ["app", "ask", "bench", "demo", "doctor", "eval", "main", "serve", "store", "sweeps"]

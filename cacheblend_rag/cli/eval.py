@@ -108,6 +108,53 @@ def evaluate_command(
     typer.echo(f"\nanswers  {result.answers_file}\nreport   {page}")
 
 
+@app.command()
+def figures(
+    engine: Engine = "transformers",
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.DType = None,
+    threads: options.Threads = None,
+    dataset: Dataset = "demo",
+    data: Data = None,
+    limit: Limit = 40,
+    seed: Seed = 0,
+    kinds: Kinds = None,
+    k: options.K = 6,
+    chunk_tokens: ChunkTokens = 512,
+    ratio: options.Ratio = None,
+    policy: options.Policy = "hkvd",
+    check_layers: options.CheckLayers = None,
+    only: Annotated[
+        str | None, typer.Option(help="Figures of the paper to make, as 2,6,12-17 (default: all there are).")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of each point of figures 15 and 17.")] = 3,
+    out: Out = Path("report"),
+) -> None:
+    """Make the paper's figures for a model: PNG, SVG and CSV of each, and one HTML page. Goes on where it stopped."""
+    from cacheblend_rag.engines.base import BlendSettings
+    from cacheblend_rag.evaluation.prepare import Preparation
+    from cacheblend_rag.store import MemoryStore
+
+    blend = BlendSettings(ratio, policy, options.layers(check_layers))
+    with open_engine(ModelOptions(model, device, dtype, threads), MemoryStore(_STORE_BYTES)) as opened:
+        from cacheblend_rag.evaluation.evaluate import EvalSettings
+        from cacheblend_rag.evaluation.figures import Context, make_figures, parse_numbers
+
+        settings = EvalSettings(
+            dataset,
+            data,
+            blend=blend,
+            limit=limit,
+            seed=seed,
+            kinds=None if kinds is None else _names(kinds),
+            preparation=Preparation(k, chunk_tokens),
+        )
+        with progress("Figures") as show:
+            page = make_figures(Context(opened, settings, out, repeat), parse_numbers(only), show)
+    typer.echo(page)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 

@@ -19,7 +19,6 @@ from cacheblend_rag.evaluation.datasets import load_samples
 from cacheblend_rag.evaluation.methods import DEFAULT, make_methods
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.run import AnswersFile, Progress, Row, answer_all
-from cacheblend_rag.evaluation.samples import Sample
 from cacheblend_rag.evaluation.summary import summarize, worst
 
 
@@ -114,18 +113,18 @@ def evaluate(
         chunk_tokens=settings.preparation.chunk_tokens,
     )
     set_header(engine, samples)
-    identity = _identity(engine, settings, samples)
+    settled = identity(engine, settings, samples[0].instruction)
     file = None
     if out is not None:
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()[:8]
         name = Path(settings.dataset).stem
         file = out / f"answers-{name}-{digest}.jsonl"
-    with AnswersFile(file, identity) as answers:
+    with AnswersFile(file, settled) as answers:
         rows = answer_all(engine, Preparer(engine, settings.preparation), samples, methods, answers, progress)
     compared = [method.name for method in methods if method.name != "full"]
     subject = "blend" if "blend" in compared else compared[0] if compared else "full"
     return EvalResult(
-        settings={**identity, "limit": settings.limit, "questions": len(samples)},
+        settings={**settled, "limit": settings.limit, "questions": len(samples)},
         labels={method.name: method.label for method in methods},
         summary=summarize(rows),
         worst=worst(rows, method=subject),
@@ -135,8 +134,8 @@ def evaluate(
     )
 
 
-def _identity(engine: TransformersEngine, settings: EvalSettings, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return what answers depend on besides method and sample; the profile is resolved by the methods' keys."""
+def identity(engine: TransformersEngine, settings: EvalSettings, instruction: str | None) -> dict[str, Any]:
+    """Return what answers depend on besides method and sample (a method's key holds its own settings), for JSON."""
     return {
         "model": engine.fingerprint.name,
         "fingerprint": engine.fingerprint.digest,
@@ -147,7 +146,7 @@ def _identity(engine: TransformersEngine, settings: EvalSettings, samples: Seque
         "seed": settings.seed,
         "demo_chunks": settings.demo_chunks,
         "kinds": settings.kinds,
-        "instruction": samples[0].instruction,
+        "instruction": instruction,
         "profile": {
             "check_layers": list(engine.profile.check_layers),
             "widths": list(engine.profile.widths),

@@ -67,6 +67,21 @@ def write_report(path: Path, result: EvalResult) -> Path:
         f"{settings['questions']} questions, up to {settings['k']} chunks of {settings['chunk_tokens']} tokens; "
         "95% bootstrap intervals over groups of questions that share chunks"
     )
+    page = render_page(
+        f"{settings['model']} on {Path(settings['dataset']).name}",
+        subtitle,
+        result_sections(result),
+        {**settings, **result.machine, "answers": result.answers_file.name if result.answers_file else "in memory"},
+        result.worst,
+        result.labels,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def result_sections(result: EvalResult) -> list[Section]:
+    """Return the tables and plots of an evaluation: over all questions, and by kind where there are several."""
     sections = [
         Section("results", "Results", svg=_overview(result), tables=[results_table(result.summary["methods"], result)])
     ]
@@ -77,17 +92,7 @@ def write_report(path: Path, result: EvalResult) -> Path:
             for kind, found in kinds.items()
         ]
         sections.append(Section("kinds", "By kind of question", svg=_kinds_plot(result), tables=tables))
-    page = render_page(
-        f"{settings['model']} on {Path(settings['dataset']).name}",
-        subtitle,
-        sections,
-        {**settings, **result.machine, "answers": result.answers_file.name if result.answers_file else "in memory"},
-        result.worst,
-        result.labels,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
+    return sections
 
 
 def results_table(methods: Mapping[str, Any], result: EvalResult, title: str = "") -> Table:

@@ -85,3 +85,37 @@ def test_eval_names_what_it_cannot_use(run, model_dir, tmp_path, args, named, mo
     result = run("eval", "--model", model_dir, "--out", tmp_path, *args)
     assert result.exit_code == 2
     assert named in result.stderr
+
+
+def test_figures_are_made_from_the_command_line_and_refuse_what_there_is_not(run, model_dir, questions, tmp_path):
+    result = run("figures", "--model", model_dir, "--dataset", questions, "--only", "8", "--out", tmp_path / "r")
+    assert result.exit_code == 0, result.stderr
+    assert Path(result.stdout.strip()) == tmp_path / "r" / "index.html"
+    assert (tmp_path / "r" / "figure-08.csv").read_text().startswith("prompt,layer,spearman")
+    assert run("figures", "--model", model_dir, "--only", "3", "--out", tmp_path).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "axis"),
+    [
+        (("chunks", "--counts", "1,2", "--lengths", ""), "chunks"),
+        (("ratio", "--ratios", "0.2"), "ratio"),
+        (("batch", "--sizes", "1"), "batch"),
+        (("devices", "--bandwidths", "1"), "bytes_per_s"),
+        (("throughput", "--rates", "0.01,1e6"), "rate"),
+    ],
+)
+def test_sweeps_print_a_table_or_json(run, args, axis):
+    tiny = ("--random-weights", "llama:2x256", "--repeat", "1", "--threads", "1")
+    points = as_json(run("bench", *args, *tiny, "--json"))["points"]
+    assert {point["method"] for point in points} >= {"full", "reuse", "blend"}
+    assert all(axis in point for point in points)
+    shown = run("bench", *args, *tiny).stdout
+    assert "full recompute" in shown
+    assert " ms" in shown
+
+
+def test_sweeps_name_a_list_they_cannot_read(run):
+    result = run("bench", "batch", "--sizes", "1,x")
+    assert result.exit_code == 2
+    assert "--sizes" in result.stderr

@@ -41,9 +41,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
-def _weights(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
-) -> torch.Tensor:
+def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query.float() @ key.float().transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if mask is not None:

@@ -1,0 +1,207 @@
+"""Time to first token against number and length of chunks, batch size, ratio, storage bandwidth and request rate.
+
+Prompts are random tokens, so any model will do, also one of random weights. Every point runs all methods, interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
+from cacheblend_rag.bench.measure import median
+from cacheblend_rag.bench.setup import Workbench
+from cacheblend_rag.bench.throttled import ThrottledStore
+from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompt import TokenizedPrompt
+
+Point = dict[str, Any]
+Progress = Callable[[str], None]
+
+CHUNK_TOKENS: Final = 512
+QUESTION_TOKENS: Final = 32
+_SIMULATED_REQUESTS: Final = 4000
+
+
+def methods(ratio: float | None = None, policy: str = "hkvd") -> dict[str, BlendSettings]:
+    """Return the methods that are timed."""
+    return {
+        "full": FULL_RECOMPUTE,
+        "prefix": PREFIX_CACHING,
+        "reuse": FULL_REUSE,
+        "blend": BlendSettings(ratio, policy),
+    }
+
+
+def sweep_chunks(
+    place: Workbench, counts: Sequence[int] = (2, 4, 6, 8), repeat: int = 3, say: Progress = lambda line: None
+) -> list[Point]:
+    """Vary the number of chunks of 512 tokens."""
+    return [p for n in counts for p in _point(place, {"chunks": n}, n, CHUNK_TOKENS, methods(), repeat, say)]
+
+
+def sweep_lengths(
+    place: Workbench, lengths: Sequence[int] = (128, 256, 512, 768), repeat: int = 3, say: Progress = lambda line: None
+) -> list[Point]:
+    """Vary the length of six chunks."""
+    return [p for n in lengths for p in _point(place, {"chunk_tokens": n}, 6, n, methods(), repeat, say)]
+
+
+def sweep_ratio(
+    place: Workbench,
+    ratios: Sequence[float] = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5),
+    policy: str = "hkvd",
+    repeat: int = 3,
+    say: Progress = lambda line: None,
+) -> list[Point]:
+    """Vary the recompute ratio; full recompute and full KV reuse are the two ends."""
+    compared = {"full": FULL_RECOMPUTE, "reuse": FULL_REUSE}
+    compared |= {f"{ratio:g}": BlendSettings(ratio, policy) for ratio in ratios}
+    points = _point(place, {}, 6, CHUNK_TOKENS, compared, repeat, say)
+    ends = {"full": 1.0, "reuse": 0.0}
+    return [
+        {
+            **p,
+            "ratio": ends[p["method"]] if p["method"] in ends else float(p["method"]),
+            "method": p["method"] if p["method"] in ends else "blend",
+        }
+        for p in points
+    ]
+
+
+def sweep_batch(
+    place: Workbench, sizes: Sequence[int] = (1, 2, 4, 8), repeat: int = 3, say: Progress = lambda line: None
+) -> list[Point]:
+    """Vary how many requests arrive together.
+
+    This engine computes one request's tokens at a time, so the TTFT of the last of them, which is what is given, is the sum
+    of their prefills: nothing is measured here that a loop would not show.
+    """
+    return [p for n in sizes for p in _point(place, {"batch": n}, 6, CHUNK_TOKENS, methods(), repeat, say, n)]
+
+
+def sweep_devices(
+    place: Workbench,
+    bandwidths: Sequence[float] = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 4.8e9),
+    repeat: int = 3,
+    say: Progress = lambda line: None,
+) -> list[Point]:
+    """Vary the bandwidth, in bytes per second, that stored KV is read with; prefix caching loads for free.
+
+    Raises:
+        InputError: The engine's store is not a :class:`~cacheblend_rag.bench.throttled.ThrottledStore`.
+    """
+    store = place.engine.store
+    if not isinstance(store, ThrottledStore):
+        raise InputError("Storage devices are simulated by a throttled store; open the engine with one.")
+    points = []
+    for rate in bandwidths:
+        store.bytes_per_s = rate
+        points += _point(place, {"bytes_per_s": rate}, 6, CHUNK_TOKENS, methods(), repeat, say)
+    return points
+
+
+def queue_ttft(
+    service_s: Mapping[str, Sequence[tuple[float, float]]], rates: Sequence[float], seed: int = 0
+) -> list[Point]:
+    """Return the TTFT at given request rates, simulated from measured requests.
+
+    Requests arrive at random (Poisson) and are served one after another, first come first served, as the embedded engine
+    does; each takes one of the measured times. A rate that a method cannot keep up with has no steady state: ``ttft_s`` is
+    None there.
+
+    Args:
+        service_s: For each method, measured pairs of time to first token and time to the last one, in seconds.
+        rates: Requests per second.
+        seed: Of arrivals and draws.
+    """
+    points = []
+    for name, measured in service_s.items():
+        times = np.asarray(measured, np.float64)
+        capacity = 1 / times[:, 1].mean()
+        for rate in rates:
+            point: Point = {"rate": rate, "method": name, "capacity": capacity, "ttft_s": None}
+            if rate < 0.98 * capacity:
+                generator = np.random.default_rng(seed)
+                arrivals = generator.exponential(1 / rate, _SIMULATED_REQUESTS).cumsum()
+                drawn = times[generator.integers(len(times), size=_SIMULATED_REQUESTS)]
+                free, waits = 0.0, np.empty(_SIMULATED_REQUESTS)
+                for i, (arrival, (first, total)) in enumerate(zip(arrivals, drawn, strict=True)):
+                    begin = max(arrival, free)
+                    waits[i] = begin - arrival + first
+                    free = begin + total
+                point["ttft_s"] = float(waits[_SIMULATED_REQUESTS // 10 :].mean())
+            points.append(point)
+    return points
+
+
+def request_rates(service_s: Mapping[str, Sequence[tuple[float, float]]], count: int = 12) -> list[float]:
+    """Return rates up to what the fastest method can serve."""
+    best = max(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
+    slowest = min(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
+    return [float(rate) for rate in np.geomspace(slowest / 4, best * 0.97, count)]
+
+
+def service_times(
+    place: Workbench, answer_tokens: int = 8, repeat: int = 5
+) -> dict[str, Sequence[tuple[float, float]]]:
+    """Measure TTFT and total time of answers of ``answer_tokens`` to a prompt of 6 chunks, for :func:`queue_ttft`."""
+    prompt = _prompt(place, 6, CHUNK_TOKENS)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods()}
+    for number in range(repeat + 1):
+        for name, settings in methods().items():
+            timings = place.engine.generate(prompt, SamplingParams(answer_tokens), settings).timings  # type: ignore[arg-type]
+            free = timings.load_s if name == "prefix" else 0.0
+            if number:
+                found[name].append((timings.ttft_s - free, timings.total_s - free))
+    return dict(found)
+
+
+def _prompt(place: Workbench, chunks: int, chunk_tokens: int) -> TokenizedPrompt:
+    made = place.random_chunks(chunks, chunk_tokens, chunks * 10_000 + chunk_tokens)
+    place.engine.precompute(made)
+    return place.prompt(made, QUESTION_TOKENS, chunks)
+
+
+def _point(
+    place: Workbench,
+    at: Point,
+    chunks: int,
+    chunk_tokens: int,
+    compared: dict[str, BlendSettings],
+    repeat: int,
+    say: Progress,
+    batch: int = 1,
+) -> list[Point]:
+    say(", ".join(f"{key} {value:g}" for key, value in at.items()) or "all ratios")
+    prompt = _prompt(place, chunks, chunk_tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
+    computed = {}
+    for number in range(repeat + 1):
+        names = list(compared)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            total = 0.0
+            for _ in range(batch):
+                *_, last = place.engine.stream(prompt, SamplingParams(1), compared[name])
+                assert last.generation is not None
+                timings = last.generation.timings
+                total += timings.ttft_s - (timings.load_s if name == "prefix" else 0.0)
+                computed[name] = last.generation.usage.computed_tokens
+            if number:  # the first round warms up
+                seconds[name].append(total)
+    return [
+        {
+            **at,
+            "method": name,
+            "ttft_s": median(times),
+            "fastest_s": min(times),
+            "slowest_s": max(times),
+            "computed_tokens": computed[name],
+            "prompt_tokens": len(prompt.token_ids),
+        }
+        for name, times in seconds.items()
+    ]

@@ -1,0 +1,112 @@
+"""What a figure is: what the paper found, how it is measured here, how it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.bench.setup import Workbench
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.evaluation.datasets import load_samples
+from cacheblend_rag.evaluation.evaluate import EvalResult, EvalSettings, evaluate
+from cacheblend_rag.evaluation.prepare import Preparer, set_header
+from cacheblend_rag.evaluation.probe import Probe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+Row = dict[str, Any]
+Say = Callable[[float, str], None]
+_PROBES = 6
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of the paper's figures.
+
+    Attributes:
+        number: Its number in the paper.
+        title: What it shows.
+        paper: What the paper found, with its numbers where its text gives any.
+        caption: How ours was measured; what to bear in mind.
+        measure: Returns the data, one row per point; plain numbers and strings.
+        draw: Draws the rows.
+        minutes: About how much of a whole run it takes, for the progress bar.
+    """
+
+    number: int
+    title: str
+    paper: str
+    caption: str
+    measure: Callable[[Context, Say], list[Row]]
+    draw: Callable[[Sequence[Row]], Drawing]
+    minutes: float = 1.0
+
+
+@dataclass
+class Context:
+    """What figures are measured on.
+
+    Attributes:
+        engine: The model.
+        settings: Data set, number of questions, blend.
+        out: Directory of the run; answers go there, too, so that an interrupted run goes on.
+        repeat: Timed rounds of each point of a sweep.
+    """
+
+    engine: TransformersEngine
+    settings: EvalSettings
+    out: Path
+    repeat: int = 3
+    _results: dict[Any, EvalResult] = field(default_factory=dict)
+
+    def evaluate(self, methods: Sequence[str], say: Say, **changes: Any) -> EvalResult:
+        """Evaluate the data set by ``methods``; what earlier figures have answered is not answered again."""
+        settings = replace(self.settings, methods=tuple(methods), **changes)
+        result = evaluate(
+            self.engine, settings, self.out, lambda done, total, at: say(done / total, f"question {done} of {total}")
+        )
+        self._results[(tuple(methods), tuple(sorted(changes)))] = result
+        return result
+
+    @property
+    def workbench(self) -> Workbench:
+        """The engine as sweeps over random tokens use it."""
+        engine, runner = self.engine, self.engine.runner
+        vocab_size = engine.subject().vocab_size
+        return Workbench(engine, engine.fingerprint.name, None, runner.device, runner.dtype, vocab_size)
+
+    @property
+    def main(self) -> EvalResult | None:
+        """The evaluation of the run's own settings, for tables and the worst disagreements; None if no figure needed it."""
+        return next((r for (_, changed), r in self._results.items() if not changed and "blend" in r.labels), None)
+
+    @cached_property
+    def probes(self) -> list[Probe]:
+        """A few prompts of the data set to look into, those whose question needs two chunks first."""
+        how = self.settings.preparation
+        samples = load_samples(
+            self.settings.dataset,
+            self.settings.data,
+            8 * _PROBES,
+            self.settings.seed,
+            self.engine.tokenizer,
+            kinds=self.settings.kinds,
+            chunks=how.k,
+            chunk_tokens=how.chunk_tokens,
+        )
+        set_header(self.engine, samples)
+        samples.sort(key=lambda sample: "cross" not in sample.kind)
+        chosen = list({sample.group or sample.id: sample for sample in reversed(samples)}.values())
+        chosen.sort(key=lambda sample: "cross" not in sample.kind)
+        preparer = Preparer(self.engine, how)
+        return [Probe(self.engine, preparer.case(sample)) for sample in chosen[:_PROBES]]
+
+
+def blend_ratio(context: Context) -> float:
+    """Return the recompute ratio of the run's blend."""
+    ratio = context.settings.blend.ratio
+    return context.engine.profile.ratio if ratio is None else ratio

@@ -1,0 +1,217 @@
+"""Probes, sweeps and figures on a small random model."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cacheblend_rag.bench.sweeps import queue_ttft, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
+from cacheblend_rag.bench.throttled import ThrottledStore
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.evaluate import EvalSettings
+from cacheblend_rag.evaluation.figures import FIGURES, Context, make_figures, parse_numbers
+from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_rag.evaluation.probe import Probe, attention_deviation
+from cacheblend_rag.fusor import BlendSchedule
+from cacheblend_rag.selection import POLICIES, policy
+from cacheblend_rag.selection.base import Candidates
+from tests.evaluation.test_run import SAMPLES
+
+SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens=2))
+
+
+@pytest.fixture
+def probe(engine):
+    set_header(engine, SAMPLES)
+    return Probe(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
+
+
+def test_watched_attention_is_the_models_own(engine, probe):
+    got = probe.attention(policy("full"), 1.0, BlendSchedule())
+    ids = torch.tensor([probe.tokens.token_ids])
+    model = engine.runner.model
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            want = model(input_ids=ids, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    rows = len(probe.question)
+    torch.testing.assert_close(got, torch.stack([layer[0, :, -rows:] for layer in want]), atol=1e-5, rtol=1e-4)
+
+
+def test_attention_deviation_falls_as_more_is_recomputed(probe):
+    want = probe.attention(policy("full"), 1.0, BlendSchedule())
+    deviations = [
+        float(attention_deviation(probe.attention(policy("hkvd"), ratio, BlendSchedule()), want)[2:].mean())
+        for ratio in (0.0, 0.5, 1.0)
+    ]
+    assert deviations[0] > deviations[1] > deviations[2] == pytest.approx(0, abs=1e-5)
+
+
+def test_kv_deviation_is_0_in_layer_0_and_nowhere_else(probe):
+    deviation = probe.deviation()
+    assert deviation.shape[0] == 5
+    assert deviation[0].max() < 1e-6 * deviation[1].mean()
+    assert (deviation[1:].mean(1) > 0).all()
+
+
+def candidates(sizes=(5, 7, 3)):
+    lengths = torch.tensor(sizes, dtype=torch.int64)
+    chunk = torch.repeat_interleave(torch.arange(len(sizes)), lengths)
+    offset = torch.cat([torch.arange(n) for n in (*sizes, 0)])
+    return Candidates(torch.arange(10, 10 + len(chunk)), chunk, offset)
+
+
+def test_random_selection_is_exact_in_number_repeatable_and_fair():
+    found = candidates()
+    for count in range(16):
+        mask = POLICIES["random"].select(found, count)
+        assert int(mask.sum()) == count
+        assert torch.equal(mask, POLICIES["random"].select(found, count))
+    often = torch.zeros(15)
+    for shift in range(400):
+        moved = Candidates(found.positions + shift, found.chunk, found.offset)
+        often += POLICIES["random"].select(moved, 5)
+    assert (often / 400).sub(1 / 3).abs().max() < 0.12
+    assert len(POLICIES["random"].select(candidates(()), 3)) == 0
+
+
+def test_a_queue_waits_longer_the_busier_it_is_and_has_no_answer_beyond_its_capacity():
+    points = queue_ttft({"a": [(0.1, 0.5), (0.1, 0.5)]}, [0.1, 1.0, 1.6, 1.99, 3.0])
+    ttft = [point["ttft_s"] for point in points]
+    assert ttft[0] < ttft[1] < ttft[2]
+    assert ttft[3:] == [None, None]
+    assert points[0]["capacity"] == pytest.approx(2)
+    # Constant service: mean wait of an M/D/1 queue is rho / (2 mu (1 - rho)).
+    assert ttft[1] == pytest.approx(0.1 + 0.5 / (2 * 2 * 0.5), rel=0.15)
+
+
+def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine):
+    usual, settings = engine.store, SAMPLES
+    set_header(engine, settings)
+    case = Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0])
+    engine.precompute(case.chunks)
+    want = engine.generate(case.prompt)
+    engine.store = ThrottledStore(1e9)
+    try:
+        engine.precompute(case.chunks)
+        got = engine.generate(case.prompt)
+        assert got.token_ids == want.token_ids
+        assert got.mode == "blend"
+        assert got.timings.load_s >= 0
+    finally:
+        engine.store = usual
+    with pytest.raises(InputError, match="bandwidth"):
+        ThrottledStore(0)
+
+
+def test_reads_of_one_device_wait_for_each_other(monkeypatch):
+    from cacheblend_rag.bench import throttled
+
+    now, slept = [0.0], []
+    monkeypatch.setattr(throttled.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(throttled.time, "sleep", slept.append)
+    device = throttled._Device(100.0)
+    device.read(50)
+    device.read(50)
+    now[0] = 10.0
+    device.read(100)
+    assert slept == pytest.approx([0.5, 1.0, 1.0])
+
+
+def test_sweeps_time_every_method_at_every_point(engine):
+    place = Context(engine, SMALL, Path()).workbench
+    points = sweep_chunks(place, (1, 2), repeat=1)
+    assert [(p["chunks"], p["method"]) for p in points] == [
+        (n, m) for n in (1, 2) for m in ("full", "prefix", "reuse", "blend")
+    ]
+    for point in points:
+        assert point["fastest_s"] <= point["ttft_s"] <= point["slowest_s"]
+    full, prefix, reuse, blend = points[4:]
+    assert full["computed_tokens"] == full["prompt_tokens"] > prefix["computed_tokens"]
+    assert prefix["computed_tokens"] > blend["computed_tokens"] > reuse["computed_tokens"]
+    ratios = sweep_ratio(place, (0.25,), repeat=1)
+    assert [(p["ratio"], p["method"]) for p in ratios] == [(1.0, "full"), (0.0, "reuse"), (0.25, "blend")]
+    assert len(sweep_batch(place, (1,), repeat=1)) == 4
+    with pytest.raises(InputError, match="throttled"):
+        sweep_devices(place)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [(None, list(FIGURES)), ("2", [2]), ("12-17", [12, 13, 14, 15, 16, 17]), ("6, 2,7-8", [2, 6, 7, 8])],
+)
+def test_figures_are_named_by_number(text, want):
+    assert parse_numbers(text) == want
+
+
+@pytest.mark.parametrize("text", ["", "x", "3", "9-11", "2-"])
+def test_figures_that_do_not_exist_are_refused(text):
+    if text == "2-":
+        assert parse_numbers(text) == [2]
+        return
+    with pytest.raises(InputError):
+        parse_numbers(text)
+
+
+def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
+    for module in ("quality", "inside", "speed"):
+        monkeypatch.setattr(f"cacheblend_rag.evaluation.figures.{module}.figure", _small(module))
+    monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._COUNTS", (1, 3))
+    monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._POOL", 3)
+    monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._RATIOS", (0.1, 0.5))
+    monkeypatch.setattr("cacheblend_rag.evaluation.figures.inside._RATIOS", (0.0, 0.3))
+    monkeypatch.setattr("cacheblend_rag.evaluation.figures.base._PROBES", 2)
+    monkeypatch.setattr("cacheblend_rag.evaluation.prepare.Embedder.load", lambda name: _Flat())
+    seen: list[float] = []
+    page = make_figures(
+        Context(engine, SMALL, tmp_path, repeat=1), [2, 4, 6, 7, 8, 12, 13, 14, 16], lambda done, *_: seen.append(done)
+    )
+    assert seen == sorted(seen)
+    text = page.read_text()
+    for number in (2, 4, 6, 7, 8, 12, 13, 14, 16):
+        name = f"figure-{number:02}"
+        with (tmp_path / f"{name}.csv").open() as file:
+            assert len(list(csv.DictReader(file))) > 1
+        assert (tmp_path / f"{name}.png").read_bytes()[1:4] == b"PNG"
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
+        assert f'id="figure-{number}"' in text
+    assert len(re.findall("<svg", text)) >= 9
+    assert "Worst disagreements" in text
+
+    def again(*_: object) -> None:
+        raise AssertionError("measured twice")
+
+    monkeypatch.setattr(engine, "stream", again)
+    make_figures(Context(engine, SMALL, tmp_path, repeat=1), [2, 6, 12, 14])
+    other = Context(engine, EvalSettings("demo", limit=9, preparation=SMALL.preparation), tmp_path, repeat=1)
+    with pytest.raises(AssertionError, match="twice"):
+        make_figures(other, [12])
+
+
+class _Flat:
+    def question(self, text):
+        return np.zeros(1)
+
+    def texts(self, texts):
+        return [np.zeros((1, 1)) for _ in texts]
+
+
+def _small(module):
+    from contextlib import contextmanager
+
+    from cacheblend_rag.evaluation.plotting import figure
+
+    @contextmanager
+    def small(width, height, columns=1, rows=1):
+        with figure(width / 2, height / 2, columns, rows) as made:
+            yield made
+
+    return small
