@@ -1,0 +1,320 @@
+"""A real server: what OpenAI clients see, what is refused, and what survives."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engines.contract import TEXTS
+from tests.server.running import BODY_LIMIT, RunningServer
+
+SYSTEM = {"role": "system", "content": "Answer from the notes."}
+
+
+def register(server: RunningServer, texts: Sequence[str] = TEXTS) -> list[str]:
+    answer = server.post("/v1/chunks", {"texts": list(texts)})
+    assert answer.status_code == 200, answer.text
+    return [chunk["id"] for chunk in answer.json()["data"]]
+
+
+def body(content: Any, **fields: Any) -> dict[str, Any]:
+    messages = [SYSTEM, {"role": "user", "content": content}]
+    return {"messages": messages, "max_tokens": 6, "temperature": 0, "return_token_ids": True, **fields}
+
+
+def chat(server: RunningServer, content: Any, **fields: Any) -> dict[str, Any]:
+    answer = server.post("/v1/chat/completions", body(content, **fields))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def fresh(server: RunningServer, content: Any, **fields: Any) -> dict[str, Any]:
+    """Ask with an empty prefix cache: an equal prompt before may have left it there, blended."""
+    assert server.post("/reset_prefix_cache", None).json()["success"]
+    return chat(server, content, **fields)
+
+
+def reuse(answer: dict[str, Any]) -> dict[str, Any]:
+    report = answer["usage"]["cacheblend"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == report["reused_tokens"]
+    assert report["reused_tokens"] + report["computed_tokens"] == answer["usage"]["prompt_tokens"]
+    return report
+
+
+PLAIN = "\n\n".join([*TEXTS, "Question: Who runs the observatory?"])
+
+
+class TestChat:
+    def test_registered_chunks_are_found_in_plain_text_and_ratio_1_answers_as_the_full_prefill(self, server) -> None:
+        assert reuse(chat(server, PLAIN))["reason"] == "no known chunk in the prompt"
+        register(server)
+        full = chat(server, PLAIN, cacheblend={"reuse": "nothing"})
+        assert (reuse(full)["mode"], reuse(full)["reused_tokens"]) == ("prefill", 0)
+        blended = chat(server, PLAIN, cacheblend={"ratio": 1.0})
+        assert reuse(blended)["mode"] == "blend"
+        assert blended["choices"][0]["message"] == full["choices"][0]["message"]
+        assert blended["choices"][0]["token_ids"] == full["choices"][0]["token_ids"]
+
+    def test_ids_in_text_blocks_and_in_chunk_ids_are_the_same_prompt_as_the_text(self, server) -> None:
+        ids = register(server)
+        want = chat(server, PLAIN, cacheblend={"ratio": 0.0})
+        assert reuse(want)["reused_tokens"] > 50
+        listed = fresh(server, "Question: Who runs the observatory?", chunk_ids=ids, cacheblend={"ratio": 0.0})
+        hinted = fresh(server, PLAIN, cacheblend={"ratio": 0.0, "chunk_ids": ids})
+        for answer in (listed, hinted):
+            assert answer["prompt_token_ids"] == want["prompt_token_ids"]
+            assert answer["choices"][0]["token_ids"] == want["choices"][0]["token_ids"]
+            assert reuse(answer)["reused_tokens"] == reuse(want)["reused_tokens"]
+        blocks = [{"type": "text", "text": "", "id": name} for name in ids]
+        by_block = fresh(server, [*blocks, {"type": "text", "text": "Question: Who?"}], cacheblend={"ratio": 0.0})
+        assert reuse(by_block)["reused_tokens"] == reuse(want)["reused_tokens"]
+
+    def test_a_block_with_the_hash_of_its_own_text_is_a_chunk_that_is_stored_after_the_answer(self, server) -> None:
+        from cacheblend_rag.chunking import chunk_id
+
+        text = TEXTS[0]
+        content = [{"type": "text", "text": text, "id": chunk_id(text)}, {"type": "text", "text": "Who?"}]
+        first = reuse(chat(server, content))
+        assert (first["mode"], first["missing"]) == ("prefill", [chunk_id(text)])
+        server.post("/v1/chunks/flush", None)
+        second = reuse(chat(server, content))
+        assert (second["mode"], second["missing"]) == ("blend", [])
+
+    def test_a_stream_reports_what_the_whole_answer_does(self, server) -> None:
+        register(server)
+        want = chat(server, PLAIN, cacheblend={"ratio": 0.3})
+        assert server.post("/reset_prefix_cache", None).json()["success"]
+        fields = body(PLAIN, stream=True, stream_options={"include_usage": True}, cacheblend={"ratio": 0.3})
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=fields, headers=server.headers) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+        pieces = [json.loads(line) for line in lines]
+        text = "".join(choice["delta"].get("content") or "" for piece in pieces for choice in piece["choices"])
+        assert text == want["choices"][0]["message"]["content"]
+        report = reuse(pieces[-1])
+        timed = {"load_s", "blend_s", "loaded_bytes"}
+        assert {k: v for k, v in report.items() if k not in timed} == {
+            k: v for k, v in reuse(want).items() if k not in timed
+        }
+
+    def test_approximate_kv_never_serves_an_exact_request(self, server) -> None:
+        register(server)
+        exact = chat(server, PLAIN, cacheblend={"reuse": "nothing"})["choices"][0]["token_ids"]
+        for ratio in (0.0, 0.2):
+            chat(server, PLAIN, cacheblend={"ratio": ratio})
+            again = chat(server, PLAIN, cacheblend={"reuse": "nothing"})
+            assert (again["choices"][0]["token_ids"], reuse(again)["reused_tokens"]) == (exact, 0)
+            # The same salt spelled out by a client is another salt.
+            salted = chat(server, PLAIN, cacheblend={"reuse": "nothing"}, cache_salt="cacheblend-" + "0" * 32)
+            assert salted["choices"][0]["token_ids"] == exact
+
+    def test_what_cannot_be_blended_says_why(self, server) -> None:
+        register(server)
+        for fields, word in [
+            ({"use_beam_search": True}, "beam"),
+            ({"truncate_prompt_tokens": 40}, "truncated"),
+            ({"prompt_logprobs": 0}, "logprobs"),
+        ]:
+            answer = server.post("/v1/chat/completions", body(PLAIN, **fields))
+            assert answer.status_code == 200, answer.text
+            report = answer.json()["usage"].get("cacheblend")
+            if report is not None:  # vLLM's beam search builds its own outputs
+                assert (report["mode"], word in report["reason"]) == ("prefill", True)
+
+    def test_json_schemas_tools_and_several_choices_still_work_with_chunks(self, server) -> None:
+        register(server)
+        schema = {
+            "type": "object",
+            "properties": {"n": {"enum": [1, 2]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        }
+        shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        answer = chat(
+            server, PLAIN, max_tokens=40, response_format=shape, n=2, temperature=1, cacheblend={"ratio": 0.5}
+        )
+        assert len(answer["choices"]) == 2
+        for choice in answer["choices"]:
+            assert json.loads(choice["message"]["content"])["n"] in (1, 2)
+
+
+class TestCompletions:
+    def test_several_prompts_are_blended_and_reported_one_by_one(self, server) -> None:
+        register(server)
+        fields = {"max_tokens": 4, "temperature": 0, "prompt": [PLAIN, "Nothing known in here.", TEXTS[2] + " And?"]}
+        usage = server.post("/v1/completions", fields).json()["usage"]
+        assert [report["mode"] for report in usage["cacheblend"]] == ["blend", "prefill", "blend"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == sum(r["reused_tokens"] for r in usage["cacheblend"])
+
+    def test_the_messages_route_blends_too(self, server) -> None:
+        register(server)
+        fields = {"model": "x", "max_tokens": 4, "messages": [{"role": "user", "content": PLAIN}]}
+        model = server.get("/v1/models").json()["data"][0]["id"]
+        answer = server.post("/v1/messages", {**fields, "model": model})
+        assert answer.status_code == 200, answer.text
+        assert server.metric("requests_total", mode="blend") > 0
+        assert answer.json()["usage"]["cache_read_input_tokens"] > 50
+
+
+class TestChunks:
+    def test_chunks_are_listed_page_by_page_inspected_and_deleted(self, server) -> None:
+        ids = register(server)
+        first = server.get("/v1/chunks?limit=3").json()
+        rest = server.get(f"/v1/chunks?limit=3&after={first['last_id']}").json()
+        assert [c["id"] for c in first["data"] + rest["data"]] == sorted(ids)
+        assert (first["has_more"], rest["has_more"]) == (True, False)
+        one = server.get(f"/v1/chunks/{ids[0]}").json()
+        assert (one["text"], one["stored"], one["origin"]) == (TEXTS[0], True, "registered")
+        assert one["bytes"] > 0
+        assert len(one["token_ids"]) == one["tokens"]
+        assert server.request("DELETE", f"/v1/chunks/{ids[0]}").json()["deleted"]
+        assert server.get(f"/v1/chunks/{ids[0]}").status_code == 404
+        assert server.request("DELETE", f"/v1/chunks/{ids[0]}").status_code == 404
+        gone = server.request("DELETE", f"/v1/chunks?id={ids[1]}&id=unknown").json()["data"]
+        assert [chunk["id"] for chunk in gone] == [ids[1]]
+        stats = server.get("/v1/chunks/stats").json()
+        assert (stats["chunks"], stats["kv"]["entries"]) == (2, 3)  # the header stays
+
+    def test_ids_token_ids_and_metadata_of_chunks_cut_elsewhere_are_kept(self, server) -> None:
+        cut = {"id": "mine", "text": TEXTS[0], "metadata": {"source": "a.md", "page": 3}}
+        assert server.post("/v1/chunks", {"chunks": [cut]}).json()["data"][0]["id"] == "mine"
+        one = server.get("/v1/chunks/mine").json()
+        assert (one["metadata"], one["source"]) == ({"source": "a.md", "page": 3}, "a.md")
+        assert server.post("/v1/chunks", {"chunks": [{**cut, "token_ids": one["token_ids"]}]}).status_code == 200
+        clash = server.post("/v1/chunks", {"chunks": [{**cut, "text": TEXTS[1]}]})
+        assert clash.status_code == 409
+        assert reuse(chat(server, "Question: Who?", chunk_ids=["mine"]))["mode"] == "blend"
+
+    def test_metrics_count_what_answers_report(self, server) -> None:
+        names = ("reused_tokens_total", "recomputed_tokens_total", "computed_tokens_total", "loaded_bytes_total")
+        register(server)
+        before = {name: server.metric(name) for name in names}
+        plain = server.metric("fallbacks_total", reason="no known chunk in the prompt")
+        report = reuse(chat(server, PLAIN, cacheblend={"ratio": 0.4}))
+        chat(server, "No chunk in here.")
+        after = {name: server.metric(name) for name in names}
+        assert after["reused_tokens_total"] - before["reused_tokens_total"] >= report["reused_tokens"]
+        assert after["recomputed_tokens_total"] - before["recomputed_tokens_total"] == report["recomputed_tokens"] > 0
+        assert after["loaded_bytes_total"] - before["loaded_bytes_total"] == report["loaded_bytes"] > 0
+        assert server.metric("fallbacks_total", reason="no known chunk in the prompt") == plain + 1
+
+
+class TestRefusals:
+    def test_every_route_but_health_wants_the_key(self, server) -> None:
+        paths = ["/v1/chunks", "/v1/chunks/stats", "/v1/models", "/metrics", "/tokenize", "/version", "/docs", "/ping"]
+        paths += ["/v1/chat/completions", "/invocations", "/reset_prefix_cache", "/nowhere"]
+        for path in paths:
+            for method in ("GET", "POST"):
+                for headers in ({}, {"Authorization": "Bearer wrong"}):
+                    assert httpx.request(method, server.url + path, headers=headers).status_code == 401, path
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+    @pytest.mark.parametrize(
+        ("path", "content", "status"),
+        [
+            ("/v1/chunks", b"{", 422),
+            ("/v1/chunks", b"[]", 422),
+            ("/v1/chunks", b"{}", 422),
+            ("/v1/chunks", b'{"texts": "one"}', 422),
+            ("/v1/chunks", b'{"texts": ["  "]}', 422),
+            ("/v1/chunks", b'{"texts": ["a"], "chunks": [{"text": "b"}]}', 422),
+            ("/v1/chunks", b'{"texts": ["a"], "more": 1}', 422),
+            ("/v1/chunks", b'{"chunks": [{"text": "a text", "token_ids": [1, 2]}]}', 422),
+            ("/v1/chunks", b'{"chunks": [{"text": "a text", "token_ids": [-1]}]}', 422),
+            ("/v1/chunks", b'{"chunks": [{"text": "a text", "token_ids": [99999999]}]}', 422),
+            ("/v1/chunks", b'{"texts": ["\\ud800"]}', 422),
+            ("/v1/chunks", b'{"texts": ["\xff"]}', 422),
+            ("/v1/chunks", b'{"texts": ["' + b"word " * 3000 + b'"]}', 422),
+            ("/v1/chunks", b'{"texts": ["' + b"x" * BODY_LIMIT + b'"]}', 413),
+            ("/v1/chat/completions", b"x" * (BODY_LIMIT + 1), 413),
+            ("/v1/chat/completions", b"{", 400),
+        ],
+    )
+    def test_malformed_and_oversized_requests_never_reach_the_engine(self, server, path, content, status) -> None:
+        precomputed = server.metric("precomputed_chunks_total")
+        requests = server.metric("requests_total")
+        answer = server.request("POST", path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+        assert (server.metric("precomputed_chunks_total"), server.metric("requests_total")) == (precomputed, requests)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"cacheblend": {"ratio": 2}},
+            {"cacheblend": {"policy": "no such"}},
+            {"cacheblend": {"check_layers": [3, 1]}},
+            {"cacheblend": {"reuse": "some"}},
+            {"cacheblend": {"spans": [{"id": "a", "start": 0, "end": 9999}]}},
+            {"cacheblend": "yes"},
+            {"chunk_ids": ["unknown"]},
+            {"chunk_ids": "unknown"},
+            {"kv_transfer_params": {"cacheblend": {"save": 0}}},
+            {"kv_transfer_params": {"do_remote_prefill": True}},
+        ],
+    )
+    def test_bad_options_are_refused_by_name(self, server, fields) -> None:
+        answer = server.post("/v1/chat/completions", body("Who?", **fields))
+        assert answer.status_code == 400, answer.text
+        assert any(word in answer.text for word in ("cacheblend", "chunk", "span", "policy", "kv_transfer_params"))
+
+    def test_a_client_cannot_store_kv_under_another_text(self, server) -> None:
+        """On routes of vLLM's own, kv_transfer_params are dropped before the engine sees them."""
+        model = server.get("/v1/models").json()["data"][0]["id"]
+        entries = server.get("/v1/chunks/stats").json()["kv"]["entries"]
+        fields = {
+            "model": model,
+            "input": "Who?",
+            "max_output_tokens": 1,
+            "kv_transfer_params": {"cacheblend": {"save": 0}},
+        }
+        assert server.post("/v1/responses", fields).status_code == 200
+        assert server.get("/v1/chunks/stats").json()["kv"]["entries"] == entries
+
+
+class TestFaults:
+    def test_a_client_that_goes_away_leaves_the_server_as_it_was(self, server) -> None:
+        register(server)
+        want = chat(server, PLAIN, cacheblend={"ratio": 0.3})["choices"][0]["token_ids"]
+        fields = body(PLAIN, stream=True, max_tokens=200, cacheblend={"ratio": 0.3})
+        for _ in range(3):
+            with httpx.stream(
+                "POST", f"{server.url}/v1/chat/completions", json=fields, headers=server.headers
+            ) as answer:
+                next(answer.iter_lines())
+        assert chat(server, PLAIN, cacheblend={"ratio": 0.3})["choices"][0]["token_ids"] == want
+
+    def test_a_store_that_vanishes_costs_speed_and_no_answer(self, server) -> None:
+        import shutil
+
+        register(server)
+        full = chat(server, PLAIN, cacheblend={"reuse": "nothing"})["choices"][0]["token_ids"]
+        shutil.rmtree(server.store / "kv")
+        answer = chat(server, PLAIN, cacheblend={"ratio": 1.0})
+        assert answer["choices"][0]["token_ids"] == full
+        assert server.healthy()
+
+    def test_concurrent_requests_of_all_kinds_do_not_mix(self, server) -> None:
+        register(server)
+        questions = [f"{TEXTS[i % 4]}\n\n{TEXTS[(i + 1) % 4]}\n\nQuestion: number {i}?" for i in range(6)]
+        kinds: list[dict[str, Any]] = [{"cacheblend": {"ratio": 0.3}}, {"cacheblend": {"reuse": "nothing"}}]
+        want = {
+            (q, k): chat(server, questions[q], **kinds[k])["choices"][0]["token_ids"]
+            for q in range(6)
+            for k in range(2)
+        }
+        got: dict[tuple[int, int], Any] = {}
+
+        def ask(q: int, k: int) -> None:
+            got[q, k] = chat(server, questions[q], **kinds[k])["choices"][0]["token_ids"]
+
+        threads = [threading.Thread(target=ask, args=key) for key in want]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == want
