@@ -15,7 +15,7 @@ from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.index import ChunkIndex, Hit
 from cacheblend_rag.indexing import IndexProgress, IndexReport, index_documents
 from cacheblend_rag.manifest import IndexManifest
-from cacheblend_rag.prompt import DEFAULT_INSTRUCTION, BlendPrompt, header_ids, rag_header, rag_prompt, tokenize
+from cacheblend_rag.prompt import DEFAULT_INSTRUCTION, BlendPrompt, rag_prompt, tokenize
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class RagPipeline:
             if overlap is None:
                 overlap = own.overlap if own else 0
             manifest = IndexManifest(
-                engine.fingerprint, _header_of(engine, instruction), chunk_tokens, overlap, embedding
+                engine.fingerprint, engine.header_ids, chunk_tokens, overlap, embedding
             )
             self.chunks = ChunkIndex.open(store, manifest)
         engine.registry.add(self.chunks.chunks())
@@ -297,9 +297,3 @@ def _manifest_in(directory: str | Path) -> IndexManifest | None:
         return None
     with ChunkIndex.open(directory) as index:
         return index.manifest
-
-
-def _header_of(engine: BlendEngine, instruction: str) -> tuple[int, ...]:
-    """Return the tokens the engine computes chunks behind."""
-    own = getattr(engine, "header_ids", None)
-    return header_ids(engine.tokenizer, rag_header(engine.tokenizer, instruction)) if own is None else tuple(own)

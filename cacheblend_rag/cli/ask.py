@@ -26,6 +26,7 @@ def index(
     device: options.Device = None,
     dtype: options.DType = None,
     threads: options.Threads = None,
+    engine: options.Engine = "transformers",
     server: options.Server = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk (default: 512).")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share (default: 0).")] = None,
@@ -39,7 +40,7 @@ def index(
     """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped."""
     with (
         open_pipeline(
-            ModelOptions(model, device, dtype, threads, server),
+            ModelOptions(model, device, dtype, threads, server, engine),
             store,
             (ram_budget, disk_budget),
             must_exist=False,
@@ -88,6 +89,7 @@ def ask(
     device: options.Device = None,
     dtype: options.DType = None,
     threads: options.Threads = None,
+    engine: options.Engine = "transformers",
     server: options.Server = None,
     k: options.K = 6,
     ratio: options.Ratio = None,
@@ -106,7 +108,7 @@ def ask(
 
     sampling = SamplingParams(max_tokens, temperature, top_p, seed)
     settings = BlendSettings(ratio, policy, options.layers(check_layers))
-    chosen = ModelOptions(model, device, dtype, threads, server)
+    chosen = ModelOptions(model, device, dtype, threads, server, engine)
     with open_pipeline(chosen, store, (ram_budget, disk_budget), k=k) as pipeline:
         answer = pipeline.ask(question, sampling, settings)
     if as_json:
@@ -125,6 +127,7 @@ def chat(
     device: options.Device = None,
     dtype: options.DType = None,
     threads: options.Threads = None,
+    engine: options.Engine = "transformers",
     server: options.Server = None,
     k: options.K = 6,
     ratio: options.Ratio = None,
@@ -142,6 +145,6 @@ def chat(
 
     sampling = SamplingParams(max_tokens, temperature, top_p, seed)
     settings = BlendSettings(ratio, policy, options.layers(check_layers))
-    chosen = ModelOptions(model, device, dtype, threads, server)
+    chosen = ModelOptions(model, device, dtype, threads, server, engine)
     with open_pipeline(chosen, store, (ram_budget, disk_budget), k=k) as pipeline:
         Chat(pipeline, sampling, settings).run(sys.stdin.isatty())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
     from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.engines.vllm import VLLMEngine
     from cacheblend_rag.pipeline import RagPipeline
     from cacheblend_rag.store import KVStore
 
@@ -28,6 +30,7 @@ class ModelOptions:
     dtype: str | None = None
     threads: int | None = None
     server: str | None = None
+    engine: str = "transformers"
 
 
 def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:
@@ -46,6 +49,27 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
         return TransformersEngine(chosen.model, device=chosen.device, dtype=dtype, store=store)
 
 
+def open_vllm(chosen: ModelOptions, store: Path, ram_budget: int | None, disk_budget: int | None) -> VLLMEngine:
+    """Start vLLM with the model of a command.
+
+    Raises:
+        InputError: An option that vLLM has no use for.
+    """
+    from cacheblend_rag.errors import InputError
+
+    for name, value in (("--device", chosen.device), ("--threads", chosen.threads)):
+        if value is not None:
+            raise InputError(f"{name} does not go with --engine vllm, which chooses for itself.")
+    # What a person wants to read is the answer; vLLM's own log is for servers.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with status("Starting vLLM"):
+        from cacheblend_rag.engines.vllm import VLLMEngine
+
+        return VLLMEngine(
+            chosen.model, store=store, dtype=chosen.dtype, ram_budget=ram_budget, disk_budget=disk_budget
+        )
+
+
 def open_server(chosen: ModelOptions) -> RemoteEngine:
     """Connect to the server of a command; ``--model`` is the name it must serve.
 
@@ -55,6 +79,8 @@ def open_server(chosen: ModelOptions) -> RemoteEngine:
     from cacheblend_rag.errors import InputError
 
     assert chosen.server is not None
+    if chosen.engine != "transformers":
+        raise InputError("--engine does not go with --server: the model runs there.")
     local = {"--device": chosen.device, "--dtype": chosen.dtype, "--threads": chosen.threads}
     if given := [name for name, value in local.items() if value is not None]:
         raise InputError(f"{', '.join(given)} does not go with --server: the model runs there.")
@@ -91,7 +117,13 @@ def open_pipeline(
         raise StoreError(f"Nothing is indexed in {path}. Run `cacheblend index FILES --store DIR` first.")
     if chosen.server is not None and (ram, disk) != (None, None):
         raise InputError("--ram-budget and --disk-budget do not go with --server: its store is its own.")
-    opened: BlendEngine = open_server(chosen) if chosen.server else open_engine(chosen, open_store(path, ram, disk))
+    opened: BlendEngine
+    if chosen.server:
+        opened = open_server(chosen)
+    elif chosen.engine == "vllm":
+        opened = open_vllm(chosen, path, ram, disk)
+    else:
+        opened = open_engine(chosen, open_store(path, ram, disk))
     with opened as engine:
         from cacheblend_rag.pipeline import RagPipeline
 

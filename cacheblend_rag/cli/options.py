@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,10 @@ Model = Annotated[
     typer.Option(
         "--model", "-m", help="Model directory or hub name (default: the bundled model).", rich_help_panel=_MODEL
     ),
+]
+Engine = Annotated[
+    Literal["transformers", "vllm"],
+    typer.Option(help="What runs the model: transformers, or vLLM in process.", rich_help_panel=_MODEL),
 ]
 Device = Annotated[
     str | None,
@@ -49,7 +53,10 @@ Ratio = Annotated[
         rich_help_panel=_BLEND,
     ),
 ]
-Policy = Annotated[str, typer.Option(help="Token-selection policy: hkvd, sink, none, full.", rich_help_panel=_BLEND)]
+Policy = Annotated[
+    str,
+    typer.Option(help="Token-selection policy: hkvd, sink, query, hybrid, random, none, full.", rich_help_panel=_BLEND),
+]
 CheckLayers = Annotated[
     str | None,
     typer.Option(

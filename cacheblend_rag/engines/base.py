@@ -165,6 +165,8 @@ class BlendEngine(ABC):
         tokenizer: The model's Hugging Face tokenizer.
         context_window: Most tokens of prompt and completion together.
         registry: Chunks the engine knows: references are resolved and plain text is matched against it.
+        header_ids: Tokens that chunks are precomputed behind.
+        store: Where their KV is kept, if this process can see it.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
     """
 
@@ -174,6 +176,8 @@ class BlendEngine(ABC):
     tokenizer: Any
     context_window: int
     registry: ChunkRegistry
+    header_ids: tuple[int, ...]
+    store: KVStore | None = None
 
     @abstractmethod
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
@@ -237,18 +241,16 @@ class BlendEngine(ABC):
         """
         chunks = self._registered(chunk_ids)
         self.registry.remove([chunk.id for chunk in chunks])
-        store = getattr(self, "store", None)
-        if not isinstance(store, KVStore):
+        if self.store is None:
             return 0
-        return sum(store.delete(self._store_key(chunk)) for chunk in chunks)
+        return sum(self.store.delete(self._store_key(chunk)) for chunk in chunks)
 
     def prefetch(self, chunk_ids: Iterable[str]) -> None:
         """Move the stored KV of chunks into the fastest tier (blocking); what is not stored or not known is left out."""
-        store = getattr(self, "store", None)
-        if not isinstance(store, KVStore):
+        if self.store is None:
             return
         for chunk in self._registered(chunk_ids):
-            kv = store.get(self._store_key(chunk))
+            kv = self.store.get(self._store_key(chunk))
             if kv is not None:
                 kv.finish()
 
@@ -256,7 +258,7 @@ class BlendEngine(ABC):
         return [chunk for chunk_id in chunk_ids if (chunk := self.registry.get(chunk_id)) is not None]
 
     def _store_key(self, chunk: Chunk) -> KVKey:
-        return kv_key(self.fingerprint, getattr(self, "header_ids", ()), chunk.token_ids)
+        return kv_key(self.fingerprint, self.header_ids, chunk.token_ids)
 
     def flush(self) -> None:  # noqa: B027 - most engines write before they return
         """Wait until the chunks that answers found missing have been written back."""

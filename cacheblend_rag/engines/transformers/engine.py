@@ -89,7 +89,7 @@ class TransformersEngine(BlendEngine):
         loaded = load_model(model, tokenizer, device_named(device), dtype)
         self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
         self.runner = ModelRunner(loaded.model)
-        self.store = store if isinstance(store, KVStore) else open_store(store)
+        self.store: KVStore = store if isinstance(store, KVStore) else open_store(store)
         self.registry = ChunkRegistry()
         config = loaded.model.config.get_text_config()
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)

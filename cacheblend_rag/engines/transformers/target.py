@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engines.transformers.attention import scattered
+from cacheblend_rag.engines.transformers.attention import scattered, watched
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, StopForward
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.rope import CosSin, Rope
 
@@ -169,6 +170,29 @@ class TransformersTarget:
         self.logits = result
         self.cache.filled(len(self._ids))
         return None
+
+    def attention(self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int) -> torch.Tensor:
+        """See :class:`~cacheblend_rag.fusor.AttentiveTarget`.
+
+        Raises:
+            InputError: The model runs eager attention of its own, which cannot be watched.
+        """
+        total = torch.zeros(len(self._ids), device=self.device)
+        layers = 0
+
+        def watch(layer: int, weights: torch.Tensor) -> None:
+            nonlocal layers
+            total[: weights.shape[2]] += weights[:, watch_from:].mean((0, 1))
+            layers += 1
+
+        with watched(watch):
+            self.forward(positions, before_layer)
+        if layers != self.num_layers:
+            raise InputError(
+                "The attention of this model cannot be watched, since it runs eager attention of its own; choose a policy "
+                "that does not need it, such as hkvd."
+            )
+        return total / layers
 
     def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return ``positions`` whole: nothing else waits for the model."""
