@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -61,6 +61,19 @@ class BlendTarget(Protocol):
 
     def agree(self, ok: bool) -> bool:
         """Return whether every tensor-parallel rank says ``ok``."""
+
+
+@runtime_checkable
+class AttentiveTarget(BlendTarget, Protocol):
+    """A target that shows attention, which policies with ``needs_attention`` cannot do without."""
+
+    def attention(self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int) -> torch.Tensor:
+        """Run the tokens at ``positions`` as :meth:`forward` does, through all layers, and watch those from ``watch_from`` on.
+
+        Returns:
+            How much they attend to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, this rank's heads
+            and the watched tokens.
+        """
 
 
 @dataclass(frozen=True)
@@ -123,29 +136,35 @@ def fuse_stepwise(
 
     Raises:
         DamagedSpanError: Stored KV turned out damaged; the KV cache is unusable and the plan must be made anew.
+        InputError: The policy needs attention, which this target does not show.
     """
     candidates = _candidates(plan, target.device)
     forced = _forced(plan, candidates.positions, target.device)
     total = len(candidates.positions)
     count = round(ratio * total)
     measure = policy.needs_deviation and 0 < count < total
-    if measure:
-        checks = _checks(schedule, target.num_layers)
+    probe = policy.needs_attention and 0 < count < total
+    checks = _checks(schedule, target.num_layers) if measure else []
+    if measure or probe:
         keep = torch.ones(total, dtype=torch.bool, device=target.device)
     else:
-        checks = []
         keep = _select_unmeasured(policy, candidates, count)
     loader = LayerLoader(
         plan.exact,
-        () if keep.all() and not measure else plan.stale,
+        () if keep.all() and not (measure or probe) else plan.stale,
         target.rope,
         target.num_layers,
         target.device,
-        stale_from_layer=checks[0][0] if checks else 0,
+        stale_from_layer=checks[0][0] if checks and not probe else 0,
         agree=target.agree,
     )
     with loader:
         placer = _Placer(loader, target, {layer for layer, _ in checks})
+        if probe:
+            candidates = _probed(policy, candidates, forced, target, placer)
+            yield len(forced)
+            if not measure:
+                keep = policy.select(candidates, count)
         for layer, width in checks:
             running = _subset(candidates, keep)
             positions = _merge(running.positions, forced[forced < candidates.positions[-1]])
@@ -181,6 +200,21 @@ def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
     k = (fresh.k.float() - stale.k.float()).square().sum((0, 2))
     v = (fresh.v.float() - stale.v.float()).square().sum((0, 2))
     return k + v
+
+
+def _probed(
+    policy: SelectionPolicy, candidates: Candidates, forced: torch.Tensor, target: BlendTarget, placer: _Placer
+) -> Candidates:
+    """Return the candidates with the question's attention to them, over stored KV: one pass of full KV reuse."""
+    if not isinstance(target, AttentiveTarget):
+        raise InputError(
+            f"The policy {policy.name!r} needs to see the question's attention, which this engine does not show; use the "
+            "transformers engine or another policy."
+        )
+    # Text between the chunks is run, too: without it the question would attend to slots that nothing was written to.
+    behind = int((forced <= candidates.positions[-1]).sum())
+    attention = target.all_reduce(target.attention(forced, placer.before_layer, behind))
+    return replace(candidates, attention=attention[candidates.positions])
 
 
 class _Placer:
@@ -232,13 +266,14 @@ def _forced(plan: BlendPlan, candidates: torch.Tensor, device: torch.device) -> 
 
 
 def _select_unmeasured(policy: SelectionPolicy, candidates: Candidates, count: int) -> torch.Tensor:
-    if not policy.needs_deviation:
+    if not (policy.needs_deviation or policy.needs_attention):
         return policy.select(candidates, count)
     return torch.full_like(candidates.positions, count > 0, dtype=torch.bool)
 
 
 def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:
-    return Candidates(candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep])
+    attention = None if candidates.attention is None else candidates.attention[keep]
+    return Candidates(candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep], attention=attention)
 
 
 def _at(kv: LayerKV, tokens: torch.Tensor) -> LayerKV:

@@ -6,13 +6,16 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.selection.base import Candidates, SelectionPolicy
 from cacheblend_rag.selection.ends import FullPolicy, NonePolicy
 from cacheblend_rag.selection.hkvd import HKVDPolicy
+from cacheblend_rag.selection.hybrid import HybridPolicy
+from cacheblend_rag.selection.query import QueryPolicy
 from cacheblend_rag.selection.random import RandomPolicy
 from cacheblend_rag.selection.sink import SinkPolicy
 
 __all__ = ["POLICIES", "Candidates", "SelectionPolicy", "policy"]
 
 POLICIES: dict[str, SelectionPolicy] = {
-    p.name: p for p in (HKVDPolicy(), SinkPolicy(), RandomPolicy(), NonePolicy(), FullPolicy())
+    p.name: p
+    for p in (HKVDPolicy(), SinkPolicy(), QueryPolicy(), HybridPolicy(), RandomPolicy(), NonePolicy(), FullPolicy())
 }
 
 

@@ -19,12 +19,15 @@ class Candidates:
         offset: Index within its chunk.
         deviation: KV deviation at the check layer (fp32, summed over KV heads and dimensions of K and V), for policies
             that need it.
+        attention: How much the question attends to each (fp32, mean over layers, heads and question tokens), probed over
+            stored KV, for policies that need it.
     """
 
     positions: torch.Tensor
     chunk: torch.Tensor
     offset: torch.Tensor
     deviation: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
 
 
 class SelectionPolicy(ABC):
@@ -33,10 +36,13 @@ class SelectionPolicy(ABC):
     Attributes:
         name: What users call it.
         needs_deviation: Whether KV deviation must be measured first (costs the dense pass up to the check layer).
+        needs_attention: Whether the question's attention must be probed first (costs a pass of the question, and waiting for
+            the stored KV of all layers).
     """
 
     name: ClassVar[str]
     needs_deviation: ClassVar[bool] = False
+    needs_attention: ClassVar[bool] = False
 
     @abstractmethod
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
