@@ -1,0 +1,76 @@
+"""Stopping, killing and starting a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engines.contract import TEXTS
+from tests.server.running import RunningServer
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+pytestmark = pytest.mark.slow
+
+PROMPT = "\n\n".join([*TEXTS, "Question: Who?"])
+
+
+def ask(server: RunningServer, **blend: Any) -> dict[str, Any]:
+    fields = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True, "cacheblend": blend}
+    answer = server.post("/v1/completions", fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_sigterm_lets_streams_end_and_a_restart_knows_the_chunks(server_model: Path, tmp_path: Path) -> None:
+    with RunningServer(server_model, tmp_path / "store") as server:
+        ids = [c["id"] for c in server.post("/v1/chunks", {"texts": TEXTS}).json()["data"]]
+        want = ask(server, reuse="nothing")["choices"][0]["token_ids"]
+        fields = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        fields |= {"stream_options": {"include_usage": True}}
+        lines: list[str] = []
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=fields, headers=server.headers, timeout=120
+        ) as answer:
+            arriving = answer.iter_lines()
+            lines.append(next(arriving))
+            stopped = threading.Thread(target=server.stop)
+            stopped.start()
+            lines += arriving
+        stopped.join()
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert pieces[-1]["usage"]["completion_tokens"] == 400
+        assert server.process is not None
+        assert server.process.returncode == 0
+    # Started again on the same store, and killed while it precomputes.
+    many = [
+        f"Entry {i}: the {word} of the harbour was counted again, and found to be {i * 7}."
+        for i in range(60)
+        for word in ("ships", "men")
+    ]
+    with RunningServer(server_model, tmp_path / "store") as server:
+        assert server.get("/v1/chunks/stats").json()["chunks"] == len(ids)
+        blended = ask(server, ratio=1.0)
+        assert blended["usage"]["cacheblend"]["mode"] == "blend"
+        assert blended["choices"][0]["token_ids"] == want
+
+        def precompute() -> None:
+            with pytest.raises(httpx.TransportError):
+                server.post("/v1/chunks", {"texts": many})
+
+        thread = threading.Thread(target=precompute)
+        thread.start()
+        while server.get("/v1/chunks/stats").json()["kv"]["entries"] < len(ids) + 5:
+            pass
+        server.kill()
+        thread.join()
+    with RunningServer(server_model, tmp_path / "store") as server:
+        assert server.get("/v1/chunks/stats").json()["chunks"] == len(ids)
+        report = server.post("/v1/chunks", {"texts": many}).json()["report"]
+        assert report["present"] > 0
+        assert report["present"] + report["computed"] == len(many)
+        assert ask(server, ratio=1.0)["choices"][0]["token_ids"] == want
