@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 
-from cacheblend_rag.calibrate.case import Case
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.engines.transformers.target import TransformersTarget
@@ -12,8 +13,9 @@ from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.samples import EvalCase
 from cacheblend_rag.fusor import BlendSchedule, fuse
 from cacheblend_rag.kv import kv_key
+from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.plan import make_plan
-from cacheblend_rag.prompt import tokenize
+from cacheblend_rag.prompt import TokenizedPrompt, tokenize
 from cacheblend_rag.selection import SelectionPolicy
 
 
@@ -24,8 +26,8 @@ class Probe:
         tokens: The tokenised prompt.
     """
 
-    def __init__(self, engine: TransformersEngine, case: EvalCase):
-        """Precompute the case's chunks and plan its prompt.
+    def __init__(self, engine: TransformersEngine, tokens: TokenizedPrompt):
+        """Precompute the prompt's chunks and plan it.
 
         Raises:
             ModelError: The model is not blended, or the prompt has no token with stale KV.
@@ -33,8 +35,8 @@ class Probe:
         if engine.rope is None or not engine.gate.passed:
             raise ModelError(f"This model is not blended, so there is nothing to look into: {engine.gate.reason}.")
         self._engine, self._rope = engine, engine.rope
-        engine.precompute(case.chunks)
-        self.tokens = tokenize(case.prompt, engine.tokenizer, engine.registry)
+        self.tokens = tokens
+        engine.precompute([span.chunk for span in tokens.spans])
         self._plan = make_plan(
             self.tokens,
             engine.header_ids,
@@ -43,14 +45,36 @@ class Probe:
         if not self._plan.stale:
             raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")
 
+    @classmethod
+    def of_case(cls, engine: TransformersEngine, case: EvalCase) -> Self:
+        """Look into a case's prompt."""
+        return cls(engine, tokenize(case.prompt, engine.tokenizer, engine.registry))
+
     @property
     def question(self) -> torch.Tensor:
         """Positions behind the last chunk."""
         return torch.arange(self.tokens.spans[-1].end, len(self.tokens.token_ids), device=self._engine.runner.device)
 
+    def deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the deviation of K and that of V, each ``[layers, tokens with stale KV]``, of full KV reuse.
+
+        Squared L2 distance, summed over KV heads, between stored KV at its place and the full prefill's, in fp32 on the CPU.
+        """
+        _, full = self._engine.subject().full_prefill(self.tokens.token_ids)
+        runner = self._engine.runner
+        found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        with LayerLoader((), self._plan.stale, self._rope, runner.num_layers, runner.device) as loader:
+            for layer, true in enumerate(full.layers):
+                placed = loader.layer(layer)
+                assert placed is not None
+                for side, fresh, stale in zip(found, true, placed.kv, strict=True):
+                    side.append((fresh[:, placed.positions].float() - stale.float()).square().sum((0, 2)).cpu())
+        return torch.stack(found[0]), torch.stack(found[1])
+
     def deviation(self) -> torch.Tensor:
-        """Return the KV deviation ``[layers, tokens with stale KV]`` of full KV reuse against the full prefill."""
-        return Case(self._engine.subject(), self._rope, self._engine.header_ids, self.tokens, None).deviation
+        """Return the KV deviation ``[layers, tokens with stale KV]`` of full KV reuse: that of K plus that of V."""
+        k, v = self.deviations()
+        return k + v
 
     def attention(self, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> torch.Tensor:
         """Return the question's attention ``[layers, heads, question, tokens]`` after a blend, in fp32 on the CPU.

@@ -28,7 +28,7 @@ SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens
 @pytest.fixture
 def probe(engine):
     set_header(engine, SAMPLES)
-    return Probe(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
+    return Probe.of_case(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
 
 
 def test_watched_attention_is_the_models_own(engine, probe):

@@ -33,7 +33,7 @@ class Spy(type(POLICIES["query"])):
 
 def test_the_probed_attention_is_that_of_full_kv_reuse(engine):
     set_header(engine, SAMPLES)
-    probe = Probe(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
+    probe = Probe.of_case(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
     # Its own values are tested against the model's eager attention in test_figures.
     want = probe.attention(policy("none"), 0.0, BlendSchedule()).mean((0, 1, 2))
     spy = Spy()

@@ -103,7 +103,7 @@ class Context:
         chosen = list({sample.group or sample.id: sample for sample in reversed(samples)}.values())
         chosen.sort(key=lambda sample: "cross" not in sample.kind)
         preparer = Preparer(self.engine, how)
-        return [Probe(self.engine, preparer.case(sample)) for sample in chosen[:_PROBES]]
+        return [Probe.of_case(self.engine, preparer.case(sample)) for sample in chosen[:_PROBES]]
 
 
 def blend_ratio(context: Context) -> float:

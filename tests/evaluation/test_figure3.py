@@ -1,0 +1,52 @@
+"""The paper's figure 3 in the bundled model's world: two chunks, and a question that needs both."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE
+from cacheblend_rag.chunking import make_chunk
+from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.prompt import rag_prompt
+
+# Whose pet the second chunk speaks of, only the first one says.
+FIRST = (
+    "Felix Drawick worked as a painter. He practised the oboe every evening. His only pet was a rabbit. He was taught by "
+    "Tomas Garcombe. He retired to Kirbeck.\n\nTomas Garcombe was born in Inkgrad. His early years were hard. In 1949 he won a "
+    "medal. He found a job at Faguwin Textiles."
+)
+SECOND = (
+    "He made a living as a judge. He finally settled in Ercombe. He had many friends in the valley. He kept a pet pony.\n\n"
+    "Elsa Ersund played the harp. She kept a pet hedgehog. She was born in Oakcliff."
+)
+QUESTIONS = (
+    "Which animal did the teacher of Felix Drawick keep?",
+    "What pet did the teacher of Felix Drawick own?",
+    "Which animal did the person who taught Felix Drawick keep?",
+)
+ANSWER = "Tomas Garcombe, pony"
+PAPER_RATIO = 0.15
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    with TransformersEngine(device="cpu") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_full_recompute_is_right_full_kv_reuse_wrong_and_the_blend_right(bundled, question):
+    chunks = [make_chunk(text, bundled.tokenizer) for text in (FIRST, SECOND)]
+    bundled.precompute(chunks)
+    prompt = rag_prompt(bundled.tokenizer, chunks, question)
+
+    def answer(settings):
+        return bundled.generate(prompt, SamplingParams(16), settings)
+
+    full, reuse, blend = answer(FULL_RECOMPUTE), answer(FULL_REUSE), answer(BlendSettings(PAPER_RATIO))
+    assert full.text.strip() == ANSWER
+    assert reuse.text.strip() != ANSWER
+    assert blend.text.strip() == ANSWER
+    assert blend.usage.computed_tokens < 0.2 * full.usage.computed_tokens
+    assert blend.usage.recomputed_tokens == round(PAPER_RATIO * len(chunks[1].token_ids))
