@@ -30,7 +30,9 @@ def test_the_command_prints_json(capsys, monkeypatch):
     import json
 
     monkeypatch.setattr(ablation, "RATIOS", (0.5,))
-    ablation.main("--random-weights llama:2x256 --prompts 2 --chunks 2 --chunk-tokens 20 --threads 1".split())
+    ablation.main(
+        ["--random-weights", "llama:2x256", "--prompts", "2", "--chunks", "2", "--chunk-tokens", "20", "--threads", "1"]
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["prompts"] == 2
     assert found["kl"]["oracle"]["0.5"]["low"] <= found["kl"]["oracle"]["0.5"]["high"]
