@@ -23,14 +23,20 @@ class Answer:
         self._url, self._fingerprint = url, fingerprint
         self._begin = time.perf_counter()
         self._ttft_s = 0.0
+        self._pieces = 0
         self._text = ""
         self._token_ids: list[int] = []
         self._finish: str | None = None
         self._stop: Any = None
         self._usage: Any = None
 
+    def begun(self) -> bool:
+        """Say whether a piece has arrived."""
+        return self._pieces > 0
+
     def push(self, piece: Any) -> str:
         """Take a piece; return its text."""
+        self._pieces += 1
         if piece.usage is not None:
             self._usage = piece.usage
         text = ""

@@ -147,7 +147,7 @@ class RemoteEngine(BlendEngine):
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
         answer = Answer(self._wire.url, self.fingerprint.digest)
-        with self._wire.explained(), self._wire.sync.completions.create(**request) as pieces:
+        with self._wire.explained(answer.begun), self._wire.sync.completions.create(**request) as pieces:
             for piece in pieces:
                 text = answer.push(piece)
                 if text:
@@ -163,7 +163,7 @@ class RemoteEngine(BlendEngine):
         """Async twin of :meth:`stream`; a cancelled consumer ends the work on the server."""
         request = await asyncio.to_thread(self._request, prompt, sampling, settings)
         answer = Answer(self._wire.url, self.fingerprint.digest)
-        with self._wire.explained():
+        with self._wire.explained(answer.begun):
             async with await self._wire.asynchronous().completions.create(**request) as pieces:
                 async for piece in pieces:
                     text = answer.push(piece)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -51,8 +51,8 @@ class Wire:
         return self._async[loop]
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Turn the client library's errors into ours.
+    def explained(self, begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Turn the client library's errors into ours; ``begun`` says whether an answer has begun to arrive.
 
         Raises:
             ServerError: The server does not answer or refuses.
@@ -62,7 +62,8 @@ class Wire:
         try:
             yield
         except APIError as error:
-            raise self._explain(error) from error
+            lost = isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError) and begun()
+            raise (self._broken(error) if lost else self._explain(error)) from error
         except Exception as error:
             if not _is_transport(error):
                 raise

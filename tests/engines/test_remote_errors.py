@@ -1,0 +1,205 @@
+"""The remote engine and servers that are down, slow, someone else's, or refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai", reason="the openai package is not installed; make setup installs it")
+
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from cacheblend_rag.chunking import make_chunk
+from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.engines.remote import RemoteEngine
+from cacheblend_rag.errors import InputError, ModelError, PromptTooLongError, ServerError, UnknownChunkError
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.prompt import BlendPrompt, ChunkRef
+from tests.conftest import tokenizer_named
+from tests.engines.fake_server import FakeServer, piece, stream, unused_port, usage
+
+SHORT = SamplingParams(max_tokens=8)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        yield server
+
+
+def connect(fake: FakeServer, **options: Any) -> RemoteEngine:
+    given = {"tokenizer": tokenizer_named("byte_level"), "max_retries": 0, **options}
+    return RemoteEngine(fake.url, **given)
+
+
+def refusal(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "x", "code": status}}, status)
+
+
+def test_no_server_says_how_to_start_one() -> None:
+    with unused_port() as port, pytest.raises(ServerError, match="cacheblend serve") as error:
+        RemoteEngine(f"http://127.0.0.1:{port}", max_retries=0)
+    assert error.value.status is None
+    with pytest.raises(InputError, match="http://HOST:PORT"):
+        RemoteEngine("localhost:8000")
+
+
+@pytest.mark.parametrize("answer", [PlainTextResponse("hello"), PlainTextResponse("no", 404), JSONResponse({"a": 1})])
+def test_somebody_elses_server_is_told_apart(answer: Response) -> None:
+    class Other(FakeServer):
+        async def _serve(self, request: Any) -> Response:
+            return answer
+
+    with Other() as fake, pytest.raises(ServerError, match="not a `cacheblend serve`"):
+        connect(fake)
+
+
+def test_another_model_than_the_wanted_one_is_refused_at_once(fake) -> None:
+    with pytest.raises(ServerError, match="serves fake, not 'big'"):
+        connect(fake, model="big")
+    with pytest.raises(
+        ServerError, match=r"another model or dtype \(fake, ffffffff\) than the one wanted \(mine, aaaaaaaa\)"
+    ):
+        connect(fake, fingerprint=ModelFingerprint("a" * 32, "mine"))
+    assert connect(fake, model="fake", fingerprint=ModelFingerprint("f" * 32, "x")).model.name == "fake"
+
+
+def test_a_tokenizer_that_is_missing_or_splits_otherwise_is_refused(fake) -> None:
+    with pytest.raises(ModelError, match="tokenizer="):
+        connect(fake, tokenizer=None)
+    with pytest.raises(ModelError, match="splits text otherwise"):
+        connect(fake, tokenizer=tokenizer_named("metaspace"))
+
+
+def test_an_answer_is_put_together_with_usage_and_without_the_end_token(fake) -> None:
+    fake.handle = lambda _: stream(piece("Hel", 5), piece("lo", 6), piece("", 1, finish="stop"), usage(), "[DONE]")
+    events = list(connect(fake).stream(BlendPrompt(("Who?",)), SHORT))
+    done = events[-1].generation
+    assert [e.text for e in events] == ["Hel", "lo", ""]
+    assert (done.text, done.token_ids, done.finish_reason, done.mode) == ("Hello", (5, 6), "stop", "blend")
+    assert (done.usage.prompt_tokens, done.usage.reused_tokens, done.usage.completion_tokens) == (9, 6, 2)
+    assert done.timings.load_s == 0.25
+    fake.handle = lambda _: stream(piece("He", 5, 6, finish="stop", stop="llo"), usage(), "[DONE]")
+    assert connect(fake).generate(BlendPrompt(("Who?",)), SHORT).token_ids == (5, 6)
+
+
+def test_prompts_travel_as_token_ids_with_the_places_of_their_chunks(fake) -> None:
+    fake.handle = lambda _: stream(piece("x", 5, finish="length"), usage(), "[DONE]")
+    engine = connect(fake)
+    chunk = make_chunk("A text about the harbour.", engine.tokenizer)
+    engine.generate(BlendPrompt(("Notes: ", chunk, " Who?")), SHORT, BlendSettings(ratio=0.3, check_layers=(1, 2)))
+    sent = fake.requests[-1][2]
+    (span,) = sent["cacheblend"]["spans"]
+    assert (span["id"], span["text"]) == (chunk.id, chunk.text)
+    assert tuple(sent["prompt"][span["start"] : span["end"]]) == chunk.token_ids
+    assert (sent["cacheblend"]["ratio"], sent["cacheblend"]["check_layers"]) == (0.3, [1, 2])
+    engine.generate("plain text", SHORT)
+    assert fake.requests[-1][2]["prompt"] == "plain text"
+    assert "spans" not in fake.requests[-1][2]["cacheblend"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        ([piece("He", 5)], "broke off in the middle"),
+        ([piece("He", 5), usage(), "[DONE]"], "ended the answer early"),
+        ([piece("He", 5, finish="length"), "[DONE]"], "'length'"),
+        ([piece("He", 5, finish="error"), usage(), "[DONE]"], "'error'"),
+        ([piece("He", 5), {"error": {"message": "out of luck", "code": 500}}, "[DONE]"], "out of luck"),
+        ([piece("He", 5, finish="stop"), usage(fingerprint="0" * 32), "[DONE]"], "now serves another model"),
+    ],
+)
+def test_an_answer_that_ends_badly_is_an_error_and_never_a_short_answer(fake, pieces, match) -> None:
+    fake.handle = lambda _: stream(*pieces, breaks=pieces[-1] != "[DONE]")
+    events = connect(fake).stream(BlendPrompt(("Who?",)), SHORT)
+    with pytest.raises(ServerError, match=match):
+        for event in events:
+            assert event.generation is None
+
+
+async def test_async_answers_end_badly_the_same_way(fake) -> None:
+    fake.handle = lambda _: stream(piece("He", 5), breaks=True)
+    with pytest.raises(ServerError, match="broke off in the middle"):
+        await connect(fake).agenerate(BlendPrompt(("Who?",)), SHORT)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "match"),
+    [
+        (401, "no", ServerError, "CACHEBLEND_API_KEY"),
+        (413, "too large for me", ServerError, "413: too large for me"),
+        (422, "texts.0: empty", ServerError, "422: texts.0: empty"),
+        (503, "overloaded", ServerError, "503: overloaded"),
+        (400, "This model's maximum context length is 5 tokens", PromptTooLongError, "context length"),
+        (400, "No chunk has the id 'x'.", UnknownChunkError, "'x'"),
+        (400, "something else", ServerError, "something else"),
+    ],
+)
+def test_refusals_keep_their_status_and_message(fake, status, message, kind, match) -> None:
+    fake.handle = lambda _: refusal(status, message)
+    with pytest.raises(kind, match=match) as error:
+        connect(fake).generate(BlendPrompt(("Who?",)), SHORT)
+    assert getattr(error.value, "status", None) == (status if kind is ServerError else None)
+    assert "refuses" in str(error.value) or kind is UnknownChunkError
+
+
+def test_a_request_is_sent_again_after_a_server_error_but_not_after_a_refusal(fake) -> None:
+    answers = [refusal(503, "busy"), stream(piece("x", 5, finish="length"), usage(), "[DONE]"), refusal(400, "bad")]
+    fake.handle = lambda _: answers.pop(0)
+    engine = connect(fake, max_retries=2)
+    assert engine.generate(BlendPrompt(("Who?",)), SHORT).text == "x"
+    with pytest.raises(ServerError, match="bad"):
+        engine.generate(BlendPrompt(("Who?",)), SHORT)
+    assert answers == []
+
+
+def test_a_server_that_does_not_answer_in_time_is_named_with_what_to_do(fake) -> None:
+    import asyncio
+
+    async def never(_: Any) -> Response:
+        await asyncio.sleep(30)
+        return Response()
+
+    fake.handle = never
+    with pytest.raises(ServerError, match=r"within 0\.2 s.*timeout_s"):
+        connect(fake, timeout_s=0.2).generate(BlendPrompt(("Who?",)), SHORT)
+
+
+def test_references_unknown_here_are_asked_of_the_server(fake) -> None:
+    engine = connect(fake)
+    chunk = make_chunk("A text about the harbour.", engine.tokenizer)
+    known = {"id": "there", "text": chunk.text, "token_ids": list(chunk.token_ids), "metadata": {}}
+
+    def handle(request: Any) -> Response:
+        if request.method == "GET":
+            name = request.url.path.rpartition("/")[2]
+            return JSONResponse(known) if name == "there" else refusal(404, f"No chunk has the id {name!r}.")
+        return stream(piece("x", 5, finish="length"), usage(), "[DONE]")
+
+    fake.handle = handle
+    engine.generate(BlendPrompt(("Notes: ", ChunkRef("there"))), SHORT)
+    assert fake.requests[-1][2]["cacheblend"]["spans"][0]["id"] == "there"
+    with pytest.raises(UnknownChunkError, match="nowhere"):
+        engine.generate(BlendPrompt((ChunkRef("nowhere"),)), SHORT)
+
+
+def test_chunks_are_precomputed_in_batches_below_the_size_limit_and_reports_add_up(fake) -> None:
+    def handle(request: Any) -> Response:
+        sent = fake.requests[-1][2]["chunks"]
+        failed = {sent[0]["id"]: "no room"}
+        report = {"computed": len(sent) - 1, "present": 0, "tokens": 7, "seconds": 9.0, "failed": failed}
+        return JSONResponse({"data": [], "report": report})
+
+    fake.handle = handle
+    engine = connect(fake)
+    chunks = [make_chunk(f"Text number {i} of the harbour.", engine.tokenizer) for i in range(150)]
+    seen: list[int] = []
+    report = engine.precompute([*chunks, chunks[0]], seen.append)
+    posts = [body["chunks"] for method, _, body in fake.requests if method == "POST"]
+    assert [len(batch) for batch in posts] == [64, 64, 22]
+    assert [c["id"] for batch in posts for c in batch] == [c.id for c in chunks]
+    assert (report.computed, report.tokens, len(report.failed)) == (147, 21, 3)
+    assert sum(seen) == 151
+    assert engine.registry.get(chunks[-1].id) == chunks[-1]
