@@ -78,7 +78,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
 
     from cacheblend_rag.engines.vllm.arguments import prepare
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="cacheblend serve"))
+    parser = make_arg_parser(FlexibleArgumentParser(prog="cacheblend serve"))  # type: ignore[no-untyped-call]
     parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_S, enable_prompt_tokens_details=True)
     args = parser.parse_args(list(flags))
     _refuse(args, parser)

@@ -57,10 +57,10 @@ class ChunkNaming:
         return joined[0] if isinstance(prompt, str) else joined
 
     def _with_block_texts(self, message: Any, named: list[str]) -> dict[str, Any]:
-        message = dict(message)
-        content = message.get("content")
+        copied: dict[str, Any] = dict(message)
+        content = copied.get("content")
         if content is None or isinstance(content, str):
-            return message
+            return copied
         blocks = []
         for block in content:
             if isinstance(block, Mapping) and block.get("type") == "text" and block.get("id") is not None:
@@ -71,7 +71,7 @@ class ChunkNaming:
                 blocks.append({**{key: value for key, value in block.items() if key != "id"}, "text": text})
             else:
                 blocks.append(block)
-        return {**message, "content": blocks}
+        return {**copied, "content": blocks}
 
     def _is_chunk(self, name: str, text: str) -> bool:
         """Say whether ``name`` is the chunk of that text; one that is not known yet becomes known."""

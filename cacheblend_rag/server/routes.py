@@ -153,7 +153,8 @@ class _Chunks:
                 'Give {"texts": ["...", ...]}, or {"chunks": [{"text": "..."}, ...]}; one of them, not empty.'
             )
         self._catalogue.refresh()
-        bodies = parsed.chunks or tuple(ChunkBody(text=text) if text else None for text in parsed.texts)
+        # Not validated: an empty text is refused below, with its number.
+        bodies = parsed.chunks or tuple(ChunkBody.model_construct(text=text) for text in parsed.texts)
         found: list[Chunk] = []
         for number, piece in enumerate(bodies):
             try:
@@ -164,9 +165,8 @@ class _Chunks:
                 raise InputError(f"{'chunks' if parsed.chunks else 'texts'}.{number}: {error}") from error
         return found
 
-    def _chunk(self, body: ChunkBody | None) -> Chunk:
-        chunk = make_chunk(body.text if body else "", self._client.tokenizer, body.metadata if body else None)
-        assert body is not None
+    def _chunk(self, body: ChunkBody) -> Chunk:
+        chunk = make_chunk(body.text, self._client.tokenizer, body.metadata)
         if body.token_ids is not None and not tokens_match(self._client.tokenizer, body.text, body.token_ids):
             raise InputError(
                 "token_ids are not those of this text in the server's tokenizer; cut chunks with that tokenizer, or leave "

@@ -44,7 +44,7 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
 
-    cli_env_setup()
+    cli_env_setup()  # type: ignore[no-untyped-call]
     configure_logging_from_args(args)
     with suppress(KeyboardInterrupt):  # asked to stop before it had started
         uvloop.run(_serve(options, args, launch))
@@ -135,6 +135,7 @@ async def _listen_and_serve(app: FastAPI, sock: socket.socket, args: Namespace) 
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
     log_config = get_uvicorn_log_config(args)
+    logging_options: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
     stopped: Coroutine[Any, Any, None] = await serve_http(
         app,
         sock=sock,
@@ -151,7 +152,7 @@ async def _listen_and_serve(app: FastAPI, sock: socket.socket, args: Namespace) 
         ssl_ciphers=args.ssl_ciphers,
         h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
         h11_max_header_count=args.h11_max_header_count,
-        **({} if log_config is None else {"log_config": log_config}),
+        **logging_options,
     )
     return stopped
 
@@ -160,7 +161,8 @@ def _listen(args: Namespace) -> tuple[str, socket.socket]:
     from vllm.entrypoints.launchers.launcher import setup_server
 
     try:
-        return setup_server(args, reuse_port=False)
+        address, sock = setup_server(args, reuse_port=False)
+        return str(address), sock
     except OSError as error:
         where = args.uds or f"{args.host or '0.0.0.0'}:{args.port}"
         raise InputError(f"Cannot listen on {where}: {error.strerror or error}. Choose another --port.") from error

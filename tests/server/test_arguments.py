@@ -1,0 +1,105 @@
+"""What `cacheblend serve` makes of its flags, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from cacheblend_rag.engines.models import bundled_model_directory
+from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.prompt import header_ids, rag_header
+from cacheblend_rag.server.arguments import ServeOptions, api_keys, parse
+
+
+def parsed(tmp_path: Path, *flags: str, **options: Any) -> Any:
+    return parse(ServeOptions(tmp_path, **options), flags)
+
+
+def test_without_a_model_it_is_the_bundled_one_on_our_connector_and_worker(tmp_path: Path) -> None:
+    args, launch = parsed(tmp_path, "--port", "8123", "--max-model-len", "2048")
+    assert (args.port, args.max_model_len, args.served_model_name) == (8123, 2048, ["bundled"])
+    assert Path(args.model) == bundled_model_directory()
+    assert args.worker_cls.startswith("cacheblend_rag.")
+    assert args.kv_transfer_config.kv_connector_module_path.startswith("cacheblend_rag.")
+    assert args.kv_transfer_config.kv_connector_extra_config["store"] == str(tmp_path)
+    assert launch.header_ids == header_ids(launch.tokenizer, rag_header(launch.tokenizer))
+    assert args.enable_prompt_tokens_details
+    assert args.shutdown_timeout > 0
+
+
+def test_what_the_user_gives_wins_over_our_defaults(tmp_path: Path) -> None:
+    flags = ["--shutdown-timeout", "3", "--served-model-name", "mine", "also-mine", "--dtype", "bfloat16"]
+    args, launch = parsed(tmp_path, *flags, "--chat-template", "{{ messages }}", instruction="Be brief.")
+    assert (args.shutdown_timeout, args.served_model_name, args.dtype) == (3, ["mine", "also-mine"], "bfloat16")
+    assert args.chat_template == "{{ messages }}"
+    assert launch.header_ids == header_ids(launch.tokenizer, rag_header(launch.tokenizer, "Be brief."))
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'], "--kv-transfer-config"),
+        (["--worker-cls", "a.B"], "--worker-cls"),
+        (["--skip-tokenizer-init"], "--skip-tokenizer-init"),
+        (["--headless"], "--headless"),
+        (["--api-server-count", "2"], "several over one --store"),
+        (["--data-parallel-size", "2"], "several over one --store"),
+        (["some/model"], "--model"),
+        (["--enable-auto-tool-choice"], "tool-call-parser"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_are_refused_with_the_reason(
+    tmp_path: Path, flags: list[str], match: str
+) -> None:
+    with pytest.raises(InputError, match=match):
+        parsed(tmp_path, *flags)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for options in ({}, {"instruction": "Be brief."}):
+        with pytest.raises(ModelError, match="missing"):
+            parsed(tmp_path, model=str(tmp_path / "missing"), **options)
+
+
+def test_a_flag_that_vllm_does_not_know_ends_with_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parsed(tmp_path, "--no-such-flag")
+    assert stopped.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_keys_come_from_the_flag_or_else_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_API_KEY", "from-environment")
+    assert api_keys(parsed(tmp_path, "--api-key", "one", "two")[0]) == ["one", "two"]
+    assert api_keys(parsed(tmp_path)[0]) == ["from-environment"]
+    monkeypatch.delenv("CACHEBLEND_API_KEY")
+    assert api_keys(parsed(tmp_path)[0]) == []
+
+
+def test_the_command_line_hands_on_unknown_flags_and_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from cacheblend_rag.cli import app
+    from cacheblend_rag.server import run
+
+    seen: list[Any] = []
+    monkeypatch.setattr(run, "serve", lambda options, flags: seen.append((options, list(flags))))
+    own = ["serve", "--store", str(tmp_path), "--ratio", "0.2", "--ram-budget", "1GiB", "--max-request-size", "1MiB"]
+    others = ["--port", "9", "-tp", "2", "-asc", "1", "--api-key", "a", "b"]
+    result = CliRunner().invoke(app, own + others)
+    assert result.exit_code == 0, result.output
+    ((options, flags),) = seen
+    assert (options.store, options.ratio, options.ram_budget, options.max_request_size) == (
+        tmp_path,
+        0.2,
+        1 << 30,
+        1 << 20,
+    )
+    assert flags == others
+    assert CliRunner().invoke(app, ["serve", "--ratio", "2"]).exit_code == 2
