@@ -6,6 +6,7 @@ chunks are replaced, because a chunk's tokens must be those its KV was computed 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -21,14 +22,15 @@ from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, with_ticket
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.inputs import EngineInput
     from vllm.renderers.chat_utils import ConversationMessage
-    from vllm.renderers.online_renderer import OnlineRenderer
+    from vllm.renderers.online_renderer import OnlineRenderer, ResponsesRenderResult
 
     from cacheblend_rag.engines.vllm.client import BlendClient
     from cacheblend_rag.server.catalogue import ChunkCatalogue
 
-    CompletionLike = ChatCompletionRequest | CompletionRequest
+    CompletionLike = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 
 
 class BlendRenderer:
@@ -79,6 +81,27 @@ class BlendRenderer:
         if isinstance(result, ErrorResponse):
             return result
         return self._finish(request, result, options, options.chunk_ids)
+
+    async def render_responses(
+        self, request: ResponsesRequest, **options: Any
+    ) -> ResponsesRenderResult | ErrorResponse:
+        """Render a request of the Responses API; see vLLM's method of that name.
+
+        Raises:
+            VLLMValidationError: Our own fields are malformed.
+        """
+        chosen = self._begin(request)
+        if chosen.chunk_ids or chosen.spans:
+            raise VLLMValidationError(
+                "The Responses API finds registered chunks by their text; chunk_ids and spans go with chat completions and "
+                "completions.",
+                parameter="chunk_ids",
+            )
+        result = await self._inner.render_responses(request, **options)
+        if isinstance(result, ErrorResponse):
+            return result
+        (engine_input,) = self._finish(request, [result.engine_input], chosen, ())
+        return replace(result, engine_input=engine_input)
 
     def _begin(self, request: CompletionLike) -> BlendOptions:
         if request.kv_transfer_params is not None:
@@ -159,7 +182,8 @@ class BlendRenderer:
         return TokenizedPrompt(token_ids, tuple(spans))
 
     def _check_length(self, request: CompletionLike, prompt_tokens: int) -> None:
-        wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens or 1
+        names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+        wanted = next((value for name in names if (value := getattr(request, name, None))), 1)
         window = self._client.context_window
         if prompt_tokens + wanted > window:
             raise VLLMValidationError(
@@ -170,11 +194,14 @@ class BlendRenderer:
 
 def _why_not(request: CompletionLike) -> str:
     """Return why this request's prompt cannot be blended; empty if it can."""
-    if request.use_beam_search:
+    if getattr(request, "use_beam_search", False):
         return "beam search is served by ordinary prefill"
-    if request.prompt_logprobs is not None or request.echo:
+    if getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", False):
         return "logprobs of the prompt and echo need every prompt token computed"
-    if request.truncate_prompt_tokens is not None:
+    if (
+        getattr(request, "truncate_prompt_tokens", None) is not None
+        or getattr(request, "truncation", "disabled") == "auto"
+    ):
         return "a truncated prompt is served by ordinary prefill"
     if getattr(request, "suffix", None) is not None:
         return "a prompt with a suffix is served by ordinary prefill"

@@ -121,9 +121,11 @@ def _blend(state: State, client: BlendClient, catalogue: ChunkCatalogue) -> None
     from cacheblend_rag.server.reporting import ReportingChat, ReportingCompletion
 
     renderer = BlendRenderer(state.online_renderer, client, catalogue)
-    for handler in (state.openai_serving_chat, state.openai_serving_completion, state.anthropic_serving_messages):
-        if handler is not None:
+    for name in ("chat", "completion", "responses"):
+        if (handler := getattr(state, f"openai_serving_{name}")) is not None:
             handler.online_renderer = renderer
+    if state.anthropic_serving_messages is not None:
+        state.anthropic_serving_messages.online_renderer = renderer
     if state.openai_serving_chat is not None:
         state.openai_serving_chat = ReportingChat(state.openai_serving_chat)
         state.openai_serving_completion = ReportingCompletion(state.openai_serving_completion)

@@ -150,6 +150,15 @@ class TestCompletions:
         assert [report["mode"] for report in usage["cacheblend"]] == ["blend", "prefill", "blend"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == sum(r["reused_tokens"] for r in usage["cacheblend"])
 
+    def test_the_responses_route_finds_chunks_and_refuses_ours_alone(self, server) -> None:
+        ids = register(server)
+        fields = {"input": PLAIN, "instructions": SYSTEM["content"], "max_output_tokens": 4, "temperature": 0}
+        answer = server.post("/v1/responses", {**fields, "cacheblend": {"ratio": 0.0}})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["input_tokens_details"]["cached_tokens"] > 50
+        for bad in ({"chunk_ids": ids}, {"kv_transfer_params": {"cacheblend": {"save": 0}}}):
+            assert server.post("/v1/responses", {**fields, **bad}).status_code == 400
+
     def test_the_messages_route_blends_too(self, server) -> None:
         register(server)
         fields = {"model": "x", "max_tokens": 4, "messages": [{"role": "user", "content": PLAIN}]}
@@ -261,19 +270,6 @@ class TestRefusals:
         answer = server.post("/v1/chat/completions", body("Who?", **fields))
         assert answer.status_code == 400, answer.text
         assert any(word in answer.text for word in ("cacheblend", "chunk", "span", "policy", "kv_transfer_params"))
-
-    def test_a_client_cannot_store_kv_under_another_text(self, server) -> None:
-        """On routes of vLLM's own, kv_transfer_params are dropped before the engine sees them."""
-        model = server.get("/v1/models").json()["data"][0]["id"]
-        entries = server.get("/v1/chunks/stats").json()["kv"]["entries"]
-        fields = {
-            "model": model,
-            "input": "Who?",
-            "max_output_tokens": 1,
-            "kv_transfer_params": {"cacheblend": {"save": 0}},
-        }
-        assert server.post("/v1/responses", fields).status_code == 200
-        assert server.get("/v1/chunks/stats").json()["kv"]["entries"] == entries
 
 
 class TestFaults:

@@ -1,0 +1,135 @@
+"""What reaches the engine, whatever a client sends and whichever route it came by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from vllm import SamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from cacheblend_rag.engines.base import Usage
+from cacheblend_rag.engines.vllm.client import Outcome
+from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.server.metrics import ReuseMetrics
+from cacheblend_rag.server.served import ServedEngine
+from cacheblend_rag.server.ticket import Ticket, with_ticket
+
+ATTACK = {"kv_transfer_params": {"cacheblend": {"save": 0}}, "session_id": "s"}
+
+
+class Engine:
+    """Answers two tokens, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.prompt: Any = None
+        self.params: Any = None
+        self.aborted = False
+        self.model_config = "the model's"
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
+        self.prompt, self.params = prompt, params
+        try:
+            for number in (1, 2):
+                done = number == 2
+                piece = CompletionOutput(0, "x", [number], None, None, finish_reason="stop" if done else None)
+                yield RequestOutput(
+                    request_id, None, [7] * 10, None, [piece], done, num_cached_tokens=9, kv_transfer_params={"a": 1}
+                )
+                await asyncio.sleep(0)
+        except GeneratorExit:
+            self.aborted = True
+            raise
+
+
+class Client:
+    """Reports a blend if one was asked for."""
+
+    def __init__(self) -> None:
+        self.done: list[Outcome] = []
+        self.fingerprint = ModelFingerprint("f" * 32, "x")
+        self.gate = SimpleNamespace(passed=True)
+
+    def outcome(self, params: Any, prompt: int, cached: int, completion: int, asked: bool) -> Outcome:
+        assert params == {"a": 1}
+        if asked:
+            return Outcome("blend", "stored KV", Usage(prompt, 6, 3, 4, completion), 0.1, 0.2, 512, ("m",))
+        return Outcome("prefill", "no known chunk in the prompt", Usage(prompt, cached, 0, prompt - cached, completion))
+
+    def finished(self, outcome: Outcome) -> None:
+        self.done.append(outcome)
+
+
+@pytest.fixture
+def parts() -> tuple[ServedEngine, Engine, Client]:
+    engine, client = Engine(), Client()
+    return ServedEngine(engine, client, ReuseMetrics(CollectorRegistry())), engine, client
+
+
+async def outputs(served: ServedEngine, prompt: Any, **extra: Any) -> list[RequestOutput]:
+    sampling = SamplingParams(extra_args=dict(extra) or None)
+    return [output async for output in served.generate(prompt, sampling, "r")]
+
+
+def tokens(**fields: Any) -> dict[str, Any]:
+    return {"type": "token", "prompt_token_ids": [7] * 10, **fields}
+
+
+async def test_kv_transfer_params_of_clients_are_dropped_and_the_rest_is_kept(parts) -> None:
+    served, engine, _ = parts
+    await outputs(served, tokens(), **ATTACK)
+    assert engine.params.extra_args == {"session_id": "s"}
+    await outputs(served, with_ticket(tokens(), Ticket()), kv_transfer_params=ATTACK["kv_transfer_params"])
+    assert engine.params.extra_args is None
+
+
+async def test_a_ticket_decides_what_is_blended_and_does_not_reach_vllm(parts) -> None:
+    served, engine, client = parts
+    ticket = Ticket(params={"cacheblend": {"spans": []}})
+    first, last = await outputs(served, with_ticket(tokens(cache_salt="cacheblend-1"), ticket), **ATTACK)
+    assert engine.params.extra_args == {"session_id": "s", "kv_transfer_params": ticket.params}
+    assert engine.prompt == tokens(cache_salt="cacheblend-1")
+    assert (first.num_cached_tokens, last.num_cached_tokens, last.kv_transfer_params) == (None, 6, None)
+    assert ticket.report is not None
+    assert (ticket.report.mode, ticket.report.reused_tokens, ticket.report.missing) == ("blend", 6, ("m",))
+    assert [outcome.missing for outcome in client.done] == [("m",)]
+
+
+async def test_a_clients_salt_is_never_that_of_a_blended_prompt(parts) -> None:
+    served, engine, _ = parts
+    for prompt in (tokens(cache_salt="cacheblend-1"), with_ticket(tokens(cache_salt="cacheblend-1"), Ticket())):
+        await outputs(served, prompt)
+        assert engine.prompt["cache_salt"] == "client:cacheblend-1"
+    await outputs(served, tokens())
+    assert "cache_salt" not in engine.prompt
+
+
+async def test_an_exact_prompt_does_not_even_read_the_prefix_cache(parts) -> None:
+    served, engine, _ = parts
+    ticket = Ticket(exact=True, reason="reuse was switched off")
+    await outputs(served, with_ticket(tokens(), ticket))
+    assert engine.params.skip_reading_prefix_cache
+    assert ticket.report is not None
+    assert ticket.report.reason == "reuse was switched off"
+    await outputs(served, with_ticket(tokens(), Ticket()))
+    assert not engine.params.skip_reading_prefix_cache
+
+
+async def test_a_reader_that_stops_ends_the_request(parts) -> None:
+    served, engine, client = parts
+    stream = served.generate(tokens(), SamplingParams(), "r")
+    await anext(stream)
+    await stream.aclose()
+    assert engine.aborted
+    assert client.done == []
+
+
+def test_everything_else_is_vllms(parts) -> None:
+    assert parts[0].model_config == "the model's"
