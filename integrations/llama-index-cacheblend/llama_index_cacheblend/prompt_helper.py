@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import PrivateAttr
@@ -19,6 +20,14 @@ from cacheblend_rag.tokens import encoder_for
 
 _SEPARATOR = "\n\n"
 _PROBE = "probe"
+
+
+class _Piece(NamedTuple):
+    """A text that is not cut, its tokens, and the whitespace that was before it."""
+
+    before: str
+    text: str
+    size: int
 
 
 class ChunkPreservingPromptHelper(PromptHelper):
@@ -75,12 +84,12 @@ class ChunkPreservingPromptHelper(PromptHelper):
             ValueError: The prompt template alone fills the context window.
         """
         budget = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
-        split = self._splitter(prompt, padding, llm, tools)
-        pieces: list[tuple[str, str]] = []
+        split = partial(self._split, prompt, padding, llm, tools, 1)
+        pieces: list[_Piece] = []
         for text in filter(None, map(str.strip, text_chunks)):
-            units = list(self._units(text, budget, split))
+            first, *rest = self._pieces(text, budget, split)
             # Texts are joined as LlamaIndex joins them; pieces of one text as they stood in it.
-            pieces += [(_SEPARATOR if at == 0 else before, unit) for at, (before, unit) in enumerate(units)]
+            pieces += [first._replace(before=_SEPARATOR), *rest]
         return self._pack(pieces, budget)
 
     def truncate(
@@ -96,37 +105,47 @@ class ChunkPreservingPromptHelper(PromptHelper):
             return []
         count = len(text_chunks)
         budget = self._get_available_chunk_size(prompt, count, padding=padding, llm=llm, tools=tools)
-        split = self._splitter(prompt, padding, llm, tools, count)
-        packed = (self._pack(list(self._units(text.strip(), budget, split)), budget) for text in text_chunks)
+        split = partial(self._split, prompt, padding, llm, tools, count)
+        packed = (self._pack(self._pieces(text.strip(), budget, split), budget) for text in text_chunks)
         return [texts[0] if texts else "" for texts in packed]
 
-    def _splitter(
-        self, prompt: BasePromptTemplate, padding: int, llm: Any, tools: Any, count: int = 1
-    ) -> Callable[[str], list[str]]:
+    def _split(
+        self, prompt: BasePromptTemplate, padding: int, llm: Any, tools: Any, count: int, text: str
+    ) -> list[str]:
         splitter = self.get_text_splitter_given_prompt(prompt, count, padding=padding, llm=llm, tools=tools)
-        return splitter.split_text
+        return splitter.split_text(text)
 
-    def _units(self, text: str, budget: int, split: Callable[[str], list[str]]) -> Iterator[tuple[str, str]]:
-        """Yield what may not be cut, each with the whitespace before it."""
-        if self._size(text) <= budget:
-            yield "", text
-            return
+    def _pieces(self, text: str, budget: int, split: Callable[[str], list[str]]) -> list[_Piece]:
+        """Return what may not be cut."""
+        size = self._size(text)
+        if size <= budget:
+            return [_Piece("", text, size)]
+        found: list[_Piece] = []
         before = ""
-        for piece in self._registry.find(text):
-            body = piece.text if isinstance(piece, Chunk) else piece.strip()
-            if not isinstance(piece, Chunk):
-                before += piece[: len(piece) - len(piece.lstrip())]
-                if not body:
-                    continue
-            for index, unit in enumerate([body] if self._size(body) <= budget else split(body)):
-                yield before if index == 0 else " ", unit
-            before = "" if isinstance(piece, Chunk) else piece[len(piece.rstrip()) :]
+        for part in self._registry.find(text):
+            if isinstance(part, Chunk):
+                body, behind = part.text, ""
+            else:
+                body = part.strip()
+                before += part[: len(part) - len(part.lstrip())]
+                behind = part[len(part.rstrip()) :]
+            if not body:
+                continue
+            fits = self._size(body) <= budget
+            for unit in [body] if fits else split(body):
+                found.append(_Piece(before, unit, self._size(unit)))
+                before = " "
+            before = behind
+        return found
 
-    def _pack(self, pieces: Sequence[tuple[str, str]], budget: int) -> list[str]:
+    def _pack(self, pieces: Sequence[_Piece], budget: int) -> list[str]:
         packed: list[str] = []
         room = 0
-        for before, text in pieces:
-            size, joint = self._size(text), self._size(before)
+        joints: dict[str, int] = {}
+        for before, text, size in pieces:
+            joint = joints.get(before)
+            if joint is None:
+                joint = joints[before] = self._size(before)
             if packed and size + joint <= room:
                 packed[-1] += before + text
                 room -= size + joint

@@ -185,7 +185,8 @@ class LLMContract:
         llm = self.make(system_prompt="Speak like a sailor.")
         with _events(llm, seen):
             llm.predict(PROMPTS["text"], **ARGS)
-        assert any("Speak like a sailor." in str(item) for item in seen)
+        asked = [getattr(event, "messages", None) or getattr(event, "prompt", "") for event in seen]
+        assert any("Speak like a sailor." in str(text) for text in asked)
 
     def test_an_output_parser_sees_prompt_and_answer(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match=r"(?i)json|extract"):

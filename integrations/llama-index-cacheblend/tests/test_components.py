@@ -318,7 +318,7 @@ class TestEngines:
         assert "".join(make().stream_chat(QUESTION).response_gen) == str(make().chat(QUESTION))
 
     def test_the_chat_engine_divides_between_chunks(self, scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
-        scripted.context_window = 1500
+        scripted.context_window = 1150
         chat = CacheBlendChatEngine.from_index(index, engine=scripted, similarity_top_k=6)
         chat.chat(QUESTION)
         found = [chunk for prompt, _, _ in scripted.asked for chunk in prompt.segments if not isinstance(chunk, str)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, LLMMetadata
 from llama_index.core.llms import LLM, MockLLM
 from llm_contract import LLMContract
 
@@ -25,11 +25,19 @@ class TestMockLLM(LLMContract):
         return MockLLM(**options)
 
 
+class MockChatLLM(MockLLM):
+    """The lowest supported version's mock cannot be told to be a chat model."""
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        return LLMMetadata(is_chat_model=True)
+
+
 class TestMockChatLLM(TestMockLLM):
     chat_is_chat = True
 
     def make(self, **options: Any) -> LLM:
-        return MockLLM(is_chat_model=True, max_tokens=5, **options)
+        return MockChatLLM(**options)
 
 
 class TestCacheBlendLLM(LLMContract):

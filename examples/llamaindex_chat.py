@@ -1,0 +1,65 @@
+"""A conversation over documents with LlamaIndex: ``python examples/llamaindex_chat.py [model]``.
+
+Without a model it is the bundled one, over the bundled corpus. It is too small to rewrite a question that refers to an earlier
+one, so its questions are asked in full and the condensing step is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from llama_index.core import SimpleDirectoryReader, VectorStoreIndex
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index_cacheblend import (
+    BundledEmbedding,
+    CacheBlendChatEngine,
+    CacheBlendLLM,
+    collect_usage,
+    precompute_nodes,
+)
+
+from cacheblend_rag import BlendEngine, TransformersEngine
+from cacheblend_rag.demo.bundle import bundled_corpus
+
+TURNS = [
+    "Question: Who is the captain of the Lonely Tide?",
+    "Question: What did Georg Fehator work as?",
+    "Question: Where is Nellow Press based?",
+]
+
+
+async def talk(engine: BlendEngine) -> list[str]:
+    llm = CacheBlendLLM(engine=engine, max_tokens=24, stop=["\n"])
+    documents = SimpleDirectoryReader(str(bundled_corpus())).load_data()
+    for document in documents:
+        document.metadata = {"file_name": document.metadata["file_name"]}
+    nodes = SentenceSplitter(chunk_size=512, chunk_overlap=0, tokenizer=llm.tokenizer)(documents)
+    precompute_nodes(engine, nodes)
+    index = VectorStoreIndex(nodes, embed_model=BundledEmbedding())
+
+    bundled = len(sys.argv) < 2
+    chat = CacheBlendChatEngine.from_index(index, llm=llm, similarity_top_k=6, skip_condense=bundled)
+    answers = []
+    for turn in TURNS:
+        with collect_usage() as calls:
+            response = await chat.astream_chat(turn)
+            print(f"{turn} ", end="")
+            pieces = []
+            async for piece in response.async_response_gen():
+                print(piece, end="", flush=True)
+                pieces.append(piece)
+        usage = calls[-1].usage
+        print(
+            f"\n  {usage['prompt_tokens']} prompt tokens: {usage['reused_tokens']} from stored KV ({calls[-1].reason})"
+        )
+        answers.append("".join(pieces).strip())
+    return answers
+
+
+def main(engine: BlendEngine | None = None) -> list[str]:
+    return asyncio.run(talk(engine or TransformersEngine(*sys.argv[1:2])))
+
+
+if __name__ == "__main__":
+    main()
