@@ -162,12 +162,12 @@ def test_figures_that_do_not_exist_are_refused(text):
 
 
 def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
-    for module in ("quality", "inside", "speed"):
+    for module in ("quality", "attention", "deviation", "speed"):
         monkeypatch.setattr(f"cacheblend_rag.evaluation.figures.{module}.figure", _small(module))
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._COUNTS", (1, 3))
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._POOL", 3)
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._RATIOS", (0.1, 0.5))
-    monkeypatch.setattr("cacheblend_rag.evaluation.figures.inside._RATIOS", (0.0, 0.3))
+    monkeypatch.setattr("cacheblend_rag.evaluation.figures.attention._RATIOS", (0.0, 0.3))
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.base._PROBES", 2)
     monkeypatch.setattr("cacheblend_rag.evaluation.prepare.Embedder.load", lambda name: _Flat())
     seen: list[float] = []

@@ -11,13 +11,14 @@ from typing import Any, Final
 from cacheblend_rag.bench.measure import machine
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.evaluation.evaluate import identity
-from cacheblend_rag.evaluation.figures import inside, quality, speed
+from cacheblend_rag.evaluation.figures import attention, deviation, quality, speed
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row
 from cacheblend_rag.evaluation.plotting import svg
 from cacheblend_rag.evaluation.report import Section, render_page, result_sections
 
 FIGURES: Final = {
-    f.number: f for f in sorted((*quality.FIGURES, *inside.FIGURES, *speed.FIGURES), key=lambda f: f.number)
+    f.number: f
+    for f in sorted((*quality.FIGURES, *attention.FIGURES, *deviation.FIGURES, *speed.FIGURES), key=lambda f: f.number)
 }
 """Every figure by its number in the paper."""
 
