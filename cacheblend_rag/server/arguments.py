@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +96,15 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         **({"tokenizer": args.tokenizer} if args.tokenizer else {}),
     )
     for name, value in launch.arguments.items():
-        if name == "served_model_name":
-            args.served_model_name = args.served_model_name or [value]
-        else:
-            setattr(args, name, KVTransferConfig(**value) if name == "kv_transfer_config" else value)
+        own, given = value, getattr(args, name, None)
+        if name == "kv_transfer_config":
+            own = KVTransferConfig(**value)
+        elif name == "served_model_name":
+            own = given or [value]
+        elif is_dataclass(given):  # one of vLLM's groups of settings: what the user has chosen there stays
+            group: Any = type(given)
+            own = given if given != parser.get_default(name) else group(**value)
+        setattr(args, name, own)
     args.chat_template = _chat_template(args, launch.tokenizer)
     return args, launch
 

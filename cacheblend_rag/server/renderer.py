@@ -172,12 +172,10 @@ class BlendRenderer:
             own = token_ids[body.start : body.end]
             known = self._client.registry.get(body.id)
             # The prompt's tokens decide: an id that means other tokens here is another chunk to this client.
-            if known is not None and known.token_ids == own:
-                chunk = known
-            else:
-                chunk = Chunk(body.id, body.text or "", own)
-                if known is None and body.text and tokens_match(self._client.tokenizer, body.text, own):
-                    self._catalogue.note(chunk)
+            chunk = known if known is not None and known.token_ids == own else Chunk(body.id, "", own)
+            if known is None and body.text and tokens_match(self._client.tokenizer, body.text, own):
+                chunk = replace(chunk, text=body.text)
+                self._catalogue.note(chunk)
             spans.append(ChunkSpan(chunk, body.start, body.end))
         return TokenizedPrompt(token_ids, tuple(spans))
 
