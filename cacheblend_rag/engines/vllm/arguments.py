@@ -103,6 +103,8 @@ def prepare(
             "kv_connector_extra_config": extra,
         },
         "served_model_name": name,
+        # Guided JSON in which a small model may put blanks for ever is no use.
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         **vllm_arguments,
     }
     return Launch(arguments, directory, tokenizer, fingerprint, ids, store)

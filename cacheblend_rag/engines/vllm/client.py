@@ -277,6 +277,8 @@ class BlendClient:
             last = output
             piece = output.outputs[0]
             ids.extend(piece.token_ids)
+            if not text and piece.text.startswith(" ") and not self._begins_with_space(ids):
+                piece.text = piece.text[1:]
             text += piece.text
             if output.finished:
                 break
@@ -306,6 +308,13 @@ class BlendClient:
                 missing=outcome.missing,
             ),
         )
+
+    def _begins_with_space(self, ids: Sequence[int]) -> bool:
+        """Say whether an answer of these tokens begins with a space by itself, as every engine decodes it.
+
+        vLLM decodes it behind the prompt's last token, where some tokenizers turn their word boundary into a space.
+        """
+        return bool(self.tokenizer.decode(list(ids), skip_special_tokens=True).startswith(" "))
 
     def finished(self, outcome: Outcome, prompt: TokenizedPrompt | None = None) -> None:
         """After an answer: chunks that had no stored KV are precomputed in the background, for the next one.
