@@ -27,10 +27,14 @@ class NameMaker:
         rng: Source of randomness.
         held_out: Draw held-out names only; otherwise never draw one.
         unseen_syllables: Build every invented word from syllables that training never shows (needs `held_out`).
+        distinct_first_names: Let no two people share a first name while there are others.
     """
 
-    def __init__(self, rng: Random, *, held_out: bool, unseen_syllables: bool = False) -> None:
+    def __init__(
+        self, rng: Random, *, held_out: bool, unseen_syllables: bool = False, distinct_first_names: bool = False
+    ) -> None:
         self._rng = rng
+        self._distinct = distinct_first_names
         self._held_out = held_out
         self._unseen = unseen_syllables
         self._used: set[str] = set()
@@ -42,12 +46,15 @@ class NameMaker:
         """
         rng = self._rng
         while True:
-            pronoun = "it"
+            pronoun, first = "it", ""
             if kind == "person":
                 woman = rng.random() < 0.5
                 pronoun = "she" if woman else "he"
                 key = self._word(words.SURNAMES)
-                name = f"{rng.choice(words.WOMEN if woman else words.MEN)} {key}"
+                pool = words.WOMEN if woman else words.MEN
+                free = [name for name in pool if name not in self._used] if self._distinct else pool
+                first = rng.choice(free or pool)
+                name = f"{first} {key}"
             elif kind == "company":
                 key = self._word(words.SURNAMES)
                 name = f"{key} {rng.choice(words.COMPANY_WORDS)}"
@@ -59,7 +66,7 @@ class NameMaker:
                 second = self._word(words.SURNAMES) if self._unseen else rng.choice(words.SHIP_SECOND)
                 name = key = f"the {first} {second}"
             if key not in self._used and is_held_out(name) == self._held_out:
-                self._used.add(key)
+                self._used |= {key, first} if self._distinct else {key}
                 return name, pronoun
 
     def town(self) -> str:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from cacheblend_rag.demo.training import train
 from cacheblend_rag.demo.training.batches import ANSWER, BIND_LAYER, Encoder, collate, make_example
 from cacheblend_rag.demo.training.blending import Prompt, answers_match, blend, place_chunks, prefill
+from cacheblend_rag.demo.training.evaluate import fingerprint
 from cacheblend_rag.demo.training.model import DemoModel, ModelShape, initialise
 from cacheblend_rag.demo.training.tokenizer import BOS, EOS
 from cacheblend_rag.demo.training.train import MODEL_FOLDER, Stage
@@ -69,7 +70,7 @@ def test_a_batch_is_padded_without_loss():
     assert set(batch.bind[:, 0].tolist()) <= {0, 1, 2}
 
 
-def run_training(folder, monkeypatch, *, fail_at=None):
+def run_training(folder, monkeypatch, *extra, fail_at=None):
     monkeypatch.setattr(train, "CURRICULUM", TINY)
     losses, calls = train.losses, []
 
@@ -93,6 +94,7 @@ def run_training(folder, monkeypatch, *, fail_at=None):
                 "5",
                 "--save-every",
                 "1",
+                *extra,
             ]
         )
 
@@ -105,6 +107,17 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path, monkeypatc
     whole, resumed = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("whole", "broken"))
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_finished_model_is_refined_by_the_last_stages_batches(tmp_path, monkeypatch):
+    run_training(tmp_path / "first", monkeypatch)
+    finished = tmp_path / "first" / "model"
+    run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "1")
+    before, after = (load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "more" / "model"))
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(moved) == len(before)
+    assert all(torch.allclose(before[name], after[name], atol=0.2) for name in before)
+    assert int(fingerprint(tmp_path / "more" / "model")["steps"]) == int(fingerprint(finished)["steps"]) + 1
 
 
 @torch.no_grad()

@@ -21,12 +21,13 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from cacheblend_rag.demo.training.batches import ALIAS_LAYER, ANSWER, BIND_LAYER, Batch, Encoder, collate, make_example
-from cacheblend_rag.demo.training.export import export
+from cacheblend_rag.demo.training.export import export, load_exported
 from cacheblend_rag.demo.training.model import DemoModel, ModelShape, initialise
 from cacheblend_rag.demo.training.tokenizer import EOS, build_tokenizer, save_tokenizer
 
@@ -80,6 +81,7 @@ class Progress:
     tokens: int = 0
     accuracy: float = 0.0
     seconds: float = 0.0
+    started: int = 0  # step at which the optimisers were new
 
 
 def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, int, int]) -> Batch:
@@ -128,7 +130,7 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
 
 def learning_rate(progress: Progress, curriculum: Sequence[Stage]) -> float:
     """Return the factor on the base rates: warm-up, constant, lower for long contexts, linear decay at the end."""
-    factor = min(1.0, (progress.step + 1) / WARM_UP)
+    factor = min(1.0, (progress.step - progress.started + 1) / WARM_UP)
     tail = curriculum[-2:]
     if progress.stage < len(curriculum) - 2:
         return factor
@@ -174,6 +176,23 @@ def _restore(path: Path, model: DemoModel, optimisers: Sequence[torch.optim.Opti
     return Progress(**saved["progress"])
 
 
+def _refine(folder: Path, model: DemoModel, steps: int) -> Progress:
+    """Take over the weights of a finished model; its last stage starts again, `steps` before its end."""
+    model.load_state_dict(load_exported(folder).state_dict())
+    with safe_open(folder / "model.safetensors", framework="pt") as weights:
+        before = weights.metadata()
+    done, last = int(before["steps"]), len(CURRICULUM) - 1
+    return Progress(done, last, CURRICULUM[last].steps - steps, int(before["tokens"]), started=done)
+
+
+def _begin(options: argparse.Namespace, model: DemoModel, optimisers: Sequence[torch.optim.Optimizer]) -> Progress:
+    """Go on from the run's checkpoint, from a finished model, or from nothing."""
+    latest = options.out / "checkpoint.pt"
+    if latest.exists():
+        return _restore(latest, model, optimisers)
+    return _refine(options.start_from, model, options.steps) if options.start_from else Progress()
+
+
 def run(rank: int, options: argparse.Namespace) -> None:
     """Train in one process of the group."""
     torch.set_num_threads(1)
@@ -192,7 +211,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
         torch.optim.AdamW(other, lr=LR_OTHER, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     latest = options.out / "checkpoint.pt"
-    progress = _restore(latest, model, optimisers) if latest.exists() else Progress()
+    progress = _begin(options, model, optimisers)
     base = [LR_MATRICES, LR_OTHER]
     log = (options.out / "train.jsonl").open("a", encoding="utf-8") if rank == 0 else None
     clock = time.monotonic()
@@ -246,6 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--new-tokenizer", action="store_true", help="build a new vocabulary, keep the shipped one if not"
     )
+    parser.add_argument("--start-from", type=Path, help="refine this finished model by the last stage's batches")
+    parser.add_argument("--steps", type=int, default=400, help="with --start-from: how many")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
