@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from llama_index.core import SimpleDirectoryReader, VectorStoreIndex
+from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index_cacheblend import (
     BundledEmbedding,
@@ -20,20 +20,15 @@ from llama_index_cacheblend import (
 )
 
 from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus
+from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 
-TURNS = [
-    "Question: Who is the captain of the Lonely Tide?",
-    "Question: What did Georg Fehator work as?",
-    "Question: Where is Nellow Press based?",
-]
+TURNS = [f"Question: {question.question}" for question in bundled_questions()[:3]]
 
 
 async def talk(engine: BlendEngine) -> list[str]:
     llm = CacheBlendLLM(engine=engine, max_tokens=24, stop=["\n"])
-    documents = SimpleDirectoryReader(str(bundled_corpus())).load_data()
-    for document in documents:
-        document.metadata = {"file_name": document.metadata["file_name"]}
+    files = sorted(bundled_corpus().iterdir())
+    documents = [Document(text=file.read_text(encoding="utf-8"), metadata={"file_name": file.name}) for file in files]
     nodes = SentenceSplitter(chunk_size=512, chunk_overlap=0, tokenizer=llm.tokenizer)(documents)
     precompute_nodes(engine, nodes)
     index = VectorStoreIndex(nodes, embed_model=BundledEmbedding())

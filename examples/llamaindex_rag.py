@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import sys
 
-from llama_index.core import Settings, SimpleDirectoryReader, VectorStoreIndex
+from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import PrevNextNodePostprocessor
 from llama_index_cacheblend import BundledEmbedding, CacheBlendPrecompute, collect_usage, qa_template, use_engine
 
 from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus
+from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 
-QUESTIONS = [
-    "Who is the captain of the Lonely Tide?",
-    "When was Quinquist Bakery established?",
-    "Which emblem does Yarwald Textiles use?",
-]
+QUESTIONS = [question.question for question in bundled_questions()[:3]]
 
 
 def main(engine: BlendEngine | None = None) -> list[str]:
@@ -31,9 +27,8 @@ def main(engine: BlendEngine | None = None) -> list[str]:
     Settings.embed_model = BundledEmbedding()
 
     # Indexing: each chunk's KV is computed once, here. The splitter counts the model's own tokens.
-    documents = SimpleDirectoryReader(str(bundled_corpus())).load_data()
-    for document in documents:  # a path would only cost tokens
-        document.metadata = {"file_name": document.metadata["file_name"]}
+    files = sorted(bundled_corpus().iterdir())
+    documents = [Document(text=file.read_text(encoding="utf-8"), metadata={"file_name": file.name}) for file in files]
     splitter = SentenceSplitter(chunk_size=512, chunk_overlap=0)
     nodes = IngestionPipeline(transformations=[splitter, CacheBlendPrecompute(engine)]).run(documents=documents)
     index = VectorStoreIndex(nodes)

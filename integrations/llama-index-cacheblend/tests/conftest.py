@@ -6,7 +6,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import llama_index.core
 import pytest
@@ -14,17 +15,35 @@ from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode
+from plain import PlainLLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import TransformersEngine
+from cacheblend_rag import BlendEngine, TransformersEngine
 from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.tokens import encoder_for
 from llama_index_cacheblend import BundledEmbedding, precompute_nodes
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[TransformersEngine]:
-    with TransformersEngine(device="cpu") as engine:
+def engine() -> Iterator[BlendEngine]:
+    """The bundled model: on transformers, or on vLLM with ``CACHEBLEND_TEST_ENGINE=vllm``."""
+    if os.environ.get("CACHEBLEND_TEST_ENGINE") == "vllm":
+        from cacheblend_rag.engines.vllm import VLLMEngine
+
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        made: BlendEngine = VLLMEngine()
+    else:
+        made = TransformersEngine(device="cpu")
+    with made as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[..., PlainLLM]:
+    """Make an LLM of the same weights, loaded by transformers and nothing of ours."""
+    directory = bundled_corpus().parent / "model"
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    return partial(PlainLLM, model, AutoTokenizer.from_pretrained(directory))
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +60,7 @@ def documents() -> list[Document]:
 
 
 @pytest.fixture(scope="session")
-def nodes(engine: TransformersEngine, documents: list[Document]) -> list[BaseNode]:
+def nodes(engine: BlendEngine, documents: list[Document]) -> list[BaseNode]:
     splitter = SentenceSplitter(
         chunk_size=200, chunk_overlap=0, tokenizer=encoder_for(engine.tokenizer).document, include_prev_next_rel=True
     )

@@ -34,7 +34,8 @@ from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from plain import PlainLLM
 
-from cacheblend_rag import BlendSettings, TransformersEngine
+from cacheblend_rag import BlendEngine, BlendSettings
+from cacheblend_rag.demo.bundle import bundled_questions
 from cacheblend_rag.tokens import encoder_for
 from llama_index_cacheblend import (
     BundledEmbedding,
@@ -47,8 +48,7 @@ from llama_index_cacheblend import (
     qa_template,
 )
 
-QUESTION = "Where is Nellow Press based?"
-FOLLOW_UP = "And who is the captain of the Lonely Tide?"
+QUESTION, FOLLOW_UP = (question.question for question in bundled_questions()[:2])
 TOKENS = 12
 # LlamaIndex's own say "New Context: {context_msg}" and indent the context: behind a space, a chunk's first token is another one.
 SPACE_BEFORE_CHUNK = {"refine, default template", "condense_plus_context", "condense_plus_context, streamed"}
@@ -216,11 +216,10 @@ class Prompts(BaseEventHandler):
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_at_ratio_1_the_answer_is_that_of_a_plain_llm(
-    shape: str, engine: TransformersEngine, index: VectorStoreIndex
+    shape: str, engine: BlendEngine, plain: Callable[..., PlainLLM], index: VectorStoreIndex
 ) -> None:
     apart = engine.registry if shape in SPACE_BEFORE_CHUNK else None
-    plain = PlainLLM(engine.runner.model, engine.tokenizer, apart, max_tokens=TOKENS)
-    want = str(SHAPES[shape](plain, index))
+    want = str(SHAPES[shape](plain(apart=apart, max_tokens=TOKENS), index))
     Settings.llm = ours = CacheBlendLLM(engine=engine, max_tokens=TOKENS, blend=BlendSettings(ratio=1.0))
     with collect_usage() as calls:
         got = str(SHAPES[shape](ours, index))
@@ -230,7 +229,7 @@ def test_at_ratio_1_the_answer_is_that_of_a_plain_llm(
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_at_15_percent_the_chunks_are_served_from_stored_kv(
-    shape: str, engine: TransformersEngine, index: VectorStoreIndex, nodes: list[BaseNode]
+    shape: str, engine: BlendEngine, index: VectorStoreIndex, nodes: list[BaseNode]
 ) -> None:
     Settings.llm = ours = CacheBlendLLM(engine=engine, max_tokens=4, blend=BlendSettings(ratio=0.15))
     prompts = Prompts(texts=[])
@@ -249,11 +248,11 @@ def test_at_15_percent_the_chunks_are_served_from_stored_kv(
 
 
 def test_what_is_escaped_is_answered_right_and_the_usage_says_why(
-    engine: TransformersEngine, index: VectorStoreIndex
+    engine: BlendEngine, plain: Callable[..., PlainLLM], index: VectorStoreIndex
 ) -> None:
     """LlamaIndex's SimpleSummarize prints a Python list into the prompt."""
     shape = query(response_mode="simple_summarize")
-    want = str(shape(PlainLLM(engine.runner.model, engine.tokenizer, max_tokens=TOKENS), index))
+    want = str(shape(plain(max_tokens=TOKENS), index))
     with collect_usage() as calls:
         got = str(shape(CacheBlendLLM(engine=engine, max_tokens=TOKENS), index))
     assert got == want
@@ -262,7 +261,7 @@ def test_what_is_escaped_is_answered_right_and_the_usage_says_why(
 
 
 def test_our_synthesizer_passes_chunks_whole_to_simple_summarize_too(
-    engine: TransformersEngine, index: VectorStoreIndex
+    engine: BlendEngine, index: VectorStoreIndex
 ) -> None:
     synthesizer = CacheBlendSynthesizer(engine, response_mode="simple_summarize")
     response = RetrieverQueryEngine(index.as_retriever(similarity_top_k=3), synthesizer).query(QUESTION)
@@ -271,7 +270,7 @@ def test_our_synthesizer_passes_chunks_whole_to_simple_summarize_too(
 
 
 def test_text_that_a_postprocessor_replaced_is_known_to_ours_behind_it(
-    engine: TransformersEngine, index: VectorStoreIndex, embedding: BundledEmbedding
+    engine: BlendEngine, index: VectorStoreIndex, embedding: BundledEmbedding
 ) -> None:
     class Shouting(MetadataReplacementPostProcessor):
         def _postprocess_nodes(self, nodes: Any, query_bundle: Any = None) -> Any:
@@ -292,7 +291,7 @@ def test_text_that_a_postprocessor_replaced_is_known_to_ours_behind_it(
         assert bool(calls[-2].raw["missing"]) is known
 
 
-def test_source_nodes_come_with_every_answer(engine: TransformersEngine, index: VectorStoreIndex) -> None:
+def test_source_nodes_come_with_every_answer(engine: BlendEngine, index: VectorStoreIndex) -> None:
     llm = CacheBlendLLM(engine=engine, max_tokens=2)
     response = index.as_query_engine(llm=llm, similarity_top_k=3).query(QUESTION)
     assert len(response.source_nodes) == 3
