@@ -6,6 +6,7 @@ chunks are replaced, because a chunk's tokens must be those its KV was computed 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 
 
 class BlendRenderer:
-    """Stands in for vLLM's ``OnlineRenderer``; what it does not know itself, that one does."""
+    """Stands in for vLLM's ``OnlineRenderer``; what it does not know itself, that one does.
+
+    Searching and tokenising long prompts takes milliseconds: it is done off the event loop, which streams other answers.
+    """
 
     def __init__(self, inner: OnlineRenderer, client: BlendClient, catalogue: ChunkCatalogue):
         """Blend what ``inner`` renders."""
@@ -52,16 +56,17 @@ class BlendRenderer:
         Raises:
             VLLMValidationError: Our own fields are malformed, or name an unknown chunk.
         """
-        options = self._begin(request)
+        options = await asyncio.to_thread(self._begin, request)
         try:
-            request.messages, named = self._naming.messages(request.messages, options.chunk_ids)
+            naming = self._naming.messages
+            request.messages, named = await asyncio.to_thread(naming, request.messages, options.chunk_ids)
         except InputError as error:
             raise VLLMValidationError(str(error)) from error
         result = await self._inner.render_chat(request, skip_mm_cache=skip_mm_cache)
         if isinstance(result, ErrorResponse):
             return result
         conversation, inputs = result
-        return conversation, self._finish(request, inputs, options, named)
+        return conversation, await asyncio.to_thread(self._finish, request, inputs, options, named)
 
     async def render_completion(
         self, request: CompletionRequest, *, skip_mm_cache: bool = False
@@ -71,7 +76,7 @@ class BlendRenderer:
         Raises:
             VLLMValidationError: Our own fields are malformed, or name an unknown chunk.
         """
-        options = self._begin(request)
+        options = await asyncio.to_thread(self._begin, request)
         if options.chunk_ids:
             try:
                 request.prompt = self._naming.prompts(request.prompt, options.chunk_ids)
@@ -80,7 +85,7 @@ class BlendRenderer:
         result = await self._inner.render_completion(request, skip_mm_cache=skip_mm_cache)
         if isinstance(result, ErrorResponse):
             return result
-        return self._finish(request, result, options, options.chunk_ids)
+        return await asyncio.to_thread(self._finish, request, result, options, options.chunk_ids)
 
     async def render_responses(
         self, request: ResponsesRequest, **options: Any
@@ -90,7 +95,7 @@ class BlendRenderer:
         Raises:
             VLLMValidationError: Our own fields are malformed.
         """
-        chosen = self._begin(request)
+        chosen = await asyncio.to_thread(self._begin, request)
         if chosen.chunk_ids or chosen.spans:
             raise VLLMValidationError(
                 "The Responses API finds registered chunks by their text; chunk_ids and spans go with chat completions and "
@@ -100,7 +105,7 @@ class BlendRenderer:
         result = await self._inner.render_responses(request, **options)
         if isinstance(result, ErrorResponse):
             return result
-        (engine_input,) = self._finish(request, [result.engine_input], chosen, ())
+        (engine_input,) = await asyncio.to_thread(self._finish, request, [result.engine_input], chosen, ())
         return replace(result, engine_input=engine_input)
 
     def _begin(self, request: CompletionLike) -> BlendOptions:

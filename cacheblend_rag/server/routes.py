@@ -85,7 +85,7 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
     @_explained
     async def stats() -> Response:
         """Say what the store holds, how many chunks are known, and which model this is."""
-        catalogue.refresh()
+        await asyncio.to_thread(catalogue.refresh)
         held = await asyncio.to_thread(client.store.stats)
         return JSONResponse(
             {"chunks": len(client.registry), "kv": asdict(held), "model": model.model_dump(mode="json")}
@@ -102,7 +102,7 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
     @_explained
     async def inspect(chunk_id: str) -> Response:
         """Return one chunk with its text, tokens and metadata."""
-        chunk = chunks.known(chunk_id)
+        chunk = await asyncio.to_thread(chunks.known, chunk_id)
         entries = await asyncio.to_thread(chunks.stored.listing)
         detail = {"text": chunk.text, "token_ids": list(chunk.token_ids), "metadata": dict(chunk.metadata)}
         return JSONResponse({**chunks.describe(chunk, entries), **json.loads(json.dumps(detail, default=str))})
@@ -111,7 +111,7 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
     @_explained
     async def delete(chunk_id: str) -> Response:
         """Forget a chunk and drop its KV."""
-        await asyncio.to_thread(chunks.delete, [chunks.known(chunk_id)])
+        await asyncio.to_thread(lambda: chunks.delete([chunks.known(chunk_id)]))
         return JSONResponse({"id": chunk_id, "object": "chunk", "deleted": True})
 
     @router.delete("")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("openai", reason="the openai package is not installed; make setup installs it")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed; make setup installs it, with vLLM")
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 

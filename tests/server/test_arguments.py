@@ -103,3 +103,27 @@ def test_the_command_line_hands_on_unknown_flags_and_keeps_its_own(
     )
     assert flags == others
     assert CliRunner().invoke(app, ["serve", "--ratio", "2"]).exit_code == 2
+
+
+def test_the_flags_of_the_kubernetes_example_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import yaml
+    from typer.testing import CliRunner
+
+    from cacheblend_rag.cli import app
+    from cacheblend_rag.server import run
+
+    file = Path(__file__).parents[2] / "examples" / "kubernetes" / "cacheblend.yaml"
+    objects = {part["kind"]: part for part in yaml.safe_load_all(file.read_text())}
+    pod = objects["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    seen: list[Any] = []
+    monkeypatch.setattr(run, "serve", lambda options, flags: seen.append((options, list(flags))))
+    result = CliRunner().invoke(app, [*container["command"][1:], *container["args"]])
+    assert result.exit_code == 0, result.output
+    ((options, flags),) = seen
+    assert str(options.store) in {mount["mountPath"] for mount in container["volumeMounts"]}
+    args, _ = parse(ServeOptions(tmp_path), flags)  # the model itself is not at hand
+    assert args.tensor_parallel_size == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert args.shutdown_timeout < pod["terminationGracePeriodSeconds"]
+    assert args.port == container["ports"][0]["containerPort"]
+    assert container["env"][0]["name"] == "CACHEBLEND_API_KEY"
