@@ -15,7 +15,7 @@ from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResp
 from langchain_cacheblend import CacheBlendRetriever, ChatCacheBlend, ChunkSplitter
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import create_retriever_tool
-from langchain_rag import load_documents
+from langchain_rag import QUESTIONS, load_documents
 
 from cacheblend_rag import BlendEngine, TransformersEngine
 
@@ -56,7 +56,7 @@ def main(engine: BlendEngine | None = None) -> dict[str, Any]:
         system_prompt="Answer from the notes.",
         middleware=[] if shows_tools else [RetrieveFirst()],
     )
-    question = "Who is the captain of the Lonely Tide?"
+    question = QUESTIONS[0]
     answer = agent.invoke({"messages": [HumanMessage(question)]})["messages"][-1]
     report = answer.response_metadata["cacheblend"]
     print(question, answer.text.strip())

@@ -15,17 +15,14 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 
 from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus
+from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 
-QUESTIONS = [
-    "Who is the captain of the Lonely Tide?",
-    "When did Mira Warisir receive the medal?",
-    "Which colour does the hull of the Copper Lantern have?",
-]
+SOURCES = ("ship-logs.md", "town-chronicle.md")
+QUESTIONS = [q.question for q in bundled_questions() if q.source in SOURCES and q.kind == "single"][:3]
 
 
 def load_documents() -> list[Document]:
-    files = [bundled_corpus() / name for name in ("ship-logs.md", "town-chronicle.md")]
+    files = [bundled_corpus() / name for name in SOURCES]
     return [Document(page_content=file.read_text(encoding="utf-8"), metadata={"source": file.name}) for file in files]
 
 

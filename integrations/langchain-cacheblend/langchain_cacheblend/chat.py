@@ -226,8 +226,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
                 engine cannot enforce the choice.
         """
         formatted = [convert_to_openai_tool(tool) for tool in tools]
-        if formatted and not isinstance(tool_choice, str):
-            required_tool(tool_choice, formatted)
+        required_tool(tool_choice, formatted)
         if tool_choice is not None:
             kwargs["tool_choice"] = tool_choice
         return cast("Runnable[LanguageModelInput, AIMessage]", self.bind(tools=formatted, **kwargs))

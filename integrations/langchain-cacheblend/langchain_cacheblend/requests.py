@@ -46,11 +46,12 @@ class Request:
     """One call of an engine.
 
     Attributes:
-        prompt: Text and chunks; no references are left.
+        prompt: Text and chunks; no references are left. A string where no chunk was found: an engine that is a client may yet
+            find some, in the registry of its server.
         chunks: The chunks in it, by id.
     """
 
-    prompt: BlendPrompt
+    prompt: BlendPrompt | str
     sampling: SamplingParams
     settings: BlendSettings
     chunks: Mapping[str, Chunk]
@@ -153,7 +154,8 @@ class EngineFields(BaseModel):
         if max_tokens is None:
             room = self.engine.context_window - self.count(prompt)
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
-        return Request(prompt, self.sampling(stop, kwargs, max_tokens), self.blend_settings(kwargs), chunks)
+        sent = prompt if chunks else "".join(s for s in prompt.segments if isinstance(s, str))
+        return Request(sent, self.sampling(stop, kwargs, max_tokens), self.blend_settings(kwargs), chunks)
 
     def count(self, prompt: BlendPrompt) -> int:
         """Return the number of tokens the model sees for ``prompt``."""

@@ -52,41 +52,29 @@ class ChunkUses:
             engine.registry.add(new)
         return chunks
 
-    def hold(self, owner: object, documents: Iterable[tuple[str | None, Chunk]]) -> set[str]:
-        """Note that ``owner``'s documents hold these chunks; return the ids of chunks that nothing uses any more."""
+    def hold(self, owner: object, documents: Iterable[tuple[str | None, Chunk | None]]) -> set[str]:
+        """Note that ``owner``'s documents hold these chunks, or none; return the ids of chunks that nothing uses any more."""
         with self._lock:
             freed = set()
             for name, chunk in documents:
                 if name is None:
                     continue
-                former = self._documents.get((owner, name))
-                if former != chunk.id:
+                if chunk is None or self._documents.get((owner, name)) != chunk.id:
                     freed.add(self._let_go(owner, name))
+                if chunk is not None:
                     self._documents[owner, name] = chunk.id
                     self._uses[chunk.id].add((owner, name))
-            return {chunk_id for chunk_id in freed if chunk_id and self._unused(chunk_id)}
+            return self._given_up(freed)
 
-    def release(self, owner: object, names: Iterable[str], chunk_ids: Iterable[str] = ()) -> set[str]:
-        """Note that ``owner``'s documents are gone; return the ids of chunks that nothing uses any more.
-
-        Args:
-            owner: The vector store.
-            names: Document ids.
-            chunk_ids: Chunks those documents are known to have held, for documents never held in this process.
-        """
+    def release(self, owner: object, names: Iterable[str]) -> set[str]:
+        """Note that ``owner``'s documents are gone; return the ids of chunks that nothing uses any more."""
         with self._lock:
-            gone = {self._let_go(owner, name) for name in names} | set(chunk_ids)
-            return {chunk_id for chunk_id in gone if chunk_id and self._unused(chunk_id)}
+            return self._given_up({self._let_go(owner, name) for name in names})
 
     def held_by(self, owner: object) -> list[str]:
         """Return the ids of the documents of ``owner``."""
         with self._lock:
             return [name for (holder, name) in self._documents if holder is owner]
-
-    def chunks_of(self, owner: object, names: Iterable[str]) -> dict[str, str]:
-        """Return the chunks those documents of ``owner`` hold, by document, as far as they are known."""
-        with self._lock:
-            return {name: self._documents[owner, name] for name in names if (owner, name) in self._documents}
 
     def _let_go(self, owner: object, name: str) -> str:
         chunk_id = self._documents.pop((owner, name), "")
@@ -95,8 +83,11 @@ class ChunkUses:
             del self._uses[chunk_id]
         return chunk_id
 
-    def _unused(self, chunk_id: str) -> bool:
-        return chunk_id in self._ours and chunk_id not in self._uses
+    def _given_up(self, chunk_ids: set[str]) -> set[str]:
+        """Return those that were brought here and are used no more; they are not ours from now on."""
+        unused = {chunk_id for chunk_id in chunk_ids & self._ours if chunk_id not in self._uses}
+        self._ours -= unused
+        return unused
 
 
 def precompute(engine: BlendEngine, chunks: list[Chunk]) -> PrecomputeReport:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -102,31 +103,32 @@ class CacheBlendVectorStore(VectorStore):
         A document that replaces another one under its id lets go of the former text. A KV store that refuses is a warning:
         the prompt computes what is missing.
         """
-        known = self._texts_of(_given_ids(documents, kwargs))
+        self._learn(_given_ids(documents, kwargs))
         ids = self.base.add_documents(documents, **kwargs)
-        self._take_in(documents, ids, known)
+        self._take_in(documents, ids)
         return ids
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Async twin of :meth:`add_documents`."""
-        known = await asyncio.to_thread(self._texts_of, _given_ids(documents, kwargs))
+        await asyncio.to_thread(self._learn, _given_ids(documents, kwargs))
         ids = await self.base.aadd_documents(documents, **kwargs)
-        await asyncio.to_thread(self._take_in, documents, ids, known)
+        await asyncio.to_thread(self._take_in, documents, ids)
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete from the base, and the KV of texts no other document uses; return what the base says."""
-        known = self._texts_of(ids if ids is not None else self._uses.held_by(self._owner))
+        names = ids if ids is not None else self._uses.held_by(self._owner)
+        self._learn(names)
         done = self.base.delete(ids, **kwargs)
-        self._let_go(known, done)
+        self._let_go(names, done, named=ids is not None)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Async twin of :meth:`delete`."""
         names = ids if ids is not None else self._uses.held_by(self._owner)
-        known = await asyncio.to_thread(self._texts_of, names)
+        await asyncio.to_thread(self._learn, names)
         done = await self.base.adelete(ids, **kwargs)
-        await asyncio.to_thread(self._let_go, known, done)
+        await asyncio.to_thread(self._let_go, names, done, named=ids is not None)
         return done
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
@@ -169,36 +171,32 @@ class CacheBlendVectorStore(VectorStore):
     def _hold(self, documents: Sequence[Document]) -> None:
         chunks = self._uses.register(self.engine, [document.page_content for document in documents])
         by_id = {chunk.id: chunk for chunk in chunks}
-        pairs = ((d.id, by_id.get(chunk_id(d.page_content.strip()))) for d in documents)
-        self.engine.forget(self._uses.hold(self._owner, ((name, chunk) for name, chunk in pairs if chunk is not None)))
+        held = [(d.id, by_id.get(chunk_id(d.page_content.strip()))) for d in documents]
+        self._forget(self._uses.hold(self._owner, held))
 
-    def _take_in(self, documents: Sequence[Document], ids: Sequence[str], known: dict[str, str]) -> None:
-        held = [Document(id=name, page_content=d.page_content) for name, d in zip(ids, documents, strict=False)]
-        replaced = {
-            d.id: known[d.id] for d in held if d.id in known and known[d.id] != chunk_id(d.page_content.strip())
-        }
-        self._hold(held)
-        # After the new texts are held: a text that moved from one document to another stays.
-        self.engine.forget(self._uses.release(self._owner, (), replaced.values()))
+    def _learn(self, names: Sequence[str]) -> None:
+        """Note what the base holds under those ids, before it changes: it may be from before this process."""
+        if names:
+            with suppress(NotImplementedError):
+                self._hold(self.base.get_by_ids(names))
+
+    def _take_in(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
+        self._hold([Document(id=name, page_content=d.page_content) for name, d in zip(ids, documents, strict=False)])
         precompute(self.engine, self._uses.register(self.engine, [d.page_content for d in documents]))
 
-    def _let_go(self, known: dict[str, str], done: bool | None) -> None:
-        if done is False:
+    def _let_go(self, names: Sequence[str], done: bool | None, *, named: bool) -> None:
+        if done is False or not names:
             return
-        left = self._texts_of(known)
-        gone = {name: chunk for name, chunk in known.items() if name not in left}
-        self.engine.forget(self._uses.release(self._owner, gone, gone.values()))
-
-    def _texts_of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the chunk ids of the base's documents of those names, as the base says, or else as far as seen here."""
-        names = list(names)
-        if not names:
-            return {}
         try:
-            documents = self.base.get_by_ids(names)
+            left = {document.id for document in self.base.get_by_ids(names)}
         except NotImplementedError:
-            return self._uses.chunks_of(self._owner, names)
-        return {d.id: chunk_id(d.page_content.strip()) for d in documents if d.id is not None}
+            # A base that cannot say what is left is taken at its word for ids, and nothing is known of other deletions.
+            left = set() if named else set(names)
+        self._forget(self._uses.release(self._owner, [name for name in names if name not in left]))
+
+    def _forget(self, chunk_ids: set[str]) -> None:
+        if chunk_ids:
+            self.engine.forget(chunk_ids)
 
 
 def _given_ids(documents: Sequence[Document], kwargs: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from langchain_core.documents import Document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import TransformersEngine
+from cacheblend_rag import BlendEngine, TransformersEngine
 from cacheblend_rag.demo.bundle import bundled_corpus
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChunkSplitter
 
@@ -21,8 +22,16 @@ MAX_TOKENS = 10
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[TransformersEngine]:
-    with TransformersEngine() as engine:
+def engine() -> Iterator[BlendEngine]:
+    """The bundled model: on transformers, or on vLLM with ``CACHEBLEND_TEST_ENGINE=vllm``."""
+    if os.environ.get("CACHEBLEND_TEST_ENGINE") == "vllm":
+        from cacheblend_rag.engines.vllm import VLLMEngine
+
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        made: BlendEngine = VLLMEngine()
+    else:
+        made = TransformersEngine()
+    with made as engine:
         yield engine
 
 
@@ -34,7 +43,7 @@ def sources() -> list[Document]:
 
 
 @pytest.fixture(scope="session")
-def chunks(engine: TransformersEngine, sources: list[Document]) -> list[Document]:
+def chunks(engine: BlendEngine, sources: list[Document]) -> list[Document]:
     return ChunkSplitter(engine, 160).split_documents(sources)
 
 

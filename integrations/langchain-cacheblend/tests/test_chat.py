@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from cacheblend_rag import TransformersEngine
+from cacheblend_rag import BlendEngine, TransformersEngine
 from cacheblend_rag.chunking import Chunk, chunk_id, make_chunk
 from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.kv import ModelFingerprint
 from langchain_cacheblend import ChatCacheBlend
 
 from scripted import ScriptedEngine
@@ -100,6 +102,16 @@ class TestResolution:
         for prompt in (json.dumps(text), str([text]), text[:-5]):
             answer = llm.invoke(prompt)
             assert answer.response_metadata["cacheblend"]["mode"] == "prefill"
+
+    def test_a_prompt_without_chunks_is_left_to_the_engine_to_search(self, llm, scripted, monkeypatch) -> None:
+        sent: list[Any] = []
+        stream = scripted.stream
+        monkeypatch.setattr(scripted, "stream", lambda prompt, *rest: sent.append(prompt) or stream(prompt, *rest))
+        llm.invoke(f"{NOTE} Who?")
+        scripted.precompute([make_chunk(NOTE, scripted.tokenizer)])
+        llm.invoke(f"{NOTE} Who?")
+        assert isinstance(sent[0], str) and NOTE in sent[0]
+        assert not isinstance(sent[1], str)
 
     def test_content_that_is_neither_text_nor_chunk_is_named(self, llm) -> None:
         with pytest.raises(InputError, match="image_url"):
@@ -264,8 +276,29 @@ class TestParameters:
     def test_the_profile_says_what_engine_and_template_can_do(self, llm, engine: TransformersEngine) -> None:
         assert llm.profile["structured_output"] and llm.profile["tool_calling"]
         bundled = ChatCacheBlend(engine=engine).profile
-        assert not bundled["structured_output"] and not bundled["tool_calling"]
+        assert bundled["structured_output"] == engine.supports_json_schema and not bundled["tool_calling"]
         assert bundled["max_input_tokens"] == 8191
+
+
+def test_langchains_llm_cache_tells_models_and_settings_apart(scripted: ScriptedEngine) -> None:
+    cache = InMemoryCache()
+    other = ScriptedEngine()
+    other.fingerprint = ModelFingerprint("6" * 32, "scripted")
+    models = [
+        ChatCacheBlend(engine=scripted, cache=cache),
+        ChatCacheBlend(engine=scripted, cache=cache, ratio=0.5),
+        ChatCacheBlend(engine=other, cache=cache),
+    ]
+    for llm in models * 2:
+        llm.invoke("Who?")
+    assert (len(scripted.prompts), len(other.prompts)) == (2, 1)
+
+
+class Ship(BaseModel):
+    """What is known of a ship, in a form that even a small model can fill."""
+
+    kind: Literal["ship", "company", "observatory"]
+    year: Annotated[int, Field(ge=1000, le=1999)]
 
 
 class Person(BaseModel):
@@ -275,7 +308,18 @@ class Person(BaseModel):
 
 
 class TestGuidedDecoding:
-    def test_without_it_the_error_comes_when_it_is_asked_for(self, engine: TransformersEngine) -> None:
+    async def test_with_it_a_real_model_conforms(self, engine: BlendEngine) -> None:
+        if not engine.supports_json_schema:
+            pytest.skip("The engine has no guided decoding (CACHEBLEND_TEST_ENGINE=vllm has).")
+        llm = ChatCacheBlend(engine=engine, max_tokens=64).with_structured_output(Ship)
+        found = llm.invoke("When was the Northern Comet built?")
+        assert isinstance(found, Ship)
+        assert await llm.ainvoke("When was the Northern Comet built?") == found
+        assert list(llm.stream("When was the Northern Comet built?"))[-1] == found
+
+    def test_without_it_the_error_comes_when_it_is_asked_for(self, engine: BlendEngine) -> None:
+        if engine.supports_json_schema:
+            pytest.skip("The engine has guided decoding.")
         llm = ChatCacheBlend(engine=engine)
         for method in ("json_schema", "function_calling", "json_mode"):
             with pytest.raises(InputError, match="guided decoding"):

@@ -101,7 +101,9 @@ def test_a_replaced_document_lets_go_of_its_former_text(scripted: ScriptedEngine
     store.add_documents(documents(2, 0), ids=["a", "b"])
     assert stored(scripted) == [0, 2]
     store.delete(["a"])
-    assert stored(scripted) == ([0] if base is InMemoryVectorStore else [0, 2])
+    assert stored(scripted) == [0]
+    store.add_documents([Document(page_content=" ")], ids=["b"])
+    assert stored(scripted) == []
 
 
 def test_a_base_filled_before_is_learned_as_it_is_used(scripted: ScriptedEngine) -> None:
@@ -114,6 +116,16 @@ def test_a_base_filled_before_is_learned_as_it_is_used(scripted: ScriptedEngine)
     scripted.stored |= {chunk_id(TEXTS[0]), chunk_id(TEXTS[1])}
     store.delete(["a", "b"])
     assert stored(scripted) == [1, 3]
+
+
+def test_kv_from_before_this_process_goes_with_its_document(scripted: ScriptedEngine) -> None:
+    base = InMemoryVectorStore(EMBEDDING)
+    base.add_documents(documents(0, 1), ids=["a", "b"])
+    scripted.stored |= {chunk_id(TEXTS[0]), chunk_id(TEXTS[1])}
+    store = CacheBlendVectorStore(base, scripted)
+    store.delete(["a"])
+    store.add_documents(documents(2), ids=["b"])
+    assert stored(scripted) == [2]
 
 
 def test_delete_by_other_means_than_ids_drops_what_is_gone(scripted: ScriptedEngine) -> None:
