@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from cacheblend_rag.bench.indexing import IndexSettings, bench_index
 from cacheblend_rag.bench.setup import BenchModel, Workbench
+from cacheblend_rag.bench.throughput import ThroughputSettings, bench_throughput
 from cacheblend_rag.bench.ttft import TTFTSettings, bench_ttft
 
-__all__ = ["BenchModel", "IndexSettings", "TTFTSettings", "Workbench", "bench_index", "bench_ttft"]
+__all__ = [
+    "BenchModel",
+    "IndexSettings",
+    "TTFTSettings",
+    "ThroughputSettings",
+    "Workbench",
+    "bench_index",
+    "bench_throughput",
+    "bench_ttft",
+]

@@ -98,6 +98,53 @@ def index(
     typer.echo(f"index, KV to {kv:10} {rates['index']:10,.0f} tokens/s   {result['rate_index_vs_plain']:.2f} of plain")
 
 
+@bench.command()
+def throughput(
+    engine: Engine = "transformers",
+    random_weights: RandomWeights = None,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.DType = None,
+    threads: options.Threads = None,
+    corpus: Annotated[int, typer.Option(min=1, help="Chunks in the corpus.")] = 24,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks in a prompt, in random order.")] = 6,
+    chunk_tokens: ChunkTokens = 512,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the question.")] = 32,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens in every answer.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 40,
+    ratio: options.Ratio = None,
+    policy: options.Policy = "hkvd",
+    target_ttft: Annotated[
+        float | None, typer.Option(help="Median TTFT to hold, in seconds (default: twice an idle full prefill's).")
+    ] = None,
+    seed: RandomSeed = 0,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Measure the requests per second that full recompute, prefix caching and blend serve at equal median TTFT."""
+    from cacheblend_rag.bench import BenchModel, ThroughputSettings, Workbench, bench_throughput
+
+    settings = ThroughputSettings(
+        corpus, chunks, chunk_tokens, question_tokens, answer_tokens, requests, ratio, policy, target_ttft, seed
+    )
+    choice = BenchModel(model, random_weights, device, dtype, threads, engine)
+    context = chunks * chunk_tokens + question_tokens + answer_tokens + 256
+    with status("Measuring") as say, Workbench.open(choice, context=context) as place:
+        result = bench_throughput(place, settings, say)
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(_heading(result))
+    typer.echo(f"requests/s with a median TTFT of {seconds(result['settings']['target_ttft_s'])}\n")
+    rows = [["", "idle TTFT", "requests/s"]]
+    for name, method in result["methods"].items():
+        rows.append([_NAMES[name], seconds(method["idle_ttft_s"]), f"{method['requests_per_s']:.2f}"])
+    typer.echo(table(rows))
+    typer.echo(
+        f"\nThe blend serves {result['blend_vs_full']:.1f} times the requests of full recompute and "
+        f"{result['blend_vs_prefix']:.1f} times those of prefix caching."
+    )
+
+
 _NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
 
 

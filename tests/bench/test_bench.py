@@ -8,9 +8,19 @@ from statistics import median
 import pytest
 import torch
 
-from cacheblend_rag.bench import BenchModel, IndexSettings, TTFTSettings, Workbench, bench_index, bench_ttft
+from cacheblend_rag.bench import (
+    BenchModel,
+    IndexSettings,
+    ThroughputSettings,
+    TTFTSettings,
+    Workbench,
+    bench_index,
+    bench_throughput,
+    bench_ttft,
+)
 from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache
 from cacheblend_rag.bench.setup import own_attention
+from cacheblend_rag.bench.throughput import _rate_at
 from cacheblend_rag.errors import InputError, ModelError
 
 TINY = BenchModel(random_weights="llama:2x256", device="cpu")
@@ -106,6 +116,28 @@ def test_the_plain_prefill_runs_transformers_own_attention_and_gives_ours_back(i
     with own_attention(model):
         assert model.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation == ours != "sdpa"
+
+
+def test_throughput_raises_the_rate_until_the_target_is_missed(in_ram):
+    settings = ThroughputSettings(
+        corpus=3, chunks=2, chunk_tokens=TOKENS, question_tokens=4, answer_tokens=1, requests=3, target_ttft_s=1e-9
+    )
+    result = bench_throughput(in_ram, settings)
+    for method in result["methods"].values():
+        (point,) = method["points"]
+        assert point["p90_s"] >= point["ttft_s"] > 1e-9
+        assert 0 < method["requests_per_s"] < point["rate"]
+    rates = {name: method["requests_per_s"] for name, method in result["methods"].items()}
+    assert result["blend_vs_full"] == pytest.approx(rates["blend"] / rates["full"])
+
+
+@pytest.mark.parametrize(
+    ("target", "rate"),
+    [(0.5, 0.5), (1.0, 1.0), (2.0, 2.0**0.5), (3.0, 2.0), (9.0, 2.0)],
+)
+def test_the_sustained_rate_lies_where_the_target_is_met(target, rate):
+    points = [{"rate": 1.0, "ttft_s": 1.0}, {"rate": 2.0, "ttft_s": 3.0}]
+    assert _rate_at(points, target) == pytest.approx(rate)
 
 
 def test_peak_memory_sees_what_was_freed_again():

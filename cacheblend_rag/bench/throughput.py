@@ -1,0 +1,171 @@
+"""Requests per second at equal median TTFT: a stream of questions over a shared corpus, chunks in random order."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+from cacheblend_rag.baselines import FULL_RECOMPUTE, PREFIX_CACHING
+from cacheblend_rag.bench.measure import machine, median
+from cacheblend_rag.bench.setup import Workbench
+from cacheblend_rag.chunking import Chunk
+from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.errors import InputError
+
+# Rates are tried by this factor; between the last one that holds and the first that does not, log-linear interpolation.
+_STEP = 1.6
+_MOST_RATES = 10
+
+
+@dataclass(frozen=True)
+class ThroughputSettings:
+    """The load and the blend.
+
+    Attributes:
+        corpus: Chunks in the corpus.
+        chunks: Chunks in a prompt, drawn anew and in random order for every request.
+        chunk_tokens: Tokens of each.
+        question_tokens: Tokens of the question.
+        answer_tokens: Tokens of every answer.
+        requests: Requests at each rate; they arrive at random (Poisson).
+        ratio: Recompute ratio; None takes the model profile's.
+        policy: Selection policy of the blend.
+        target_ttft_s: Median TTFT to hold; None takes twice that of a full prefill on an idle engine.
+        seed: Of chunks, prompts and arrivals.
+    """
+
+    corpus: int = 24
+    chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    answer_tokens: int = 8
+    requests: int = 40
+    ratio: float | None = None
+    policy: str = "hkvd"
+    target_ttft_s: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        for name in ("corpus", "chunks", "chunk_tokens", "question_tokens", "answer_tokens", "requests"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
+        if self.chunks > self.corpus:
+            raise InputError(
+                f"A prompt of {self.chunks} chunks needs a corpus of as many; give --corpus {self.chunks}."
+            )
+
+
+def bench_throughput(
+    place: Workbench, settings: ThroughputSettings, progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Raise the request rate of each method until its median TTFT exceeds the target; return plain data for JSON.
+
+    ``methods`` has for each of full, prefix and blend the ``points`` tried (``rate`` in requests/s, median ``ttft_s``, ``p90_s``)
+    and ``requests_per_s``, the rate at which the target is met. Prefix caching is ideal: every corpus chunk is stored.
+    """
+    say = progress or (lambda line: None)
+    corpus = place.random_chunks(settings.corpus, settings.chunk_tokens, settings.seed)
+    say("computing the chunks' KV")
+    place.engine.precompute(corpus)
+    methods = {
+        "full": FULL_RECOMPUTE,
+        "prefix": PREFIX_CACHING,
+        "blend": BlendSettings(settings.ratio, settings.policy),
+    }
+    load = _Load(place, settings, corpus)
+    say("warm-up")
+    idle = {name: load.alone(how) for name, how in methods.items()}
+    target = settings.target_ttft_s or 2 * idle["full"]
+    found: dict[str, Any] = {}
+    for name, how in methods.items():
+        points: list[dict[str, float]] = []
+        # Below what one request after the other takes there is no queue to speak of.
+        rate = 0.5 / idle[name]
+        while len(points) < _MOST_RATES and (not points or points[-1]["ttft_s"] <= target):
+            say(f"{name}: {rate:.2f} requests/s")
+            points.append({"rate": rate, **load.at(rate, how)})
+            rate *= _STEP
+        found[name] = {"idle_ttft_s": idle[name], "points": points, "requests_per_s": _rate_at(points, target)}
+    rates = {name: method["requests_per_s"] for name, method in found.items()}
+    used = settings.ratio if settings.ratio is not None else place.engine.profile.ratio
+    return {
+        "engine": place.name,
+        "model": place.label,
+        "settings": {
+            **asdict(replace(settings, ratio=used, target_ttft_s=target)),
+            "kv": place.kv,
+            "device": str(place.device),
+            "dtype": str(place.dtype).removeprefix("torch."),
+        },
+        "methods": found,
+        "blend_vs_full": rates["blend"] / rates["full"],
+        "blend_vs_prefix": rates["blend"] / rates["prefix"],
+        "machine": machine(place.device),
+    }
+
+
+class _Load:
+    def __init__(self, place: Workbench, settings: ThroughputSettings, corpus: list[Chunk]):
+        self._place, self._settings, self._corpus = place, settings, corpus
+
+    def alone(self, how: BlendSettings) -> float:
+        """Return the median TTFT in seconds of requests one after another."""
+        return median([asyncio.run(self._run([0.0], how, seed))[0] for seed in (1, 2, 3)])
+
+    def at(self, rate: float, how: BlendSettings) -> dict[str, float]:
+        """Return median and 90th percentile of TTFT in seconds at ``rate`` requests/s."""
+        rng = Random(self._settings.seed)
+        at, arrivals = 0.0, []
+        for _ in range(self._settings.requests):
+            arrivals.append(at)
+            at += rng.expovariate(rate)
+        ttft = sorted(asyncio.run(self._run(arrivals, how, self._settings.seed)))
+        return {"ttft_s": median(ttft), "p90_s": ttft[math.ceil(0.9 * len(ttft)) - 1]}
+
+    async def _run(self, arrivals: list[float], how: BlendSettings, seed: int) -> list[float]:
+        self._place.forget()
+        rng = Random(seed)
+        prompts = [
+            self._place.prompt(
+                rng.sample(self._corpus, self._settings.chunks), self._settings.question_tokens, rng.randrange(1 << 30)
+            )
+            for _ in arrivals
+        ]
+        begin = time.perf_counter()
+
+        async def ask(index: int) -> float:
+            await asyncio.sleep(arrivals[index] - (time.perf_counter() - begin))
+            due = begin + arrivals[index]
+            first = 0.0
+            events = self._place.engine.astream(
+                prompts[index],  # type: ignore[arg-type]
+                SamplingParams(self._settings.answer_tokens),
+                how,
+            )
+            async for event in events:
+                # From when it was due, so that a client held up by a busy machine hides nothing.
+                first = first or time.perf_counter() - due
+                if event.generation is not None and event.generation.mode == "prefill" and how.reuse != "nothing":
+                    raise InputError(f"A request was not served as it should be: {event.generation.reason}.")
+            return first
+
+        return list(await asyncio.gather(*(ask(i) for i in range(len(arrivals)))))
+
+
+def _rate_at(points: list[dict[str, float]], target: float) -> float:
+    """Return the rate at which the median TTFT reaches ``target``; the last one tried where it never does."""
+    held = [p for p in points if p["ttft_s"] <= target]
+    over = [p for p in points if p["ttft_s"] > target]
+    if not over:
+        return held[-1]["rate"]
+    if not held:
+        return over[0]["rate"] * target / over[0]["ttft_s"]
+    low, high = held[-1], over[0]
+    share = (target - low["ttft_s"]) / (high["ttft_s"] - low["ttft_s"])
+    return float(low["rate"] * (high["rate"] / low["rate"]) ** share)
