@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
 import time
@@ -23,6 +24,7 @@ from cacheblend_rag.tokens import pack_ids
 FILE_NAME = "registered.sqlite"
 Origin = Literal["registered", "index"]
 
+_log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _FORMAT = 1
 _BUSY_TIMEOUT_S = 30.0
 _REFRESH_S = 0.5
@@ -99,22 +101,38 @@ class ChunkCatalogue:
             self.notes.append(note)
 
     def refresh(self, force: bool = False) -> None:
-        """Take up what other servers and ``cacheblend index`` have changed; looks twice a second at most."""
+        """Take up what other servers and ``cacheblend index`` have changed.
+
+        Args:
+            force: Look now; otherwise twice a second at most, and files that cannot be read for now are left for later: what
+                is known already can still be served.
+
+        Raises:
+            StoreError: The files cannot be read, and ``force`` is set.
+        """
         with self._lock:
             now = time.monotonic()
             if not force and now - self._checked < _REFRESH_S:
                 return
             self._checked = now
-            with self._explained():
-                version = self._db.execute("PRAGMA data_version").fetchone()[0]
-                if version != self._version:
-                    self._version = version
-                    self._own = self._replace(self._own, self._read(), self._indexed)
-            if self._index is None:
-                self._open_index()
-            if self._index is not None and (generation := self._index.generation) != self._generation:
-                self._generation = generation
-                self._indexed = self._replace(self._indexed, {c.id: c for c in self._index.chunks()}, self._own)
+            try:
+                self._take_up()
+            except StoreError as error:
+                if force:
+                    raise
+                _log.warning("What other processes have registered or indexed is not known here: %s", error)
+
+    def _take_up(self) -> None:
+        with self._explained():
+            version = self._db.execute("PRAGMA data_version").fetchone()[0]
+            if version != self._version:
+                self._own = self._replace(self._own, self._read(), self._indexed)
+                self._version = version
+        if self._index is None:
+            self._open_index()
+        if self._index is not None and (generation := self._index.generation) != self._generation:
+            self._indexed = self._replace(self._indexed, {c.id: c for c in self._index.chunks()}, self._own)
+            self._generation = generation
 
     def _replace(self, old: dict[str, Chunk], new: dict[str, Chunk], others: dict[str, Chunk]) -> dict[str, Chunk]:
         self._registry.remove(name for name in old if name not in new and name not in others)

@@ -56,7 +56,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS" or self._may(scope):
+        if scope["type"] not in ("http", "websocket") or _is_preflight(scope) or self._may(scope):
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":
@@ -123,6 +123,12 @@ def _too_large(limit: int) -> JSONResponse:
     )
     response.headers["Connection"] = "close"
     return response
+
+
+def _is_preflight(scope: Scope) -> bool:
+    """Say whether a browser asks what it may send; vLLM's CORS middleware answers that, and no route sees it."""
+    headers = Headers(scope=scope)
+    return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
 def _limits(scope: Scope) -> Limits:

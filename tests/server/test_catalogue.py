@@ -98,6 +98,42 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
         catalogue(tmp_path)
 
 
+def test_an_index_that_breaks_under_a_running_server_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkIndex.open(tmp_path, IndexManifest(MODEL)) as index:
+        index.add("a.md", "1", [chunk("The index holds this text.")])
+    mine, registry = catalogue(tmp_path)
+
+    def broken(self: ChunkIndex) -> object:
+        raise StoreError("damaged")
+
+    monkeypatch.setattr(ChunkIndex, "generation", property(broken))
+    monkeypatch.setattr("cacheblend_rag.server.catalogue._REFRESH_S", 0.0)
+    mine.refresh()
+    assert len(registry) == 1
+    mine.add([chunk("Another text, registered over HTTP.")])
+    assert len(registry) == 2
+    with pytest.raises(StoreError, match="damaged"):
+        mine.refresh(force=True)
+
+
+def test_chunks_that_prompts_bring_are_forgotten_oldest_first_unless_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.server.catalogue._MAX_NOTED", 2)
+    mine, registry = catalogue(tmp_path)
+    brought = [chunk(f"A prompt brought text number {i}.") for i in range(5)]
+    mine.note(brought[0])
+    mine.add([brought[0]])
+    for piece in brought:
+        mine.note(piece)
+    assert {c.id for c in registry} == {brought[0].id, brought[3].id, brought[4].id}
+    assert [mine.origin(c.id) for c in (brought[0], brought[4])] == ["registered", None]
+    mine.close()
+    assert [c.id for c in catalogue(tmp_path)[1]] == [brought[0].id]
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5)), max_size=25))
 def test_two_servers_end_up_with_the_same_chunks(steps: list[tuple[bool, bool, int]]) -> None:

@@ -53,7 +53,10 @@ async def test_either_key_opens_and_health_needs_none() -> None:
         for key in ("right", "other"):
             assert (await client.get("/metrics", headers={"Authorization": f"Bearer {key}"})).text == "served"
         assert (await client.get("/health")).text == "served"
-        assert (await client.options("/v1/chunks")).status_code != 401
+        asked = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+        assert (await client.options("/v1/chunks", headers=asked)).status_code != 401
+        for headers in ({}, {"Origin": "http://elsewhere"}):
+            assert (await client.options("/v1/chunks", headers=headers)).status_code == 401
 
 
 @settings(max_examples=40, deadline=None)

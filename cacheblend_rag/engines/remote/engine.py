@@ -24,8 +24,8 @@ from cacheblend_rag.engines.base import (
 from cacheblend_rag.engines.remote.answer import Answer
 from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
 from cacheblend_rag.engines.remote.tokenizers import checked, load_tokenizer
-from cacheblend_rag.engines.remote.wire import Wire
-from cacheblend_rag.errors import InputError, PromptTooLongError, ServerError
+from cacheblend_rag.engines.remote.wire import Wire, with_version
+from cacheblend_rag.errors import PromptTooLongError, ServerError
 from cacheblend_rag.kv import ModelFingerprint
 from cacheblend_rag.prompt import BlendPrompt, ChunkRef, ChunkRegistry, TokenizedPrompt, tokenize
 from cacheblend_rag.selection import policy
@@ -80,7 +80,7 @@ class RemoteEngine(BlendEngine):
             ModelError: The tokenizer cannot be loaded, or is not the server's.
         """
         key = api_key or os.environ.get("CACHEBLEND_API_KEY")
-        self._wire = Wire(_with_version(url), key, timeout_s, connect_timeout_s, max_retries)
+        self._wire = Wire(with_version(url), key, timeout_s, connect_timeout_s, max_retries)
         self.model = self._model_info()
         if model is not None and model not in self.model.served_as:
             raise ServerError(
@@ -254,10 +254,3 @@ class RemoteEngine(BlendEngine):
     def close(self) -> None:
         """Close the connections; the server goes on."""
         self._wire.close()
-
-
-def _with_version(url: str) -> str:
-    url = url.rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise InputError(f"{url!r} is not the address of a server; write http://HOST:PORT/v1.")
-    return url if url.endswith("/v1") else f"{url}/v1"

@@ -18,7 +18,7 @@ from openai import (
     Timeout,
 )
 
-from cacheblend_rag.errors import CacheBlendError, PromptTooLongError, ServerError, UnknownChunkError
+from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError, ServerError, UnknownChunkError
 
 _NO_KEY = "none"  # the client library insists on one
 
@@ -106,6 +106,18 @@ class Wire:
     def close(self) -> None:
         """Close the connections of threads; those of event loops go with their loops."""
         self.sync.close()
+
+
+def with_version(url: str) -> str:
+    """Return the address with ``/v1``.
+
+    Raises:
+        InputError: It is no address.
+    """
+    url = url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"{url!r} is not the address of a server; write http://HOST:PORT/v1.")
+    return url if url.endswith("/v1") else f"{url}/v1"
 
 
 def _is_transport(error: Exception) -> bool:
