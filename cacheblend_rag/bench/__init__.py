@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from cacheblend_rag.bench.indexing import IndexSettings, bench_index
 from cacheblend_rag.bench.setup import BenchModel, Workbench
+from cacheblend_rag.bench.streams import StreamsSettings, bench_streams
 from cacheblend_rag.bench.throughput import ThroughputSettings, bench_throughput
 from cacheblend_rag.bench.ttft import TTFTSettings, bench_ttft
 
 __all__ = [
     "BenchModel",
     "IndexSettings",
+    "StreamsSettings",
     "TTFTSettings",
     "ThroughputSettings",
     "Workbench",
     "bench_index",
+    "bench_streams",
     "bench_throughput",
     "bench_ttft",
 ]

@@ -145,6 +145,42 @@ def throughput(
     )
 
 
+@bench.command()
+def streams(
+    engine: Engine = "vllm",
+    random_weights: RandomWeights = None,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.DType = None,
+    threads: options.Threads = None,
+    running: Annotated[int, typer.Option("--streams", min=1, help="Answers being streamed.")] = 2,
+    prompts: Annotated[int, typer.Option(min=1, help="RAG prompts that arrive meanwhile.")] = 4,
+    chunks: Chunks = 6,
+    chunk_tokens: ChunkTokens = 512,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens in each question.")] = 32,
+    ratio: options.Ratio = None,
+    repeat: Repeat = 3,
+    seed: RandomSeed = 0,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Measure the inter-token times of running streams while other prompts are blended, against ordinary prefill of them."""
+    from cacheblend_rag.bench import BenchModel, StreamsSettings, Workbench, bench_streams
+
+    settings = StreamsSettings(running, prompts, chunks, chunk_tokens, question_tokens, ratio, repeat, seed)
+    choice = BenchModel(model, random_weights, device, dtype, threads, engine)
+    with status("Measuring") as say, Workbench.open(choice) as place:
+        result = bench_streams(place, settings, say)
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(_heading(result))
+    rows = [["inter-token time while prompts arrive", "median", "p99", "longest"]]
+    for name, method in result["methods"].items():
+        rows.append([_NAMES[name], *(seconds(method[f"{what}_s"]) for what in ("p50", "p99", "max"))])
+    typer.echo(table(rows))
+    typer.echo(f"\np99 with blends is {result['p99_blend_vs_full']:.2f} times that with ordinary prefill.")
+
+
 _NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
 
 

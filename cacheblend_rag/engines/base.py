@@ -138,7 +138,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """A piece of a streamed answer; the last event carries the whole :class:`Generation`."""
+    """A piece of a streamed answer; the last event carries the whole :class:`Generation`.
+
+    Without a tokenizer there is no text, and an event for every token all the same.
+    """
 
     text: str
     generation: Generation | None = None

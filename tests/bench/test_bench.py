@@ -11,10 +11,12 @@ import torch
 from cacheblend_rag.bench import (
     BenchModel,
     IndexSettings,
+    StreamsSettings,
     ThroughputSettings,
     TTFTSettings,
     Workbench,
     bench_index,
+    bench_streams,
     bench_throughput,
     bench_ttft,
 )
@@ -138,6 +140,16 @@ def test_throughput_raises_the_rate_until_the_target_is_missed(in_ram):
 def test_the_sustained_rate_lies_where_the_target_is_met(target, rate):
     points = [{"rate": 1.0, "ttft_s": 1.0}, {"rate": 2.0, "ttft_s": 3.0}]
     assert _rate_at(points, target) == pytest.approx(rate)
+
+
+def test_streams_go_on_while_prompts_are_answered(in_ram):
+    settings = StreamsSettings(streams=2, prompts=2, chunks=2, chunk_tokens=TOKENS, question_tokens=4, repeat=1)
+    result = bench_streams(in_ram, settings)
+    for method in result["methods"].values():
+        assert method["tokens"] > 0
+        assert 0 < method["p50_s"] <= method["p99_s"] <= method["max_s"]
+    full, blend = (result["methods"][name]["p99_s"] for name in ("full", "blend"))
+    assert result["p99_blend_vs_full"] == pytest.approx(blend / full)
 
 
 def test_peak_memory_sees_what_was_freed_again():

@@ -183,7 +183,7 @@ class TransformersEngine(BlendEngine):
                     break
                 tokens.append(token)
                 piece = text.push(token)
-                if piece:
+                if piece or self.tokenizer is None:
                     yield StreamEvent(piece)
                 if text.stopped:
                     finish = "stop"

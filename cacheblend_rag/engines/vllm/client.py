@@ -282,7 +282,7 @@ class BlendClient:
             text += piece.text
             if output.finished:
                 break
-            if piece.text:
+            if piece.text or self.tokenizer is None:
                 yield StreamEvent(piece.text)
         assert last is not None
         final = last.outputs[0]
