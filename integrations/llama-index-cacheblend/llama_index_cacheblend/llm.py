@@ -27,20 +27,16 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.utils import set_global_tokenizer
 
 from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import BlendEngine, BlendSettings, Generation, SamplingParams, StreamEvent
+from cacheblend_rag.engines.base import BlendEngine, BlendSettings, Generation, StreamEvent
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import BlendPrompt, chat_prompt, text_prompt
 from cacheblend_rag.tokens import encoder_for
 from llama_index_cacheblend.handles import refuse_unpicklable
-from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_message
+from llama_index_cacheblend.requests import Build, Request, listed, make_request, of_messages, of_text
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
 from llama_index_cacheblend.watch import Inbox, watch_for
 
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 _Make = Callable[[str, str | None, dict[str, Any] | None], _Response]
-_Request = tuple[BlendPrompt, SamplingParams, BlendSettings]
-_Build = Callable[[Sequence[str]], BlendPrompt]
-_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop", "json_schema")
 
 
 class CacheBlendLLM(LLM):
@@ -92,7 +88,7 @@ class CacheBlendLLM(LLM):
         """
         unknown = set(data) - set(type(self).model_fields) - {"class_name"}
         if unknown:
-            raise InputError(f"{type(self).__name__} has no {_names(unknown)}.")
+            raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
         super().__init__(**{**data, "engine": engine})
         if watch_retrieval:
             self._inbox = watch_for(engine)
@@ -191,19 +187,14 @@ class CacheBlendLLM(LLM):
         guided = {"json_schema": output_cls.model_json_schema()} if self.engine.supports_json_schema else {}
         return {**guided, **(llm_kwargs or {})}
 
-    def _of_messages(self, messages: Sequence[ChatMessage]) -> _Build:
+    def _of_messages(self, messages: Sequence[ChatMessage]) -> Build:
         """Say how to build a chat's prompt: by `messages_to_prompt` if you gave one, else by the chat template."""
         render = self.messages_to_prompt
         if render is not None and render is not generic_messages_to_prompt:
-            return lambda ids: text_prompt(render(messages), self.engine.registry, chunk_ids=ids)
+            return of_text(self.engine, render(messages))
+        return of_messages(self.engine, messages)
 
-        def build(ids: Sequence[str]) -> BlendPrompt:
-            plain = [plain_message(self.engine, message) for message in messages]
-            return chat_prompt(self.engine.tokenizer, plain, self.engine.registry, chunk_ids=ids)
-
-        return build
-
-    def _of_text(self, prompt: str, formatted: bool) -> _Build:
+    def _of_text(self, prompt: str, formatted: bool) -> Build:
         """Say how to build a completion's prompt.
 
         It is taken as it is if it is formatted, by `completion_to_prompt` if you gave one, or if the model has no chat template;
@@ -213,22 +204,13 @@ class CacheBlendLLM(LLM):
         if not formatted and wrap is not None and wrap is not default_completion_to_prompt:
             prompt, formatted = wrap(prompt), True
         if formatted or not self.is_chat_model or not getattr(self.engine.tokenizer, "chat_template", None):
-            return lambda ids: text_prompt(prompt, self.engine.registry, chunk_ids=ids)
+            return of_text(self.engine, prompt)
         return self._of_messages([ChatMessage(role=MessageRole.USER, content=prompt)])
 
-    def _request(self, build: _Build, kwargs: dict[str, Any]) -> _Request:
-        options = dict(kwargs)
+    def _request(self, build: Build, kwargs: dict[str, Any]) -> Request:
         if self._inbox is not None:
             self._inbox.register(self.engine)
-        ids = checked_ids(options.pop(CHUNK_IDS, None))
-        blend = options.pop("blend", None) or self.blend
-        sampling = {name: options.pop(name, getattr(self, name, None)) for name in _SAMPLING}
-        if options:
-            known = (*_SAMPLING, "blend", CHUNK_IDS)
-            raise InputError(f"A call of CacheBlendLLM takes no {_names(options)}. It takes {_names(known)}.")
-        stop = sampling["stop"] or ()
-        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        return build([*ids, *(chunk.id for chunk in self._explicit)]), SamplingParams(**sampling), blend
+        return make_request(build, self, [chunk.id for chunk in self._explicit], kwargs)
 
     def _answer(self, generation: Generation, make: _Make[_Response]) -> _Response:
         return make(generation.text, None, self._raw(generation))
@@ -239,7 +221,7 @@ class CacheBlendLLM(LLM):
             self._record.append(raw)
         return raw
 
-    def _pieces(self, request: _Request, make: _Make[_Response]) -> Generator[_Response, None, None]:
+    def _pieces(self, request: Request, make: _Make[_Response]) -> Generator[_Response, None, None]:
         # Not part of the generator: a prompt that cannot be answered is refused by the call, not by its first piece.
         stream = self.engine.stream(*request)
 
@@ -256,7 +238,7 @@ class CacheBlendLLM(LLM):
 
         return generator()
 
-    async def _apieces(self, request: _Request, make: _Make[_Response]) -> AsyncGenerator[_Response, None]:
+    async def _apieces(self, request: Request, make: _Make[_Response]) -> AsyncGenerator[_Response, None]:
         text = ""
         stream: AsyncIterator[StreamEvent] = self.engine.astream(*request)
         try:
@@ -287,7 +269,3 @@ def _is_default(tokenizer: Any) -> bool:
         isinstance(tokenizer, partial)
         and type(getattr(tokenizer.func, "__self__", None)).__module__.startswith("tiktoken")
     )
-
-
-def _names(names: Any) -> str:
-    return ", ".join(sorted(map(repr, names)))

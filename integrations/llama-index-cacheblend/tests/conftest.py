@@ -23,6 +23,8 @@ from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.tokens import encoder_for
 from llama_index_cacheblend import BundledEmbedding, precompute_nodes
 
+pytest.register_assert_rewrite("llm_contract_answers", "llm_contract_running")
+
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[BlendEngine]:

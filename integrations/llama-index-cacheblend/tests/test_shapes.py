@@ -115,9 +115,9 @@ def parents(llm: LLM, index: VectorStoreIndex) -> Any:
 def routed(llm: LLM, index: VectorStoreIndex) -> Any:
     tools = [
         QueryEngineTool.from_defaults(
-            index.as_query_engine(llm=llm, similarity_top_k=k), name=name, description=description
+            index.as_query_engine(llm=llm, similarity_top_k=3), name=name, description=description
         )
-        for k, name, description in [(3, "places", "Where something is based"), (1, "music", "Songs and instruments")]
+        for name, description in [("people", "Who somebody is, and their work"), ("music", "Songs and instruments")]
     ]
     summarizer = get_response_synthesizer(llm=llm, response_mode="tree_summarize")
     selector = EmbeddingSingleSelector.from_defaults(embed_model=index._embed_model)
