@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
 
 from cacheblend_rag.baselines.settings import FULL_RECOMPUTE
 from cacheblend_rag.chunking import Chunk
@@ -39,12 +41,17 @@ class ChunkwiseAnswer:
 
     text: str
     parts: tuple[str, ...]
-    scores: tuple[int, ...]
+    scores: tuple[float, ...]
     ttft_s: float
     total_s: float
     prompt_tokens: int
     computed_tokens: int
     reused_tokens: int
+
+
+@runtime_checkable
+class _ShowsLogits(Protocol):
+    on_first_logits: Callable[[torch.Tensor], None] | None
 
 
 class Chunkwise(ABC):
@@ -99,23 +106,34 @@ class MapReduce(Chunkwise):
 
 
 class MapRerank(Chunkwise):
-    """Answers from each chunk with a score of its own certainty, and keeps the answer of the highest score."""
+    """Answers from each chunk with a score of the model's certainty, and keeps the answer of the highest score.
+
+    The score is the probability of the answer's first token where the engine shows it. Elsewhere the model is asked to write a
+    score behind its answer; one that writes none gets 0 for that chunk.
+    """
 
     name = "map_rerank"
 
     def answer(self, question: str, chunks: Sequence[Chunk], sampling: SamplingParams | None = None) -> ChunkwiseAnswer:
-        """See :class:`Chunkwise`: one request per chunk; of equal scores the earlier chunk's answer wins.
-
-        A model that writes no score gets 0 for that chunk: with none at all the first chunk's answer is kept.
-        """
-        found = self._map(question + _SCORE_REQUEST, chunks, sampling or SamplingParams())
-        scored = [_split_score(g.text) for g in found]
+        """See :class:`Chunkwise`: one request per chunk; of equal scores the earlier chunk's answer wins."""
+        sampling = sampling or SamplingParams()
+        if isinstance(self._engine, _ShowsLogits):
+            sure: list[float] = []
+            self._engine.on_first_logits = lambda logits: sure.append(100 * float(logits.float().softmax(-1).max()))
+            try:
+                found = self._map(question, chunks, sampling)
+            finally:
+                self._engine.on_first_logits = None
+            scored = [(g.text.strip(), score) for g, score in zip(found, sure, strict=True)]
+        else:
+            found = self._map(question + _SCORE_REQUEST, chunks, sampling)
+            scored = [_split_score(g.text) for g in found]
         parts, scores = tuple(text for text, _ in scored), tuple(score for _, score in scored)
         best = scores.index(max(scores))
         return _sum_up(parts[best], parts, scores, found, None)
 
 
-def _split_score(text: str) -> tuple[str, int]:
+def _split_score(text: str) -> tuple[str, float]:
     matches = list(_SCORE.finditer(text))
     if not matches:
         return text.strip(), 0
@@ -123,7 +141,11 @@ def _split_score(text: str) -> tuple[str, int]:
 
 
 def _sum_up(
-    text: str, parts: tuple[str, ...], scores: tuple[int, ...], requests: Sequence[Generation], last: Generation | None
+    text: str,
+    parts: tuple[str, ...],
+    scores: tuple[float, ...],
+    requests: Sequence[Generation],
+    last: Generation | None,
 ) -> ChunkwiseAnswer:
     total = sum(g.timings.total_s for g in requests)
     # Without a last request nothing can be shown before all parts are there.

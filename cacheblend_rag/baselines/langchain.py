@@ -114,7 +114,7 @@ def _llm(engine: BlendEngine, sampling: SamplingParams, settings: BlendSettings,
 
 
 def _summed(
-    text: str, parts: tuple[str, ...], scores: tuple[int, ...], log: Sequence[Generation], *, reduces: bool
+    text: str, parts: tuple[str, ...], scores: tuple[float, ...], log: Sequence[Generation], *, reduces: bool
 ) -> ChunkwiseAnswer:
     total = sum(done.timings.total_s for done in log)
     last = log[-1].timings

@@ -195,14 +195,24 @@ def test_map_reduce_asks_every_chunk_and_then_their_answers(engine):
         MapReduce(engine).answer("What?", [])
 
 
-def test_map_rerank_keeps_the_answer_of_the_highest_score(engine, monkeypatch):
+def test_map_rerank_keeps_the_answer_the_model_is_surest_of(engine):
+    chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
+    done = MapRerank(engine).answer("What?", chunks, SamplingParams(3))
+    assert done.text == done.parts[done.scores.index(max(done.scores))]
+    assert len(set(done.scores)) == 3
+    assert all(0 < score <= 100 for score in done.scores)
+    assert engine.on_first_logits is None
+
+
+def test_map_rerank_asks_for_scores_where_probabilities_are_not_shown(engine, monkeypatch):
+    answered = engine.generate("harbour", SamplingParams(2))
+    monkeypatch.delattr(engine, "on_first_logits")
     replies = iter(["one Score: 20", "two\nscore: 90", "three"])
-    real = engine.generate
 
     def generate(*args):
         from dataclasses import replace
 
-        return replace(real(*args), text=next(replies))
+        return replace(answered, text=next(replies))
 
     monkeypatch.setattr(engine, "generate", generate)
     done = MapRerank(engine).answer("What?", [make_chunk(text, engine.tokenizer) for text in TEXTS], SamplingParams(2))

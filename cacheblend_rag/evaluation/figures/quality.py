@@ -176,8 +176,8 @@ FIGURES: Final = (
         13,
         "Against asking chunk by chunk",
         "Answers put together from single chunks come later (MapReduce) or are worse (MapRerank) than a blend's.",
-        "MapReduce's TTFT counts all its map requests; MapRerank's first token is known when all chunks have been scored. A "
-        "model that writes no scores makes MapRerank keep its first chunk's answer.",
+        "MapReduce's TTFT counts all its map requests; MapRerank's first token is known when all chunks have been scored. It "
+        "scores by the probability of an answer's first token. A small model cannot put single answers together.",
         _measure_methods,
         _draw_chunkwise,
         0.1,

@@ -37,6 +37,8 @@ def _measure_rates(context: Context, say: Say) -> list[Row]:
 
 def _draw_rates(rows: Sequence[Row]) -> Drawing:
     with figure(6.2, 3.6) as (made, axes):
+        from matplotlib.ticker import LogLocator, NullLocator
+
         for name in _TIMED:
             mine = [row for row in rows if row["method"] == name and row["ttft_s"] is not None]
             points(axes, name, _LABELS[name], [row["rate"] for row in mine], [row["ttft_s"] for row in mine])
@@ -44,6 +46,10 @@ def _draw_rates(rows: Sequence[Row]) -> Drawing:
             axes.axvline(capacity, color=axes.lines[-1].get_color(), linewidth=0.9, linestyle=":", alpha=0.8)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
         axes.set_xlabel("requests per second (dotted: the most a method can serve)")
         axes.set_ylabel("mean time to first token, s")
         axes.legend()
