@@ -34,7 +34,7 @@ from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from plain import PlainLLM
 
-from cacheblend_rag import BlendEngine, BlendSettings
+from cacheblend_rag import BlendEngine, BlendSettings, TransformersEngine
 from cacheblend_rag.demo.bundle import bundled_questions
 from cacheblend_rag.tokens import encoder_for
 from llama_index_cacheblend import (
@@ -244,7 +244,9 @@ def test_at_15_percent_the_chunks_are_served_from_stored_kv(
     recomputed = sum(call.usage["recomputed_tokens"] for call in calls)
     assert chunk_tokens > 300
     assert stored - headers >= 0.9 * chunk_tokens
-    assert 0 < recomputed <= 0.16 * chunk_tokens
+    assert recomputed <= 0.16 * chunk_tokens
+    # vLLM keeps a blended prefix: the same prompt asked again (by another test) is not blended again.
+    assert recomputed > 0 or not isinstance(engine, TransformersEngine)
 
 
 def test_what_is_escaped_is_answered_right_and_the_usage_says_why(
