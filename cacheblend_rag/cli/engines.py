@@ -65,9 +65,7 @@ def open_vllm(chosen: ModelOptions, store: Path, ram_budget: int | None, disk_bu
     with status("Starting vLLM"):
         from cacheblend_rag.engines.vllm import VLLMEngine
 
-        return VLLMEngine(
-            chosen.model, store=store, dtype=chosen.dtype, ram_budget=ram_budget, disk_budget=disk_budget
-        )
+        return VLLMEngine(chosen.model, store=store, dtype=chosen.dtype, ram_budget=ram_budget, disk_budget=disk_budget)
 
 
 def open_server(chosen: ModelOptions) -> RemoteEngine:

@@ -46,8 +46,8 @@ def test_greedy_generation_answers_held_out_questions(llama, tokenizer):
             right += answer == question.answer
             asked += 1
     assert asked >= 20
-    # The card measures about 94% over hundreds of questions; three contexts scatter around it.
-    assert right / asked >= 0.85
+    # The card measures about 97% over hundreds of questions; three contexts scatter around it.
+    assert right / asked >= 0.9
 
 
 def test_a_check_at_layer_2_restores_what_reuse_loses():

@@ -246,8 +246,11 @@ class BlendClient:
         prompt = {"prompt_token_ids": [*header, *token_ids]}
         save = {PARAMS: {"save": len(header) if token_ids else 0}}
         sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args={"kv_transfer_params": save})
-        async for _ in self.llm.generate(prompt, sampling, next(self._names)):  # type: ignore[arg-type]
-            pass
+        last: RequestOutput | None = None
+        async for output in self.llm.generate(prompt, sampling, next(self._names)):  # type: ignore[arg-type]
+            last = output
+        if last is None or last.outputs[0].finish_reason not in {"length", "stop"}:
+            return "vLLM ended its request before its KV was complete"
         key = str(self._entries.own_key(token_ids))
         while key not in self._written:
             for rank in await self.llm.collective_rpc("cacheblend_written"):
