@@ -143,9 +143,7 @@ class RagPipeline:
                 chunk_tokens = own.chunk_tokens if own else DEFAULT_CHUNK_TOKENS
             if overlap is None:
                 overlap = own.overlap if own else 0
-            manifest = IndexManifest(
-                engine.fingerprint, engine.header_ids, chunk_tokens, overlap, embedding
-            )
+            manifest = IndexManifest(engine.fingerprint, engine.header_ids, chunk_tokens, overlap, embedding)
             self.chunks = ChunkIndex.open(store, manifest)
         engine.registry.add(self.chunks.chunks())
 
