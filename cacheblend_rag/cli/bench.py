@@ -1,4 +1,4 @@
-"""`cacheblend bench`."""
+"""`cacheblend bench ttft`, `index`, `throughput` and `streams`, on either engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import typer
 from cacheblend_rag.cli import app, options
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 
-bench = typer.Typer(no_args_is_help=True, help="Measure time to first token, or the rate of indexing.")
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Measure time to first token, requests per second, running streams, or the rate of indexing.",
+)
 app.add_typer(bench, name="bench")
 
 RandomWeights = Annotated[

@@ -1,4 +1,4 @@
-"""`cacheblend bench throughput`, `ratio`, `chunks`, `batch` and `devices`: time to first token against one thing at a time."""
+"""`cacheblend bench ratio`, `chunks`, `batch`, `devices`: TTFT of the transformers engine against one thing at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options
-from cacheblend_rag.cli.bench import Engine, RandomWeights, Repeat, bench
+from cacheblend_rag.cli.bench import RandomWeights, Repeat, bench
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 from cacheblend_rag.errors import InputError
 
@@ -33,7 +33,6 @@ def _numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]
 
 @bench.command()
 def chunks(
-    engine: Engine = "transformers",
     random_weights: RandomWeights = None,
     model: options.Model = None,
     device: options.Device = None,
@@ -59,7 +58,6 @@ def chunks(
 
 @bench.command()
 def batch(
-    engine: Engine = "transformers",
     random_weights: RandomWeights = None,
     model: options.Model = None,
     device: options.Device = None,
@@ -82,7 +80,6 @@ def batch(
 
 @bench.command()
 def ratio(
-    engine: Engine = "transformers",
     random_weights: RandomWeights = None,
     model: options.Model = None,
     device: options.Device = None,
@@ -106,7 +103,6 @@ def ratio(
 
 @bench.command()
 def devices(
-    engine: Engine = "transformers",
     random_weights: RandomWeights = None,
     model: options.Model = None,
     device: options.Device = None,
@@ -127,35 +123,6 @@ def devices(
         return sweep_devices(place, wanted, repeat, say)
 
     _run((random_weights, model, device, dtype, threads), sweep, as_json, {"bytes_per_s": "bandwidth"})
-
-
-@bench.command()
-def throughput(
-    engine: Engine = "transformers",
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens in each answer.")] = 8,
-    rates: Annotated[
-        str | None, typer.Option(help="Requests per second (default: up to what the fastest serves).")
-    ] = None,
-    repeat: Repeat = 5,
-    seed: Annotated[int, typer.Option(help="Of the simulated arrivals.")] = 0,
-    as_json: options.AsJSON = False,
-) -> None:
-    """Simulate the TTFT against the request rate from measured requests: Poisson arrivals, one after another."""
-    wanted = _numbers(rates, "--rates", float) if rates else None
-
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import queue_ttft, request_rates, service_times
-
-        say("timing requests")
-        measured = service_times(place, answer_tokens, repeat)
-        return queue_ttft(measured, wanted or request_rates(measured), seed)
-
-    _run((random_weights, model, device, dtype, threads), sweep, as_json, {"rate": "requests per second"})
 
 
 def _run(
@@ -195,4 +162,4 @@ def _rows(points: Sequence[Point], key: str, label: str) -> list[list[str]]:
 def _named(key: str, value: float) -> str:
     if key == "bytes_per_s":
         return f"{size(value)}/s"
-    return f"{value:.3g}" if key in ("rate", "ratio") else f"{value:.0f}"
+    return f"{value:.3g}" if key == "ratio" else f"{value:.0f}"

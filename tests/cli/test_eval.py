@@ -102,7 +102,6 @@ def test_figures_are_made_from_the_command_line_and_refuse_what_there_is_not(run
         (("ratio", "--ratios", "0.2"), "ratio"),
         (("batch", "--sizes", "1"), "batch"),
         (("devices", "--bandwidths", "1"), "bytes_per_s"),
-        (("throughput", "--rates", "0.01,1e6"), "rate"),
     ],
 )
 def test_sweeps_print_a_table_or_json(run, args, axis):
@@ -113,6 +112,15 @@ def test_sweeps_print_a_table_or_json(run, args, axis):
     shown = run("bench", *args, *tiny).stdout
     assert "full recompute" in shown
     assert " ms" in shown
+
+
+def test_load_is_measured_from_the_command_line(run):
+    tiny = ("--random-weights", "llama:2x256", "--chunks", "2", "--chunk-tokens", "32", "--threads", "1")
+    found = run("bench", "throughput", *tiny, "--corpus", "2", "--requests", "2", "--target-ttft", "1e-6")
+    assert "requests/s" in found.stdout
+    assert "times the requests of full recompute" in found.stdout
+    few = ("--engine", "transformers", "--prompts", "1", "--repeat", "1")
+    assert as_json(run("bench", "streams", *tiny, *few, "--json"))["methods"]["blend"]["tokens"] > 0
 
 
 def test_sweeps_name_a_list_they_cannot_read(run):
