@@ -114,8 +114,8 @@ def test_a_finished_model_is_refined_by_the_last_stages_batches(tmp_path, monkey
     finished = tmp_path / "first" / "model"
     run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "1")
     before, after = (load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "more" / "model"))
-    moved = [name for name in before if not torch.equal(before[name], after[name])]
-    assert len(moved) == len(before)
+    matrices = [name for name, weight in before.items() if weight.ndim == 2]
+    assert not any(torch.equal(before[name], after[name]) for name in matrices)
     assert all(torch.allclose(before[name], after[name], atol=0.2) for name in before)
     assert int(fingerprint(tmp_path / "more" / "model")["steps"]) == int(fingerprint(finished)["steps"]) + 1
 
