@@ -20,6 +20,8 @@ from cacheblend_rag.errors import InputError
 # Rates are tried by this factor; between the last one that holds and the first that does not, log-linear interpolation.
 _STEP = 1.6
 _MOST_RATES = 10
+# Every rate is held for this many times the target: a burst that ends before a queue has formed would flatter the fast.
+_HOLD = 15
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class ThroughputSettings:
         chunk_tokens: Tokens of each.
         question_tokens: Tokens of the question.
         answer_tokens: Tokens of every answer.
-        requests: Requests at each rate; they arrive at random (Poisson).
+        requests: Requests at each rate at least, more where they come fast; they arrive at random (Poisson).
         ratio: Recompute ratio; None takes the model profile's.
         policy: Selection policy of the blend.
         target_ttft_s: Median TTFT to hold; None takes twice that of a full prefill on an idle engine.
@@ -66,7 +68,8 @@ def bench_throughput(
 ) -> dict[str, Any]:
     """Raise the request rate of each method until its median TTFT exceeds the target; return plain data for JSON.
 
-    ``methods`` has for each of full, prefix and blend the ``points`` tried (``rate`` in requests/s, median ``ttft_s``, ``p90_s``)
+    ``methods`` has for each of full, prefix and blend the ``points`` tried (``rate`` in requests/s, ``requests``, median
+    ``ttft_s``, ``p90_s``)
     and ``requests_per_s``, the rate at which the target is met. Prefix caching is ideal: every corpus chunk is stored.
     """
     say = progress or (lambda line: None)
@@ -89,7 +92,9 @@ def bench_throughput(
         rate = 0.5 / idle[name]
         while len(points) < _MOST_RATES and (not points or points[-1]["ttft_s"] <= target):
             say(f"{name}: {rate:.2f} requests/s")
-            points.append({"rate": rate, **load.at(rate, how)})
+            points.append(
+                {"rate": rate, **load.at(rate, how, max(settings.requests, math.ceil(rate * _HOLD * target)))}
+            )
             rate *= _STEP
         found[name] = {"idle_ttft_s": idle[name], "points": points, "requests_per_s": _rate_at(points, target)}
     rates = {name: method["requests_per_s"] for name, method in found.items()}
@@ -118,15 +123,15 @@ class _Load:
         """Return the median TTFT in seconds of requests one after another."""
         return median([asyncio.run(self._run([0.0], how, seed))[0] for seed in (1, 2, 3)])
 
-    def at(self, rate: float, how: BlendSettings) -> dict[str, float]:
-        """Return median and 90th percentile of TTFT in seconds at ``rate`` requests/s."""
+    def at(self, rate: float, how: BlendSettings, count: int) -> dict[str, float]:
+        """Return median and 90th percentile of TTFT in seconds of ``count`` requests at ``rate`` a second."""
         rng = Random(self._settings.seed)
         at, arrivals = 0.0, []
-        for _ in range(self._settings.requests):
+        for _ in range(count):
             arrivals.append(at)
             at += rng.expovariate(rate)
         ttft = sorted(asyncio.run(self._run(arrivals, how, self._settings.seed)))
-        return {"ttft_s": median(ttft), "p90_s": ttft[math.ceil(0.9 * len(ttft)) - 1]}
+        return {"requests": count, "ttft_s": median(ttft), "p90_s": ttft[math.ceil(0.9 * len(ttft)) - 1]}
 
     async def _run(self, arrivals: list[float], how: BlendSettings, seed: int) -> list[float]:
         self._place.forget()

@@ -114,7 +114,9 @@ def throughput(
     chunk_tokens: ChunkTokens = 512,
     question_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the question.")] = 32,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens in every answer.")] = 8,
-    requests: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 40,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests at each rate at least; more where they come fast.")
+    ] = 40,
     ratio: options.Ratio = None,
     policy: options.Policy = "hkvd",
     target_ttft: Annotated[
