@@ -20,6 +20,7 @@ __all__ = [
     "ChunkSpan",
     "TokenizedPrompt",
     "chat_prompt",
+    "chosen_header_ids",
     "chunk_of",
     "header_ids",
     "rag_header",
@@ -93,6 +94,15 @@ def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> To
 def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
     """Return the token ids every prompt that begins with the text ``header`` begins with (BOS included)."""
     return tokenize(BlendPrompt((header,)), tokenizer, ChunkRegistry()).token_ids
+
+
+def chosen_header_ids(tokenizer: Any, header: str | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the tokens that an engine precomputes chunks behind: the given ids or text, else :func:`rag_header`'s."""
+    if header is not None and not isinstance(header, str):
+        return tuple(header)
+    if tokenizer is None:
+        return ()
+    return header_ids(tokenizer, rag_header(tokenizer) if header is None else header)
 
 
 def rag_header(tokenizer: Any, instruction: str = DEFAULT_INSTRUCTION) -> str:

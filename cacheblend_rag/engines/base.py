@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.kv import KVKey, ModelFingerprint, kv_key
 from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry
 from cacheblend_rag.store import KVStore
@@ -156,6 +156,21 @@ class PrecomputeReport:
     tokens: int = 0
     seconds: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
+
+
+def check_length(prompt_tokens: int, max_tokens: int, context_window: int) -> None:
+    """Refuse an empty prompt, and one that leaves no room for its answer.
+
+    Raises:
+        PromptTooLongError: Prompt and ``max_tokens`` exceed the context window, or there is no prompt.
+    """
+    if not prompt_tokens:
+        raise PromptTooLongError("The prompt is empty; give at least one token.")
+    if prompt_tokens + max_tokens > context_window:
+        raise PromptTooLongError(
+            f"The prompt has {prompt_tokens} tokens; with max_tokens={max_tokens} that exceeds the model's context window of "
+            f"{context_window}. Retrieve fewer or smaller chunks, or lower max_tokens."
+        )
 
 
 class BlendEngine(ABC):

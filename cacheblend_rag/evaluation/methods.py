@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, MapReduce, MapRerank
+from cacheblend_rag.baselines.chunkwise import ChunkwiseAnswer
 from cacheblend_rag.engines.base import BlendEngine, BlendSettings, SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.samples import EvalCase
@@ -130,16 +131,20 @@ class ChunkwiseMethod(Method):
         """See :class:`Method`."""
         asked = self._kind(engine, instruction=case.sample.instruction)
         done = asked.answer(case.sample.question, case.chunks, SamplingParams(case.max_tokens))
-        return Reply(
-            done.text,
-            done.ttft_s,
-            done.total_s,
-            0.0,
-            done.prompt_tokens,
-            done.computed_tokens,
-            done.reused_tokens,
-            "requests",
-        )
+        return _reply(done)
+
+
+def _reply(done: ChunkwiseAnswer) -> Reply:
+    return Reply(
+        done.text,
+        done.ttft_s,
+        done.total_s,
+        0.0,
+        done.prompt_tokens,
+        done.computed_tokens,
+        done.reused_tokens,
+        "requests",
+    )
 
 
 class LangChainMethod(Method):
@@ -156,16 +161,7 @@ class LangChainMethod(Method):
 
         run = map_reduce if self.name == "langchain_map_reduce" else map_rerank
         done = run(engine, case.sample.question, case.chunks, SamplingParams(case.max_tokens))
-        return Reply(
-            done.text,
-            done.ttft_s,
-            done.total_s,
-            0.0,
-            done.prompt_tokens,
-            done.computed_tokens,
-            done.reused_tokens,
-            "requests",
-        )
+        return _reply(done)
 
 
 def make_methods(names: Sequence[str], blend: BlendSettings, default_ratio: float) -> list[Method]:

@@ -50,3 +50,10 @@ class SelectionPolicy(ABC):
 
         Must depend on its arguments alone, so that every tensor-parallel rank chooses the same tokens.
         """
+
+
+def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a boolean mask ``[candidates]`` of the ``count`` highest ``scores``; the earlier one where two are equal."""
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    mask[torch.argsort(scores, descending=True, stable=True)[:count]] = True
+    return mask

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from cacheblend_rag.selection.base import Candidates, SelectionPolicy
+from cacheblend_rag.selection.base import Candidates, SelectionPolicy, highest
 
 _SINKS: Final = 2
 _WINDOW: Final = 7
@@ -30,10 +30,7 @@ class HybridPolicy(SelectionPolicy):
         assert candidates.deviation is not None
         score = _ranks(_smoothed(candidates)) * (_ranks(candidates.deviation) + _FLOOR)
         score = score.masked_fill(candidates.offset < _SINKS, float("inf"))
-        order = torch.argsort(score, descending=True, stable=True)
-        mask = torch.zeros_like(candidates.positions, dtype=torch.bool)
-        mask[order[:count]] = True
-        return mask
+        return highest(score, count)
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cacheblend_rag.selection.base import Candidates, SelectionPolicy
+from cacheblend_rag.selection.base import Candidates, SelectionPolicy, highest
 
 
 class QueryPolicy(SelectionPolicy):
@@ -16,7 +16,4 @@ class QueryPolicy(SelectionPolicy):
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return the ``count`` tokens of highest attention; the earlier one where two are equal."""
         assert candidates.attention is not None
-        order = torch.argsort(candidates.attention, descending=True, stable=True)
-        mask = torch.zeros_like(candidates.positions, dtype=torch.bool)
-        mask[order[:count]] = True
-        return mask
+        return highest(candidates.attention, count)

@@ -22,6 +22,7 @@ from cacheblend_rag.engines.base import (
     StreamEvent,
     Timings,
     Usage,
+    check_length,
 )
 from cacheblend_rag.engines.support import why_not_blendable
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
@@ -30,14 +31,14 @@ from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
-from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError
+from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.fusor import fuse
 from cacheblend_rag.gate import GateReport, run_gate
 from cacheblend_rag.kv import KVKey, StoredKV, kv_key
 from cacheblend_rag.loader import DamagedSpanError
 from cacheblend_rag.plan import BlendPlan, make_plan
 from cacheblend_rag.profile import ModelProfile, load_profile
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, TokenizedPrompt, header_ids, rag_header, tokenize
+from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, TokenizedPrompt, chosen_header_ids, tokenize
 from cacheblend_rag.rope import Rope
 from cacheblend_rag.selection import policy
 from cacheblend_rag.store import KVStore, open_store
@@ -93,7 +94,7 @@ class TransformersEngine(BlendEngine):
         self.registry = ChunkRegistry()
         config = loaded.model.config.get_text_config()
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-        self.header_ids = self._header_ids(header)
+        self.header_ids = chosen_header_ids(self.tokenizer, header)
         self.profile: ModelProfile = load_profile(self.fingerprint.digest, loaded.directory)
         self._ratio = self.profile.ratio if ratio is None else ratio
         self._write_back = write_back
@@ -108,13 +109,6 @@ class TransformersEngine(BlendEngine):
                 f"{self.fingerprint.name} is served by ordinary prefill, without blending: {self.gate.reason}.",
                 stacklevel=2,
             )
-
-    def _header_ids(self, header: str | Sequence[int] | None) -> tuple[int, ...]:
-        if header is not None and not isinstance(header, str):
-            return tuple(header)
-        if self.tokenizer is None:
-            return ()
-        return header_ids(self.tokenizer, rag_header(self.tokenizer) if header is None else header)
 
     def _run_gate(self) -> GateReport:
         report, self.rope = run_gate(self.subject())
@@ -144,7 +138,7 @@ class TransformersEngine(BlendEngine):
         if sampling.json_schema is not None:
             raise InputError("The transformers engine has no guided decoding; leave json_schema out or use VLLMEngine.")
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self._tokenize(prompt)
-        self._check_length(len(tokens.token_ids), sampling.max_tokens)
+        check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)
         policy(settings.policy)
         return self._stream(tokens, sampling, settings, begin)
 
@@ -152,15 +146,6 @@ class TransformersEngine(BlendEngine):
         if isinstance(prompt, str):
             prompt = BlendPrompt(tuple(self.registry.find(prompt)))
         return tokenize(prompt, self.tokenizer, self.registry)
-
-    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
-        if not prompt_tokens:
-            raise PromptTooLongError("The prompt is empty; give at least one token.")
-        if prompt_tokens + max_tokens > self.context_window:
-            raise PromptTooLongError(
-                f"The prompt has {prompt_tokens} tokens; with max_tokens={max_tokens} that exceeds the model's context window of "
-                f"{self.context_window}. Retrieve fewer or smaller chunks, or lower max_tokens."
-            )
 
     def _stream(
         self, prompt: TokenizedPrompt, sampling: SamplingParams, settings: BlendSettings, begin: float

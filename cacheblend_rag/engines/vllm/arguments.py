@@ -13,7 +13,7 @@ import torch
 from cacheblend_rag.engines import models
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.prompt import header_ids, rag_header
+from cacheblend_rag.prompt import chosen_header_ids
 
 # What makes a blend impossible or wrong if a user overrides it.
 _OURS = {"kv_transfer_config", "worker_cls", "worker-cls"}
@@ -81,7 +81,7 @@ def prepare(
     tokenizer = (
         None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer"), directory)
     )
-    ids = _header(header, tokenizer)
+    ids = chosen_header_ids(tokenizer, header)
     extra = {
         "store": str(store),
         "fingerprint": fingerprint.digest,
@@ -132,11 +132,3 @@ def _tokenizer(given: str | None, directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(given or directory)
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load a tokenizer from {given or directory}: {error}") from error
-
-
-def _header(header: str | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
-    if header is not None and not isinstance(header, str):
-        return tuple(header)
-    if tokenizer is None:
-        return ()
-    return header_ids(tokenizer, rag_header(tokenizer) if header is None else header)

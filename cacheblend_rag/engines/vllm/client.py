@@ -26,10 +26,11 @@ from cacheblend_rag.engines.base import (
     StreamEvent,
     Timings,
     Usage,
+    check_length,
 )
 from cacheblend_rag.engines.vllm.entries import Entries
 from cacheblend_rag.engines.vllm.messages import PARAMS
-from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError
+from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.gate import GateReport
 from cacheblend_rag.profile import ModelProfile, load_profile
 from cacheblend_rag.prompt import ChunkRegistry, TokenizedPrompt
@@ -344,14 +345,7 @@ class BlendClient:
             InputError: There is no such policy.
         """
         policy(settings.policy)
-        prompt_tokens, max_tokens = len(prompt.token_ids), sampling.max_tokens
-        if not prompt_tokens:
-            raise PromptTooLongError("The prompt is empty; give at least one token.")
-        if prompt_tokens + max_tokens > self.context_window:
-            raise PromptTooLongError(
-                f"The prompt has {prompt_tokens} tokens; with max_tokens={max_tokens} that exceeds the model's context window of "
-                f"{self.context_window}. Retrieve fewer or smaller chunks, or lower max_tokens."
-            )
+        check_length(len(prompt.token_ids), sampling.max_tokens, self.context_window)
 
     def _sampling(self, sampling: SamplingParams, settings: BlendSettings, params: dict[str, Any]) -> VLLMSampling:
         schema = getattr(sampling, "json_schema", None)
