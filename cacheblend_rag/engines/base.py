@@ -17,6 +17,8 @@ from cacheblend_rag.store import KVStore
 
 Mode = Literal["blend", "prefill"]
 Reuse = Literal["chunks", "prefix", "nothing"]
+# What vLLM returns unless it is started with another `max_logprobs`.
+_MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class SamplingParams:
         stop: Strings that end the answer; they are not part of it.
         json_schema: JSON schema (a mapping, or its JSON text) that the answer must conform to by guided decoding; engines
             without it (:attr:`BlendEngine.supports_json_schema`) refuse it.
+        logprobs: Return the log-probability of every generated token and of so many likeliest alternatives (0 to 20).
     """
 
     max_tokens: int = 128
@@ -39,6 +42,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     json_schema: Mapping[str, Any] | str | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
@@ -50,6 +54,8 @@ class SamplingParams:
             raise InputError(f"top_p is {self.top_p}; give a value in (0, 1].")
         if any(not s for s in self.stop):
             raise InputError("A stop string is empty; leave it out.")
+        if self.logprobs is not None and not 0 <= self.logprobs <= _MOST_LOGPROBS:
+            raise InputError(f"logprobs is {self.logprobs}; give 0 to {_MOST_LOGPROBS}.")
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,21 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model held a generated token, before temperature and nucleus.
+
+    Attributes:
+        token_id: The token.
+        logprob: Its natural-log probability.
+        top: Token ids and log-probabilities of the likeliest tokens, likeliest first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Generation:
     """A finished answer.
 
@@ -124,6 +145,7 @@ class Generation:
         mode: ``"blend"`` if stored KV was used anywhere in the prompt, else ``"prefill"``.
         reason: Why that mode, in words.
         missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
+        logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
     """
 
     text: str
@@ -134,6 +156,7 @@ class Generation:
     usage: Usage
     timings: Timings
     missing: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -261,22 +284,23 @@ class BlendEngine(ABC):
         self.registry.remove([chunk.id for chunk in chunks])
         if self.store is None:
             return 0
-        return sum(self.store.delete(self._store_key(chunk)) for chunk in chunks)
+        return sum(self.store.delete(key) for chunk in chunks for key in self._store_keys(chunk))
 
     def prefetch(self, chunk_ids: Iterable[str]) -> None:
         """Move the stored KV of chunks into the fastest tier (blocking); what is not stored or not known is left out."""
         if self.store is None:
             return
         for chunk in self._registered(chunk_ids):
-            kv = self.store.get(self._store_key(chunk))
-            if kv is not None:
-                kv.finish()
+            for key in self._store_keys(chunk):
+                kv = self.store.get(key)
+                if kv is not None:
+                    kv.finish()
 
     def _registered(self, chunk_ids: Iterable[str]) -> list[Chunk]:
         return [chunk for chunk_id in chunk_ids if (chunk := self.registry.get(chunk_id)) is not None]
 
-    def _store_key(self, chunk: Chunk) -> KVKey:
-        return kv_key(self.fingerprint, self.header_ids, chunk.token_ids)
+    def _store_keys(self, chunk: Chunk) -> Sequence[KVKey]:
+        return [kv_key(self.fingerprint, self.header_ids, chunk.token_ids)]
 
     def flush(self) -> None:  # noqa: B027 - most engines write before they return
         """Wait until the chunks that answers found missing have been written back."""

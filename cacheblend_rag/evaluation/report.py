@@ -33,12 +33,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: text, what the paper found, a plot, tables. ``svg`` is put in as it is."""
+    """A part of the page: text, what the paper found and what this run did, a plot, tables. ``svg`` is put in as it is."""
 
     id: str
     title: str
     paragraphs: Sequence[str] = ()
     paper: str = ""
+    here: str = ""
     svg: str = ""
     caption: str = ""
     tables: Sequence[Table] = field(default=())

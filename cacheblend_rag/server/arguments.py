@@ -67,10 +67,10 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         InputError: A flag that this server cannot honour.
         ModelError: vLLM is missing, or the model cannot be found.
     """
-    from cacheblend_rag.engines.vllm.versions import check_version
+    from cacheblend_rag.engines.vllm.versions import check_version, set_environment
 
     check_version()
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    set_environment()
 
     from vllm.config import KVTransferConfig
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args

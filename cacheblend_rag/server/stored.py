@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.vllm.entries import Entries
-from cacheblend_rag.kv import KVKey, kv_key
+from cacheblend_rag.kv import KVKey
 from cacheblend_rag.store import EntryInfo
 
 if TYPE_CHECKING:
@@ -20,11 +19,6 @@ class StoredChunks:
     def __init__(self, client: BlendClient):
         """Use the store, model and header of ``client``."""
         self._client = client
-        ranks = client.llm.vllm_config.parallel_config.tensor_parallel_size
-        shards = range(ranks)
-        self._ranks = [
-            Entries(client.store, client.fingerprint, client.header_ids, rank, len(shards)) for rank in shards
-        ]
 
     def listing(self) -> dict[KVKey, EntryInfo]:
         """Return all entries of the store by key."""
@@ -32,17 +26,13 @@ class StoredChunks:
 
     def contains(self, chunk: Chunk) -> bool:
         """Say whether every rank will find the chunk's KV."""
-        return self._ranks[0].contains(chunk.token_ids)
+        return self._client.entries.contains(chunk.token_ids)
 
     def found(self, chunk: Chunk, listing: Mapping[KVKey, EntryInfo]) -> list[EntryInfo]:
         """Return the entries of a chunk: one, or one for each rank."""
-        return [entry for key in self._keys(chunk) if (entry := listing.get(key)) is not None]
+        return [entry for key in self._client.entries.keys(chunk.token_ids) if (entry := listing.get(key)) is not None]
 
     def drop(self, chunk: Chunk) -> None:
         """Remove the chunk's KV."""
-        for key in self._keys(chunk):
+        for key in self._client.entries.keys(chunk.token_ids):
             self._client.store.delete(key)
-
-    def _keys(self, chunk: Chunk) -> list[KVKey]:
-        whole = kv_key(self._client.fingerprint, self._client.header_ids, chunk.token_ids)
-        return list(dict.fromkeys([whole, *(entries.own_key(chunk.token_ids) for entries in self._ranks)]))

@@ -169,6 +169,23 @@ class EngineContract:
         nucleus = SamplingParams(max_tokens=12, temperature=2.0, top_p=1e-6, seed=3)
         assert engine.generate(prompt, nucleus).token_ids == engine.generate(prompt, SHORT).token_ids
 
+    def test_logprobs_are_the_models_own_whatever_the_sampling(self, engine, chunks, prompt) -> None:
+        full = engine.generate(prompt, SamplingParams(max_tokens=12, logprobs=3), FULL)
+        engine.precompute(chunks)
+        got = engine.generate(prompt, SamplingParams(max_tokens=12, logprobs=3), BlendSettings(ratio=1.0))
+        assert [p.token_id for p in got.logprobs] == list(got.token_ids) == [p.top[0][0] for p in got.logprobs]
+        for mine, theirs in zip(got.logprobs, full.logprobs, strict=True):
+            assert mine.logprob == mine.top[0][1] > mine.top[1][1] >= mine.top[2][1]
+            assert dict(mine.top) == pytest.approx(dict(theirs.top), abs=1e-4)
+        hot = SamplingParams(max_tokens=12, temperature=5.0, seed=1, logprobs=0)
+        drawn = engine.generate(prompt, hot, FULL)
+        assert [p.token_id for p in drawn.logprobs] == list(drawn.token_ids)
+        assert all(p.top == () for p in drawn.logprobs)
+        assert drawn.logprobs[0].logprob <= full.logprobs[0].logprob
+        assert engine.generate(prompt, SHORT).logprobs == ()
+        with pytest.raises(InputError, match="logprobs is 21"):
+            SamplingParams(logprobs=21)
+
     def test_references_are_resolved_and_unknown_ones_refused(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         by_id = BlendPrompt(tuple(ChunkRef(s.id) if isinstance(s, Chunk) else s for s in prompt.segments))

@@ -60,6 +60,17 @@ class TestTransformersEngine(EngineContract):
             want = engine.runner.model.generate(tokens, attention_mask=everything, max_new_tokens=300, do_sample=False)
         assert list(got) == want[0, tokens.shape[1] :].tolist()
 
+    def test_logprobs_are_those_of_the_models_own_forward(self, engine, prompt) -> None:
+        import torch
+
+        got = engine.generate(prompt, SamplingParams(max_tokens=8, temperature=3.0, seed=4, logprobs=5))
+        ids = (*engine._tokenize(prompt).token_ids, *got.token_ids)
+        with torch.no_grad():
+            want = engine.runner.model(torch.tensor([ids])).logits[0, -9:-1].log_softmax(-1)
+        for row, mine in zip(want, got.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(float(row[mine.token_id]), abs=1e-4)
+            assert [p for _, p in mine.top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-4)
+
     def test_kv_read_from_disk_once_is_in_ram_for_the_next_prompt(self, tmp_path: Path) -> None:
         root = tmp_path / "store"
         with self.make(root) as engine:

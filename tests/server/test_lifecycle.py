@@ -74,3 +74,20 @@ def test_sigterm_lets_streams_end_and_a_restart_knows_the_chunks(server_model: P
         assert report["present"] > 0
         assert report["present"] + report["computed"] == len(many)
         assert ask(server, ratio=1.0)["choices"][0]["token_ids"] == want
+
+
+def test_two_tensor_parallel_ranks_serve_blend_and_forget(
+    server_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two ranks on one NUMA node, as on any small machine
+    with RunningServer(server_model, tmp_path / "store", "--tensor-parallel-size", "2") as server:
+        assert ask(server)["usage"]["cacheblend"]["reason"] == "no known chunk in the prompt"
+        want = ask(server, reuse="nothing")["choices"][0]["token_ids"]
+        ids = [c["id"] for c in server.post("/v1/chunks", {"texts": TEXTS}).json()["data"]]
+        blended = ask(server, ratio=1.0)
+        assert blended["usage"]["cacheblend"]["mode"] == "blend"
+        assert blended["choices"][0]["token_ids"] == want
+        assert server.get(f"/v1/chunks/{ids[0]}").json()["stored"]
+        server.request("DELETE", f"/v1/chunks?id={ids[0]}").raise_for_status()
+        entries = server.get("/v1/chunks/stats").json()["kv"]["entries"]
+        assert entries == 2 * (len(ids) - 1 + 1)  # and the header's

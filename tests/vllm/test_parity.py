@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cacheblend_rag.engines.base import BlendSettings, SamplingParams
 from tests.core import reference
@@ -17,7 +20,7 @@ from tests.vllm.engines import FULL, SHAPE, clear, first_logprobs, save_model, s
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    # Prompts in pieces of 64 tokens, and passes in pieces of 64 tokens or 4 runs.
+    # Prompts and passes in pieces of 64 tokens.
     "llama, chunked prefill": (
         lambda: hf.LlamaConfig(**SHAPE),
         {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
@@ -83,6 +86,29 @@ def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:
     settings = BlendSettings(ratio=0.15, check_layers=(1,))
     got = first_logprobs(engine, SCENE.prompt, settings)
     torch.testing.assert_close(got, want(model, 0.15, missing=(1,)), atol=1e-4, rtol=0)
+
+
+def test_forgotten_chunks_leave_nothing_in_the_store(engine) -> None:
+    engine.precompute(SCENE.chunks)
+    header = len({entry.key for entry in engine.store.entries()} & set(engine.client.entries.keys(())))
+    ranks = engine.client.llm.vllm_config.parallel_config.tensor_parallel_size
+    assert header == ranks
+    assert engine.forget([chunk.id for chunk in SCENE.chunks]) == ranks * len(SCENE.chunks)
+    assert len(list(engine.store.entries())) == header
+    assert engine.generate(SCENE.prompt, ANSWER).missing == tuple(chunk.id for chunk in SCENE.chunks)
+
+
+@given(st.sets(st.integers(0, 200)).map(sorted), st.integers(1, 20), st.integers(1, 5))
+def test_segments_are_whole_in_order_and_within_both_limits(positions, max_tokens: int, max_runs: int) -> None:
+    from cacheblend_rag.engines.vllm.paged import cut
+
+    parts = [part.tolist() for part in cut(torch.tensor(positions), max_tokens, max_runs)]
+    assert [p for part in parts for p in part] == positions
+    for part, behind in zip_longest(parts, parts[1:]):
+        runs = 1 + sum(b != a + 1 for a, b in pairwise(part))
+        assert 0 < len(part) <= max_tokens
+        assert runs <= max_runs
+        assert behind is None or len(part) == max_tokens or (runs == max_runs and behind[0] != part[-1] + 1)
 
 
 def test_full_prefill_is_the_models_own(engine, model) -> None:

@@ -146,7 +146,7 @@ class RemoteEngine(BlendEngine):
         return self._stream(self._request(prompt, sampling, settings))
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
-        answer = Answer(self._wire.url, self.fingerprint.digest)
+        answer = Answer(self._wire.url, self.fingerprint.digest, request["logprobs"] or 0)
         with self._wire.explained(answer.begun), self._wire.sync.completions.create(**request) as pieces:
             for piece in pieces:
                 text = answer.push(piece)
@@ -162,7 +162,7 @@ class RemoteEngine(BlendEngine):
     ) -> AsyncIterator[StreamEvent]:
         """Async twin of :meth:`stream`; a cancelled consumer ends the work on the server."""
         request = await asyncio.to_thread(self._request, prompt, sampling, settings)
-        answer = Answer(self._wire.url, self.fingerprint.digest)
+        answer = Answer(self._wire.url, self.fingerprint.digest, request["logprobs"] or 0)
         with self._wire.explained(answer.begun):
             async with await self._wire.asynchronous().completions.create(**request) as pieces:
                 async for piece in pieces:

@@ -35,6 +35,8 @@ def completion_request(
     extra |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     if sampling.json_schema is not None:
         extra["structured_outputs"] = {"json": _schema(sampling.json_schema)}
+    if sampling.logprobs is not None:
+        extra["return_tokens_as_token_ids"] = True
     return {
         "model": model,
         "prompt": prompt if isinstance(prompt, str) else list(prompt.token_ids),
@@ -42,6 +44,7 @@ def completion_request(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": sampling.seed,
+        "logprobs": sampling.logprobs,
         "stop": list(sampling.stop) or None,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

@@ -8,7 +8,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 from transformers import TopPLogitsWarper
 
-from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.base import SamplingParams, TokenLogprob
 
 
 class Sampler:
@@ -32,6 +32,15 @@ class Sampler:
         if self._top_p is not None:
             scores = self._top_p(None, scores)
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+
+
+def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
+    """Return the log-probability of ``token`` under ``logits``, ``[vocab]``, and of the ``count`` likeliest tokens."""
+    logprobs = logits.float().log_softmax(-1)
+    top = logprobs.topk(count)
+    return TokenLogprob(
+        token, float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    )
 
 
 class TextStream:

@@ -21,12 +21,13 @@ from cacheblend_rag.engines.base import (
     SamplingParams,
     StreamEvent,
     Timings,
+    TokenLogprob,
     Usage,
     check_length,
 )
 from cacheblend_rag.engines.support import why_not_blendable
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
-from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
+from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream, token_logprob
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
@@ -153,6 +154,7 @@ class TransformersEngine(BlendEngine):
         prefill = self._prefill(prompt, settings)
         sample, text = Sampler(sampling, self.runner.device), TextStream(self.tokenizer, sampling.stop)
         tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
         finish = "length"
         ttft = 0.0
         logits = prefill.logits
@@ -167,6 +169,8 @@ class TransformersEngine(BlendEngine):
                     finish = "stop"
                     break
                 tokens.append(token)
+                if sampling.logprobs is not None:
+                    logprobs.append(token_logprob(logits, token, sampling.logprobs))
                 piece = text.push(token)
                 if piece or self.tokenizer is None:
                     yield StreamEvent(piece)
@@ -195,6 +199,7 @@ class TransformersEngine(BlendEngine):
                     ),
                     timings=Timings(prefill.load_s, ttft, time.perf_counter() - begin),
                     missing=tuple(chunk.id for chunk in prefill.plan.missing),
+                    logprobs=tuple(logprobs),
                 ),
             )
         finally:

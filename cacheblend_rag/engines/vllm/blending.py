@@ -44,6 +44,8 @@ class WorkerSide:
         self._entries, self._step_tokens = entries, step_tokens
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self.gate = GateReport(False, "the parity gate has not run")
+        self._paged: PagedModel | None = None
+        self._rope: Rope | None = None
         self._queue: deque[_Blend] = deque()
         self._ended: set[str] = set()
         self._results = WorkerMeta()
@@ -55,21 +57,25 @@ class WorkerSide:
     def bind(self, model: Any, device: torch.device) -> None:
         """Take the model and run the parity gate."""
         refusal = why_not_in_vllm(self._vllm_config, self._kv_cache_config)
-        self._rope: Rope | None = None
         if refusal is None:
-            self._paged = PagedModel(model, device, self._vllm_config, self._kv_cache_config, self.kv_caches)
-            if not self._paged.layout_is_known():
+            paged = self._paged = PagedModel(model, device, self._vllm_config, self._kv_cache_config, self.kv_caches)
+            if not paged.layout_is_known():
                 refusal = "this attention backend lays its KV cache out in an unknown way"
         if refusal is not None:
             self.gate = GateReport(False, refusal)
             return
-        report, self._rope = run_gate(PagedSubject(self._paged))
+        report, self._rope = run_gate(PagedSubject(paged))
         self.gate = report if all_ranks(report.passed) else GateReport(False, report.reason or "another rank failed it")
+
+    def attention_begins(self, layer_name: str) -> None:
+        """See :meth:`PagedModel.attention_begins`."""
+        if self._paged is not None:
+            self._paged.attention_begins(layer_name)
 
     def blend(self, loads: Sequence[Load], idle: bool) -> None:
         """Go on with the waiting blends: while streams run by a step's share, else until one is complete."""
         for load in loads:
-            if self.gate.passed and self._rope is not None:
+            if self.gate.passed and self._paged is not None and self._rope is not None:
                 self._queue.append(_Blend(load, self._paged, self._rope, self._entries))
             else:
                 self._end(load.request_id, f"this model is not blended: {self.gate.reason}")
@@ -122,7 +128,7 @@ class WorkerSide:
         for save in saves:
             tokens = save.token_ids[save.start :] if save.start or not self._entries.header_ids else ()
             key = self._entries.own_key(tokens)
-            if not self.gate.passed:
+            if not self.gate.passed or self._paged is None:
                 self._written[key] = f"not blended: {self.gate.reason}"
                 continue
             slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))

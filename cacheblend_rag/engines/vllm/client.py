@@ -25,6 +25,7 @@ from cacheblend_rag.engines.base import (
     SamplingParams,
     StreamEvent,
     Timings,
+    TokenLogprob,
     Usage,
     check_length,
 )
@@ -39,7 +40,7 @@ from cacheblend_rag.store import KVStore
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
     from cacheblend_rag.engines.vllm.arguments import Launch
 
@@ -71,6 +72,7 @@ class BlendClient:
         fingerprint: The model's identity in store keys.
         header_ids: Tokens that chunks are precomputed behind.
         store: The store that the workers read and write, as this process sees it.
+        entries: The model's entries in it.
         gate: What the parity gate found in the workers.
         profile: Check layers and ratio of the model.
         context_window: Most tokens of prompt and completion together.
@@ -95,7 +97,7 @@ class BlendClient:
         self._ratio = self.profile.ratio if ratio is None else ratio
         self._write_back = write_back
         ranks = llm.vllm_config.parallel_config.tensor_parallel_size
-        self._entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks)
+        self.entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks)
         self._end_tokens = _end_tokens(llm)
         self._written: dict[str, str] = {}
         self._computing: dict[tuple[int, ...], asyncio.Future[str]] = {}
@@ -205,7 +207,7 @@ class BlendClient:
         for chunk in chunks:
             if not chunk.token_ids or chunk.token_ids in wanted:
                 continue
-            if self._entries.contains(chunk.token_ids):
+            if self.entries.contains(chunk.token_ids):
                 present += 1
             elif len(self.header_ids) + len(chunk.token_ids) >= self.context_window:
                 failed[chunk.id] = "it does not fit the model's context window"
@@ -214,7 +216,7 @@ class BlendClient:
         if progress is not None and len(chunks) > len(wanted):
             progress(len(chunks) - len(wanted))
         jobs = list(wanted)
-        if self.header_ids and chunks and not self._entries.contains(()):
+        if self.header_ids and chunks and not self.entries.contains(()):
             jobs.insert(0, ())
         slots = asyncio.Semaphore(_IN_FLIGHT)
 
@@ -252,7 +254,7 @@ class BlendClient:
             last = output
         if last is None or last.outputs[0].finish_reason not in {"length", "stop"}:
             return "vLLM ended its request before its KV was complete"
-        key = str(self._entries.own_key(token_ids))
+        key = str(self.entries.own_key(token_ids))
         while key not in self._written:
             for rank in await self.llm.collective_rpc("cacheblend_written"):
                 self._written.update({name: why for name, why in rank.items() if why or name not in self._written})
@@ -275,12 +277,14 @@ class BlendClient:
         wanted = self._sampling(sampling, settings, params)
         text, ttft = "", 0.0
         ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
         last: RequestOutput | None = None
         async for output in self.llm.generate(tokens, wanted, next(self._names)):  # type: ignore[arg-type]
             ttft = ttft or time.perf_counter() - begin
             last = output
             piece = output.outputs[0]
             ids.extend(piece.token_ids)
+            logprobs.extend(_logprobs(piece, sampling.logprobs))
             if not text and piece.text.startswith(" ") and not self._begins_with_space(ids):
                 piece.text = piece.text[1:]
             text += piece.text
@@ -310,6 +314,7 @@ class BlendClient:
                 usage=outcome.usage,
                 timings=Timings(outcome.load_s, ttft, time.perf_counter() - begin),
                 missing=outcome.missing,
+                logprobs=tuple(logprobs[: len(ids)]),
             ),
         )
 
@@ -365,6 +370,7 @@ class BlendClient:
             # The full prefill is the reference: it must not be served from the prefix cache.
             skip_reading_prefix_cache=True if settings.reuse == "nothing" else None,
             output_kind=RequestOutputKind.DELTA,
+            logprobs=sampling.logprobs,
             extra_args={"kv_transfer_params": params} if params else None,
         )
 
@@ -373,6 +379,18 @@ def _salt(job: dict[str, Any], salt: str | None) -> str:
     kept = {**job, "spans": [[a, b] for a, b, _ in job["spans"]]}
     text = json.dumps([kept, salt], sort_keys=True)
     return f"cacheblend-{xxhash.xxh3_128_hexdigest(text.encode())}"
+
+
+def _logprobs(piece: CompletionOutput, count: int | None) -> list[TokenLogprob]:
+    if count is None:
+        return []
+    found = []
+    for token, ranked in zip(piece.token_ids, piece.logprobs or (), strict=False):
+        assert ranked is not None  # as it is for a prompt's first token alone
+        # vLLM adds the token itself where it is not among the likeliest.
+        top = sorted(((i, p.logprob) for i, p in ranked.items()), key=lambda pair: -pair[1])[:count]
+        found.append(TokenLogprob(token, ranked[token].logprob, tuple(top)))
+    return found
 
 
 def _end_tokens(llm: EngineClient) -> frozenset[int]:

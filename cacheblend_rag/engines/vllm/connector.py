@@ -111,7 +111,11 @@ class BlendConnector(KVConnectorBase_V1):
     def bind_worker(self, worker: Worker) -> None:
         """Take the loaded model and run the parity gate; called by :class:`BlendWorker` before the first step."""
         assert worker.device is not None
-        self.worker.bind(worker.get_model(), worker.device)
+        self.bind_connector_metadata(StepMeta())  # without any, vLLM's attention does not call this connector
+        try:
+            self.worker.bind(worker.get_model(), worker.device)
+        finally:
+            self.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Go on with the blends; without a forward in this step there is nobody to hold up."""
@@ -120,7 +124,8 @@ class BlendConnector(KVConnectorBase_V1):
         self.worker.blend(meta.loads, idle=forward_context.attn_metadata is None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: blends are complete before their request is scheduled."""
+        """Tell a blend's own pass where it is; in an ordinary step there is nothing to wait for."""
+        self.worker.attention_begins(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: prompts are saved whole, once they are complete."""

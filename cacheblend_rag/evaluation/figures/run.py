@@ -13,6 +13,7 @@ from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.evaluation.evaluate import identity
 from cacheblend_rag.evaluation.figures import attention, deviation, quality, speed
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row
+from cacheblend_rag.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.evaluation.plotting import svg
 from cacheblend_rag.evaluation.report import Section, render_page, result_sections
 
@@ -100,8 +101,14 @@ def _make(context: Context, figure: Figure, say: Callable[[float, str], None]) -
     drawn.savefig(context.out / f"{name}.png")
     vector = svg(drawn)
     (context.out / f"{name}.svg").write_text(vector, encoding="utf-8")
+    found = FINDINGS.get(figure.number)
     return Section(
-        f"figure-{figure.number}", f"Figure {figure.number}. {figure.title}", (), figure.paper, vector, figure.caption
+        f"figure-{figure.number}",
+        f"Figure {figure.number}. {figure.title}",
+        paper=figure.paper,
+        here="" if found is None else found(rows),
+        svg=vector,
+        caption=figure.caption,
     )
 
 
