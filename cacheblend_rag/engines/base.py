@@ -318,6 +318,15 @@ class BlendEngine(ABC):
         self.close()
 
 
+async def last_generation(events: AsyncIterator[StreamEvent]) -> Generation:
+    """Run a stream to its end and return the whole answer."""
+    last = None
+    async for event in events:
+        last = event.generation
+    assert last is not None
+    return last
+
+
 async def _iterate_in_thread(make: Callable[[], Iterator[StreamEvent]]) -> AsyncIterator[StreamEvent]:
     loop = asyncio.get_running_loop()
     # Unbounded and thread-safe: the producer never waits on the event loop, so it cannot deadlock with a gone consumer.

@@ -15,6 +15,7 @@ from cacheblend_rag.bench.throttled import ThrottledStore
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.evaluate import EvalSettings
 from cacheblend_rag.evaluation.figures import FIGURES, Context, make_figures, parse_numbers
+from cacheblend_rag.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.probe import Probe, attention_deviation
 from cacheblend_rag.fusor import BlendSchedule
@@ -161,6 +162,29 @@ def test_figures_that_do_not_exist_are_refused(text):
         parse_numbers(text)
 
 
+def test_what_a_run_found_is_said_in_numbers_of_its_rows():
+    def timed(**ttft: float) -> list[dict[str, object]]:
+        return [{"method": name, "ttft_s": seconds} for name, seconds in ttft.items()]
+
+    def scored(name: str, quality: float, ttft: float) -> dict[str, object]:
+        return {"method": name, "score": "F1", "quality": quality, "ttft_median_s": ttft, "label": name}
+
+    rows = [scored("full", 0.9, 3.0), scored("reuse", 0.5, 0.5), scored("blend", 0.88, 1.0)]
+    assert FINDINGS[12](rows) == (
+        "The blend's TTFT is 3.0 times sooner than full recompute's and 2.0 times full KV reuse's; its F1 is -0.02 against "
+        "full recompute and +0.38 against full KV reuse."
+    )
+    rows = [{"panel": "chunks", "x": 2, **row} for row in timed(full=4.0, blend=2.0)]
+    rows += [{"panel": "batch", "x": 2, **row} for row in timed(full=9.0, blend=3.0)]
+    assert "2.0 to 3.0 times sooner" in FINDINGS[15](rows)
+    rows = [{"bytes_per_s": 5e8, **row} for row in timed(reuse=1.0, blend=1.1)]
+    rows += [{"bytes_per_s": 4e9, **row} for row in timed(reuse=0.2, blend=0.8)]
+    assert (
+        FINDINGS[17](rows)
+        == "The blend's TTFT is 1.1 times full KV reuse's at 0.5 GB/s and 4.0 times full KV reuse's at 4 GB/s."
+    )
+
+
 def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
     for module in ("quality", "attention", "deviation", "speed"):
         monkeypatch.setattr(f"cacheblend_rag.evaluation.figures.{module}.figure", _small(module))
@@ -184,6 +208,7 @@ def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
         assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
         assert f'id="figure-{number}"' in text
     assert len(re.findall("<svg", text)) >= 9
+    assert text.count("Here:") == 8  # figure 4 is to be looked at
     assert "Worst disagreements" in text
 
     def again(*_: object) -> None:

@@ -6,14 +6,14 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cacheblend_rag.chunking import Chunk, split_text
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.engines.base import BlendSettings, SamplingParams, StreamEvent
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompt import BlendPrompt, rag_prompt
@@ -116,6 +116,23 @@ def test_two_hundred_mixed_requests_side_by_side_do_not_mix(engine, corpus, ques
     finally:
         client._write_back = True
     assert [alone[i % 8, i % 5] for i in range(200)] == got
+
+
+async def test_async_requests_all_reach_vllm_at_once(engine, questions, monkeypatch) -> None:
+    begun: list[int] = []
+    stream = engine.client.stream
+
+    async def counted(*args: Any) -> AsyncIterator[StreamEvent]:
+        begun.append(engine.client.llm.output_processor.get_num_unfinished_requests())
+        async for event in stream(*args):
+            yield event
+
+    monkeypatch.setattr(engine.client, "stream", counted)
+    long = SamplingParams(max_tokens=60)
+    answers = await asyncio.gather(*(engine.agenerate(f"Request {i}. {questions[i % 8]}", long) for i in range(60)))
+    assert len(answers) == 60
+    # A pool of waiting threads would have held the rest back: it has 32 at most.
+    assert max(begun) > 40
 
 
 def test_a_client_that_goes_away_leaves_no_block_behind(engine, corpus, questions) -> None:

@@ -20,6 +20,7 @@ from cacheblend_rag.engines.base import (
     PrecomputeReport,
     SamplingParams,
     StreamEvent,
+    last_generation,
 )
 from cacheblend_rag.engines.remote.answer import Answer
 from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
@@ -178,11 +179,7 @@ class RemoteEngine(BlendEngine):
         settings: BlendSettings | None = None,
     ) -> Generation:
         """Async twin of :meth:`generate`."""
-        last = None
-        async for event in self.astream(prompt, sampling, settings):
-            last = event.generation
-        assert last is not None
-        return last
+        return await last_generation(self.astream(prompt, sampling, settings))
 
     def _request(
         self,

@@ -16,7 +16,15 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import BlendEngine, BlendSettings, PrecomputeReport, SamplingParams, StreamEvent
+from cacheblend_rag.engines.base import (
+    BlendEngine,
+    BlendSettings,
+    Generation,
+    PrecomputeReport,
+    SamplingParams,
+    StreamEvent,
+    last_generation,
+)
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.versions import set_environment
@@ -159,7 +167,7 @@ class VLLMEngine(BlendEngine):
         settings: BlendSettings | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """See :class:`BlendEngine`; a consumer that goes away aborts the request."""
-        tokens = self._tokenize(prompt)
+        tokens = await asyncio.to_thread(self._tokenize, prompt)
         own = asyncio.get_running_loop()
         events: asyncio.Queue[StreamEvent | BaseException | None] = asyncio.Queue()
 
@@ -177,6 +185,15 @@ class VLLMEngine(BlendEngine):
                 yield item
         finally:
             work.cancel()
+
+    async def agenerate(
+        self,
+        prompt: BlendPrompt | str | TokenizedPrompt,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+    ) -> Generation:
+        """Async twin of :meth:`generate`; no thread waits for it, so vLLM's scheduler sees all requests at once."""
+        return await last_generation(self.astream(prompt, sampling, settings))
 
     def flush(self) -> None:
         """See :class:`BlendEngine`."""
