@@ -254,13 +254,13 @@ class BlendClient:
             last = output
         if last is None or last.outputs[0].finish_reason not in {"length", "stop"}:
             return "vLLM ended its request before its KV was complete"
-        key = str(self.entries.own_key(token_ids))
-        while key not in self._written:
+        keys = [str(key) for key in self.entries.written_keys(token_ids)]
+        while not all(key in self._written for key in keys):
             for rank in await self.llm.collective_rpc("cacheblend_written"):
-                self._written.update({name: why for name, why in rank.items() if why or name not in self._written})
-            if key not in self._written:
+                self._written.update(rank)
+            if not all(key in self._written for key in keys):
                 await asyncio.sleep(_POLL_S)
-        return self._written.pop(key)
+        return next(filter(None, [self._written.pop(key) for key in keys]), "")
 
     async def stream(
         self, prompt: TokenizedPrompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

@@ -22,8 +22,7 @@ class Entries:
         """Say whether every rank will find an entry."""
         if self.store.contains(self._key(token_ids)):
             return True
-        shards = range(self._ranks) if self._ranks > 1 else ()
-        return bool(shards) and all(self.store.contains(self._key(token_ids, rank)) for rank in shards)
+        return self._ranks > 1 and all(map(self.store.contains, self.written_keys(token_ids)))
 
     def get(self, token_ids: Sequence[int], num_layers: int, kv_heads: int) -> StoredKV | None:
         """Return this rank's shard, cut from the whole entry if that is what is stored (by another engine, say).
@@ -52,12 +51,17 @@ class Entries:
 
     def keys(self, token_ids: Sequence[int]) -> list[KVKey]:
         """Return every key an entry may lie under: the whole one's, and with tensor parallelism each rank's."""
-        shards = range(self._ranks) if self._ranks > 1 else ()
-        return [self._key(token_ids), *(self._key(token_ids, rank) for rank in shards)]
+        return list(dict.fromkeys([self._key(token_ids), *self.written_keys(token_ids)]))
+
+    def written_keys(self, token_ids: Sequence[int]) -> list[KVKey]:
+        """Return the keys under which the ranks together store an entry."""
+        if self._ranks == 1:
+            return [self._key(token_ids)]
+        return [self._key(token_ids, rank) for rank in range(self._ranks)]
 
     def own_key(self, token_ids: Sequence[int]) -> KVKey:
         """Return the key this rank stores under."""
-        return self._key(token_ids, self._rank) if self._ranks > 1 else self._key(token_ids)
+        return self.written_keys(token_ids)[self._rank]
 
     def _key(self, token_ids: Sequence[int], rank: int | None = None) -> KVKey:
         codec = "raw" if rank is None else f"raw:rank{rank}of{self._ranks}"

@@ -68,7 +68,7 @@ def _draw_kv(rows: Sequence[Row]) -> Drawing:
         right.grid(axis="x", visible=False)
         right.set_ylim(0, 100)
         right.set_xlabel("layer")
-        right.set_ylabel("% of the deviation in the top 15% of tokens")
+        right.set_ylabel("% of deviation in the top 15%")
         return made
 
 
