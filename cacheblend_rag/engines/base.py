@@ -19,6 +19,8 @@ Mode = Literal["blend", "prefill"]
 Reuse = Literal["chunks", "prefix", "nothing"]
 # What vLLM returns unless it is started with another `max_logprobs`.
 _MOST_LOGPROBS = 20
+# vLLM and OpenAI's API take no more.
+_HOTTEST = 2.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Most tokens to generate.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, 2 the highest.
         top_p: Nucleus mass in (0, 1].
         seed: Makes sampling repeatable.
         stop: Strings that end the answer; they are not part of it.
@@ -48,8 +50,8 @@ class SamplingParams:
         """Refuse values outside their range."""
         if self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}; give at least 1.")
-        if self.temperature < 0:
-            raise InputError(f"temperature is {self.temperature}; give 0 (greedy) or more.")
+        if not 0 <= self.temperature <= _HOTTEST:
+            raise InputError(f"temperature is {self.temperature}; give 0 (greedy) to {_HOTTEST}.")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}; give a value in (0, 1].")
         if any(not s for s in self.stop):
