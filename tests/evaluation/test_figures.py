@@ -171,12 +171,12 @@ def test_what_a_run_found_is_said_in_numbers_of_its_rows():
 
     rows = [scored("full", 0.9, 3.0), scored("reuse", 0.5, 0.5), scored("blend", 0.88, 1.0)]
     assert FINDINGS[12](rows) == (
-        "The blend's TTFT is 3.0 times sooner than full recompute's and 2.0 times full KV reuse's; its F1 is -0.02 against "
-        "full recompute and +0.38 against full KV reuse."
+        "The blend's first token comes 3.0 times as soon as full recompute's; it takes 2.0 times full KV reuse's time. Its F1 is "
+        "-0.02 against full recompute and +0.38 against full KV reuse."
     )
     rows = [{"panel": "chunks", "x": 2, **row} for row in timed(full=4.0, blend=2.0)]
     rows += [{"panel": "batch", "x": 2, **row} for row in timed(full=9.0, blend=3.0)]
-    assert "2.0 to 3.0 times sooner" in FINDINGS[15](rows)
+    assert "2.0 to 3.0 times as soon" in FINDINGS[15](rows)
     rows = [{"bytes_per_s": 5e8, **row} for row in timed(reuse=1.0, blend=1.1)]
     rows += [{"bytes_per_s": 4e9, **row} for row in timed(reuse=0.2, blend=0.8)]
     assert (

@@ -57,8 +57,8 @@ def _ttft(rows: Sequence[Row]) -> str:
     by = _by_method(rows)
     full, reuse, blend = by["full"], by["reuse"], by["blend"]
     return (
-        f"The blend's TTFT is {full['ttft_median_s'] / blend['ttft_median_s']:.1f} times sooner than full recompute's and "
-        f"{blend['ttft_median_s'] / reuse['ttft_median_s']:.1f} times full KV reuse's; its {full['score']} is "
+        f"The blend's first token comes {full['ttft_median_s'] / blend['ttft_median_s']:.1f} times as soon as full recompute's; "
+        f"it takes {blend['ttft_median_s'] / reuse['ttft_median_s']:.1f} times full KV reuse's time. Its {full['score']} is "
         f"{blend['quality'] - full['quality']:+.2f} against full recompute and {blend['quality'] - reuse['quality']:+.2f} "
         "against full KV reuse."
     )
@@ -92,7 +92,7 @@ def _sizes(rows: Sequence[Row]) -> str:
         for panel, x in points
         if (at := _by_method([row for row in rows if (row["panel"], row["x"]) == (panel, x)]))
     ]
-    return f"The blend is {min(gains):.1f} to {max(gains):.1f} times sooner than full recompute over all points."
+    return f"The blend is {min(gains):.1f} to {max(gains):.1f} times as soon as full recompute over all points."
 
 
 def _ratios(rows: Sequence[Row]) -> str:
@@ -101,7 +101,7 @@ def _ratios(rows: Sequence[Row]) -> str:
     least = min(row["ratio"] for row in rows if abs(row["quality"] - full["quality"]) <= _LOSS)
     return (
         f"At {near['ratio']:.0%} the {full['score']} is {near['quality'] - full['quality']:+.2f} against full recompute, "
-        f"{full['ttft_median_s'] / near['ttft_median_s']:.1f} times sooner; from {least:.0%} on it is within {_LOSS}."
+        f"{full['ttft_median_s'] / near['ttft_median_s']:.1f} times as soon; from {least:.0%} on it is within {_LOSS}."
     )
 
 
