@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.bench.measure import machine, median
+from cacheblend_rag.bench.measure import median
 from cacheblend_rag.bench.setup import Workbench, own_attention
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.base import SamplingParams
@@ -64,22 +64,12 @@ def bench_index(
                 seconds.append(took)
     tokens = settings.chunks * settings.chunk_tokens
     return {
-        "engine": place.name,
-        "model": place.label,
-        "settings": {
-            **asdict(settings),
-            "kv": place.kv,
-            "warmup_rounds": 1,
-            "rows_per_batch": _rows(place, settings.chunk_tokens),
-            "device": str(place.device),
-            "dtype": str(place.dtype).removeprefix("torch."),
-        },
+        **place.head({**asdict(settings), "warmup_rounds": 1, "rows_per_batch": _rows(place, settings.chunk_tokens)}),
         "methods": {
             "plain": {"seconds": plain_s, "tokens_per_s": tokens / median(plain_s)},
             "index": {"seconds": index_s, "tokens_per_s": tokens / median(index_s)},
         },
         "rate_index_vs_plain": median(plain_s) / median(index_s),
-        "machine": machine(place.device),
     }
 
 

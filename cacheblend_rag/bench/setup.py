@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from cacheblend_rag.bench.measure import machine
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.loading import device_named, dtype_named, random_config, random_model
@@ -87,6 +88,16 @@ class Workbench:
     def model(self) -> Any:
         """The transformers model itself, to run without this library; None in other engines."""
         return self.engine.runner.model if isinstance(self.engine, TransformersEngine) else None
+
+    def head(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what every result begins with: what was measured, with which settings, on which machine."""
+        placed = {"kv": self.kv, "device": str(self.device), "dtype": str(self.dtype).removeprefix("torch.")}
+        return {
+            "engine": self.name,
+            "model": self.label,
+            "settings": {**settings, **placed},
+            "machine": machine(self.device),
+        }
 
     def files(self) -> list[Path]:
         """Return the files of all stored entries."""

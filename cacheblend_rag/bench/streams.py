@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cacheblend_rag.baselines import FULL_RECOMPUTE
-from cacheblend_rag.bench.measure import machine, median
+from cacheblend_rag.bench.measure import median
 from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.engines.base import BlendSettings, SamplingParams
 from cacheblend_rag.errors import InputError
@@ -84,17 +84,9 @@ def bench_streams(
     }
     used = settings.ratio if settings.ratio is not None else place.engine.profile.ratio
     return {
-        "engine": place.name,
-        "model": place.label,
-        "settings": {
-            **asdict(replace(settings, ratio=used)),
-            "kv": place.kv,
-            "device": str(place.device),
-            "dtype": str(place.dtype).removeprefix("torch."),
-        },
+        **place.head(asdict(replace(settings, ratio=used))),
         "methods": found,
         "p99_blend_vs_full": found["blend"]["p99_s"] / found["full"]["p99_s"],
-        "machine": machine(place.device),
     }
 
 

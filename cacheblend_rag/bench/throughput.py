@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from cacheblend_rag.baselines import FULL_RECOMPUTE, PREFIX_CACHING
-from cacheblend_rag.bench.measure import machine, median
+from cacheblend_rag.bench.measure import median
 from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.base import BlendSettings, SamplingParams
@@ -100,18 +100,10 @@ def bench_throughput(
     rates = {name: method["requests_per_s"] for name, method in found.items()}
     used = settings.ratio if settings.ratio is not None else place.engine.profile.ratio
     return {
-        "engine": place.name,
-        "model": place.label,
-        "settings": {
-            **asdict(replace(settings, ratio=used, target_ttft_s=target)),
-            "kv": place.kv,
-            "device": str(place.device),
-            "dtype": str(place.dtype).removeprefix("torch."),
-        },
+        **place.head(asdict(replace(settings, ratio=used, target_ttft_s=target))),
         "methods": found,
         "blend_vs_full": rates["blend"] / rates["full"],
         "blend_vs_prefix": rates["blend"] / rates["prefix"],
-        "machine": machine(place.device),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
-from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache, machine, median
+from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache, median
 from cacheblend_rag.bench.setup import Workbench, own_attention
 from cacheblend_rag.engines.base import BlendSettings, SamplingParams
 from cacheblend_rag.errors import InputError
@@ -112,22 +112,18 @@ def bench_ttft(
     full, fast = median(methods["full"].ttft_s), median(methods["blend"].ttft_s)
     schedule = engine.profile.schedule(settings.check_layers)
     result: dict[str, Any] = {
-        "engine": place.name,
-        "model": place.label,
-        "settings": {
-            **asdict(replace(settings, ratio=engine.profile.ratio if settings.ratio is None else settings.ratio)),
-            "check_layers": schedule.check_layers,
-            "widths": schedule.widths,
-            "kv": place.kv,
-            "warmup_rounds": 1,
-            "prompt_tokens": len(prompt.token_ids),
-            "device": str(place.device),
-            "dtype": str(place.dtype).removeprefix("torch."),
-        },
+        **place.head(
+            {
+                **asdict(replace(settings, ratio=engine.profile.ratio if settings.ratio is None else settings.ratio)),
+                "check_layers": schedule.check_layers,
+                "widths": schedule.widths,
+                "warmup_rounds": 1,
+                "prompt_tokens": len(prompt.token_ids),
+            }
+        ),
         "methods": {name: method.result() for name, method in methods.items()},
         "speedup_blend_vs_full": full / fast,
         "chunk_kv_bytes": kv_bytes,
-        "machine": machine(place.device),
     }
     if place.model is not None:
         result["plain_transformers"] = {"ttft_s": bench.plain_s, "peak_memory_bytes": bench.plain_peak}
