@@ -136,6 +136,11 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
+    """Return the ``count`` likeliest of token ids with their log-probabilities, likeliest first."""
+    return tuple(sorted(logprobs, key=lambda pair: -pair[1])[:count])
+
+
 @dataclass(frozen=True)
 class Generation:
     """A finished answer.
@@ -266,7 +271,7 @@ class BlendEngine(ABC):
     async def agenerate(
         self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
-        """Async twin of :meth:`generate`, off the event loop."""
+        """Async twin of :meth:`generate`, off the event loop; the pool of threads bounds how many hold KV at once."""
         return await asyncio.to_thread(self.generate, prompt, sampling, settings)
 
     async def astream(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cacheblend_rag.engines.base import Generation, StreamEvent, Timings, TokenLogprob, Usage
+from cacheblend_rag.engines.base import Generation, StreamEvent, Timings, TokenLogprob, Usage, likeliest
 from cacheblend_rag.errors import ServerError
 from cacheblend_rag.server.protocol import ReuseReport
 
@@ -105,10 +105,10 @@ def _logprobs(found: Any, top: int) -> list[TokenLogprob]:
     # Asked for by id: "token_id:17". Texts would not do, different tokens can have the same.
     tokens = [_token_id(name) for name in found.tokens]
     ranked = [
-        sorted(((_token_id(name), value) for name, value in (rank or {}).items()), key=lambda pair: -pair[1])[:top]
+        likeliest(((_token_id(name), value) for name, value in (rank or {}).items()), top)
         for rank in found.top_logprobs or [None] * len(tokens)
     ]
-    return [TokenLogprob(t, p, tuple(r)) for t, p, r in zip(tokens, found.token_logprobs, ranked, strict=True)]
+    return [TokenLogprob(t, p, r) for t, p, r in zip(tokens, found.token_logprobs, ranked, strict=True)]
 
 
 def _token_id(name: str) -> int:

@@ -28,6 +28,7 @@ from cacheblend_rag.engines.base import (
     TokenLogprob,
     Usage,
     check_length,
+    likeliest,
 )
 from cacheblend_rag.engines.vllm.entries import Entries
 from cacheblend_rag.engines.vllm.messages import PARAMS
@@ -255,11 +256,12 @@ class BlendClient:
         if last is None or last.outputs[0].finish_reason not in {"length", "stop"}:
             return "vLLM ended its request before its KV was complete"
         keys = [str(key) for key in self.entries.written_keys(token_ids)]
+        pause = 0.0
         while not all(key in self._written for key in keys):
+            await asyncio.sleep(pause)
             for rank in await self.llm.collective_rpc("cacheblend_written"):
                 self._written.update(rank)
-            if not all(key in self._written for key in keys):
-                await asyncio.sleep(_POLL_S)
+            pause = _POLL_S
         return next(filter(None, [self._written.pop(key) for key in keys]), "")
 
     async def stream(
@@ -388,8 +390,8 @@ def _logprobs(piece: CompletionOutput, count: int | None) -> list[TokenLogprob]:
     for token, ranked in zip(piece.token_ids, piece.logprobs or (), strict=False):
         assert ranked is not None  # as it is for a prompt's first token alone
         # vLLM adds the token itself where it is not among the likeliest.
-        top = sorted(((i, p.logprob) for i, p in ranked.items()), key=lambda pair: -pair[1])[:count]
-        found.append(TokenLogprob(token, ranked[token].logprob, tuple(top)))
+        top = likeliest(((i, p.logprob) for i, p in ranked.items()), count)
+        found.append(TokenLogprob(token, ranked[token].logprob, top))
     return found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
-from typing import Any, Final
+from typing import Final
 
-Row = dict[str, Any]
+from cacheblend_rag.evaluation.figures.base import Row
 
 
 def _by_method(rows: Sequence[Row]) -> dict[str, Row]:
