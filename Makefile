@@ -51,10 +51,10 @@ types: setup       ## Check types
 check: lint types test ## What CI runs
 
 demo-model: setup  ## Train the bundled model from scratch (hours on two cores; resumable)
-	$(BIN)/python -m cacheblend_rag.demo.training.train
+	$(BIN)/python -m training.train
 
 demo-corpus: setup ## Write the bundled corpus and questions anew
-	$(BIN)/python -m cacheblend_rag.demo.make_corpus
+	$(BIN)/python -m training.make_corpus
 
 clean:             ## Remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

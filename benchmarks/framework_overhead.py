@@ -14,20 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cacheblend_rag.chunking import Chunk, chunk_id
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.demo.bundle import bundled_corpus
-from cacheblend_rag.engines.base import (
-    BlendEngine,
-    BlendSettings,
-    Generation,
-    PrecomputeReport,
-    SamplingParams,
-    StreamEvent,
-    Timings,
-    Usage,
-)
-from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, chat_prompt, tokenize
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id
+from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.store.kv import ModelFingerprint
 
 SIX, CHUNK_TOKENS = 6, 512
 QUESTION = "Who runs the company that built the harbour?"

@@ -8,8 +8,8 @@ import sys
 import time
 import tracemalloc
 
-from cacheblend_rag.chunking import Chunk, chunk_id
-from cacheblend_rag.registry import ChunkRegistry
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id
+from cacheblend_rag.prompts.registry import ChunkRegistry
 
 
 def main(count: int = 100_000, characters: int = 20_000) -> None:

@@ -6,31 +6,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cacheblend_rag.chunking import Chunk
-    from cacheblend_rag.engines.base import BlendEngine, BlendSettings, Generation, SamplingParams
+    from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.engines.base import BlendEngine
     from cacheblend_rag.engines.remote import RemoteEngine
+    from cacheblend_rag.engines.results import Generation
+    from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.errors import CacheBlendError
-    from cacheblend_rag.index import ChunkIndex
-    from cacheblend_rag.pipeline import RagPipeline
-    from cacheblend_rag.prompt import BlendPrompt, ChunkRef
+    from cacheblend_rag.prompts.chunk import Chunk
+    from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
+    from cacheblend_rag.rag.pipeline import RagPipeline
+    from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store import KVStore, open_store
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BlendEngine": "engines.base",
-    "BlendPrompt": "prompt",
-    "BlendSettings": "engines.base",
+    "BlendPrompt": "prompts.prompt",
+    "BlendSettings": "blending.settings",
     "CacheBlendError": "errors",
-    "Chunk": "chunking",
-    "ChunkIndex": "index",
-    "ChunkRef": "prompt",
-    "Generation": "engines.base",
+    "Chunk": "prompts.chunk",
+    "ChunkIndex": "retrieval.index",
+    "ChunkRef": "prompts.prompt",
+    "Generation": "engines.results",
     "KVStore": "store",
-    "RagPipeline": "pipeline",
+    "RagPipeline": "rag.pipeline",
     "RemoteEngine": "engines.remote",
-    "SamplingParams": "engines.base",
+    "SamplingParams": "engines.sampling",
     "TransformersEngine": "engines.transformers",
     "open_store": "store",
 }

@@ -98,7 +98,7 @@ def server_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model on disk, with a tokenizer and a chat template."""
     from transformers import Qwen3Config
 
-    from tests.core.families import _BASE, make_model
+    from tests.blending.families import _BASE, make_model
 
     directory = tmp_path_factory.mktemp("served-model")
     shape = {**_BASE, "hidden_size": 128, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}

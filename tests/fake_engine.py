@@ -7,20 +7,15 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import (
-    BlendEngine,
-    BlendSettings,
-    Generation,
-    PrecomputeReport,
-    SamplingParams,
-    StreamEvent,
-    Timings,
-    Usage,
-)
-from cacheblend_rag.kv import ChunkKV, LayerKV, ModelFingerprint, kv_key
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, header_ids, rag_header, tokenize
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, header_ids, rag_header, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint, kv_key
 from tests.conftest import tokenizer_named
 
 

@@ -12,12 +12,12 @@ import torch
 
 from cacheblend_rag.bench.measure import median
 from cacheblend_rag.bench.setup import Workbench, own_attention
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.kv import kv_key
-from cacheblend_rag.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store.kv import kv_key
 
 
 @dataclass(frozen=True)

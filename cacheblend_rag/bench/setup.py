@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from cacheblend_rag.bench.measure import machine
-from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.loading import device_named, dtype_named, random_config, random_model
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 
 if TYPE_CHECKING:

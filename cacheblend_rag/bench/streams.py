@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cacheblend_rag.baselines import FULL_RECOMPUTE
 from cacheblend_rag.bench.measure import median
 from cacheblend_rag.bench.setup import Workbench
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 
 @dataclass(frozen=True)

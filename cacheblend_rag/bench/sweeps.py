@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
 from cacheblend_rag.bench.measure import median
 from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.bench.throttled import ThrottledStore
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 Point = dict[str, Any]
 Progress = Callable[[str], None]

@@ -6,8 +6,8 @@ import threading
 import time
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV, StoredKV
 from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 
 
 class _Device:

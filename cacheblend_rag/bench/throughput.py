@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
-from cacheblend_rag.baselines import FULL_RECOMPUTE, PREFIX_CACHING
 from cacheblend_rag.bench.measure import median
 from cacheblend_rag.bench.setup import Workbench
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
 
 # Rates are tried by this factor; between the last one that holds and the first that does not, log-linear interpolation.
 _STEP = 1.6

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
 from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache, median
 from cacheblend_rag.bench.setup import Workbench, own_attention
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 _PLAIN, _READ = "plain transformers", "plain read"
 

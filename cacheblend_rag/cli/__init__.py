@@ -4,69 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
-from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperGroup
 
-from cacheblend_rag import __version__
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.cli import ask, bench, chat, demo, doctor, eval, serve, store, sweeps
+from cacheblend_rag.cli.app import app
+
+__all__ = ["app", "ask", "bench", "chat", "demo", "doctor", "eval", "main", "serve", "store", "sweeps"]
 
 UNEXPECTED_EXIT_CODE = 70
-
-
-class _Group(TyperGroup):
-    """Shows the library's own errors as they are, with their exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except CacheBlendError as error:
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(error.exit_code) from error
-
-
-app = typer.Typer(
-    cls=_Group,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Answer questions over your documents with a faster first token: reuse every chunk's KV cache, recompute the few "
-    "tokens that matter.",
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"cacheblend {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    # The answer is what stdout is for, and libraries' chatter is nobody's answer. What a user has set stays.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    warnings.showwarning = _show_warning
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    if issubclass(category, UserWarning):
-        typer.echo(f"Warning: {message}", err=True)
 
 
 def main() -> None:
@@ -82,8 +28,3 @@ def main() -> None:
             err=True,
         )
         sys.exit(UNEXPECTED_EXIT_CODE)
-
-
-from cacheblend_rag.cli import ask, bench, demo, doctor, eval, serve, store, sweeps  # noqa: E402  (the commands need `app`)
-
-__all__ = ["app", "ask", "bench", "demo", "doctor", "eval", "main", "serve", "store", "sweeps"]

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
 from cacheblend_rag.cli.engines import ModelOptions, open_pipeline
 from cacheblend_rag.cli.output import print_json, progress, seconds
 
 if TYPE_CHECKING:
-    from cacheblend_rag.indexing import IndexProgress, IndexReport
+    from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
 
 
 @app.command()
@@ -104,7 +105,8 @@ def ask(
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer one question from the indexed documents."""
-    from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+    from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.engines.sampling import SamplingParams
 
     sampling = SamplingParams(max_tokens, temperature, top_p, seed)
     settings = BlendSettings(ratio, policy, options.layers(check_layers))
@@ -141,7 +143,8 @@ def chat(
     seed: options.Seed = None,
 ) -> None:
     """Answer questions one after another, streaming. Each is answered from the documents alone. /help lists commands."""
-    from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+    from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.engines.sampling import SamplingParams
 
     sampling = SamplingParams(max_tokens, temperature, top_p, seed)
     settings = BlendSettings(ratio, policy, options.layers(check_layers))

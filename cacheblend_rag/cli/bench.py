@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 
 bench = typer.Typer(

@@ -12,8 +12,9 @@ from cacheblend_rag.cli.output import seconds
 from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import BlendSettings, SamplingParams
-    from cacheblend_rag.pipeline import RagAnswer, RagPipeline
+    from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.rag.pipeline import RagAnswer, RagPipeline
 
 _HELP = """/sources  the text of the last answer's sources
 /history  questions and answers so far

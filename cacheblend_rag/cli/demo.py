@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.engines import ModelOptions, open_pipeline
 from cacheblend_rag.cli.output import print_json, progress, seconds, size, status
 
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cacheblend_rag.demo.demo import DemoRow
-    from cacheblend_rag.indexing import IndexProgress, IndexReport
-    from cacheblend_rag.pipeline import RagPipeline
+    from cacheblend_rag.demo.comparison import DemoRow
+    from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
+    from cacheblend_rag.rag.pipeline import RagPipeline
 
 _KINDS = {
     "single": "one chunk says it all",
@@ -38,8 +39,8 @@ def demo(
     directory = store or options.store_directory(None).parent / _store_name(device)
     with open_pipeline(ModelOptions(None, device, None, threads), directory, must_exist=False) as pipeline:
         from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
-        from cacheblend_rag.demo.demo import as_json as rows_as_json
-        from cacheblend_rag.demo.demo import run_demo
+        from cacheblend_rag.demo.comparison import as_json as rows_as_json
+        from cacheblend_rag.demo.comparison import run_demo
 
         with progress("Indexing") as show:
 
@@ -67,8 +68,8 @@ def _store_name(device: str | None) -> str:
     """Name the demo's store after the model: another version of the package may bring another one."""
     import torch
 
-    from cacheblend_rag.engines.models import bundled_model_directory
-    from cacheblend_rag.kv import ModelFingerprint
+    from cacheblend_rag.engines.model_files import bundled_model_directory
+    from cacheblend_rag.store.kv import ModelFingerprint
 
     digest = ModelFingerprint.from_directory(bundled_model_directory(), torch.float32).digest
     return "-".join(["demo", digest[:8], *([device.replace(":", "-")] if device else [])])
@@ -128,7 +129,7 @@ class _Screen:
 
     def totals(self, rows: list[DemoRow], directory: Path) -> None:
         """Print the table over all questions, and what follows from it."""
-        from cacheblend_rag.demo.demo import totals
+        from cacheblend_rag.demo.comparison import totals
 
         found = totals(rows)
         full, reuse, blend = (found[name] for name in ("full recompute", "full KV reuse", "blend"))

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.engines import ModelOptions, open_engine
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.calibrate import Calibration
-    from cacheblend_rag.doctor import Diagnosis
+    from cacheblend_rag.doctor import Calibration
+    from cacheblend_rag.doctor.diagnose import Diagnosis
 
 
 @app.command()
@@ -48,14 +49,14 @@ def doctor(
     """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
     with open_engine(ModelOptions(model, device, dtype, threads)) as engine:
         if calibrate:
-            from cacheblend_rag.calibrate import calibrate_engine, collect_prompts
+            from cacheblend_rag.doctor import calibrate_engine, collect_prompts
 
             with status("Calibrating") as say:
                 say("prompts")
                 found, file = calibrate_engine(engine, collect_prompts(engine, prompts, store, count), output, say)
             print_json({**found.as_json(), "file": str(file)}) if as_json else _print_calibration(found, file)
             return
-        from cacheblend_rag.doctor import diagnose
+        from cacheblend_rag.doctor.diagnose import diagnose
 
         with status("Examining") as say:
             diagnosis = diagnose(engine, store, say)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.vllm import VLLMEngine
-    from cacheblend_rag.pipeline import RagPipeline
+    from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.store import KVStore
 
 
@@ -105,7 +105,7 @@ def open_pipeline(
     With a server the directory holds the index alone; the KV is in the server's store.
     """
     from cacheblend_rag.errors import InputError, StoreError
-    from cacheblend_rag.index import ChunkIndex
+    from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store import open_store
 
     path = options.store_directory(directory)
@@ -123,7 +123,7 @@ def open_pipeline(
     else:
         opened = open_engine(chosen, open_store(path, ram, disk))
     with opened as engine:
-        from cacheblend_rag.pipeline import RagPipeline
+        from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(
             engine, path, k=k, chunk_tokens=chunk_tokens, overlap=overlap, embedding=embedding

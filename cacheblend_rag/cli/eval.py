@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.engines import ModelOptions, open_engine
 from cacheblend_rag.cli.output import print_json, progress, seconds, table
 
@@ -82,7 +83,7 @@ def evaluate_command(
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer a data set by several methods: how well, how soon, how much computed, with 95% intervals."""
-    from cacheblend_rag.engines.base import BlendSettings
+    from cacheblend_rag.blending.settings import BlendSettings
     from cacheblend_rag.evaluation.prepare import Preparation
     from cacheblend_rag.store import MemoryStore
 
@@ -132,7 +133,7 @@ def figures(
     out: Out = Path("report"),
 ) -> None:
     """Make the paper's figures for a model: PNG, SVG and CSV of each, and one HTML page. Goes on where it stopped."""
-    from cacheblend_rag.engines.base import BlendSettings
+    from cacheblend_rag.blending.settings import BlendSettings
     from cacheblend_rag.evaluation.prepare import Preparation
     from cacheblend_rag.store import MemoryStore
 

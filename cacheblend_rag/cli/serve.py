@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import app
 
 # Long names alone: a short -s or -m would swallow letters of vLLM's own short flags.
 _Model = Annotated[
@@ -44,7 +45,7 @@ def serve(
     Any flag of vLLM's server may follow: --port, --api-key, --tensor-parallel-size, --max-model-len...
     """
     from cacheblend_rag.server.arguments import ServeOptions
-    from cacheblend_rag.server.run import serve as run
+    from cacheblend_rag.server.launch import serve as run
 
     ram, disk = (None if text is None else options.nbytes(text) for text in (ram_budget, disk_budget))
     if ratio is not None and not 0 <= ratio <= 1:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli import app, options
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.output import print_json, size, status, table
 
 store = typer.Typer(no_args_is_help=True, help="Look at a store, check it, make room in it. No model is loaded.")
@@ -18,7 +19,7 @@ app.add_typer(store, name="store")
 @store.command()
 def stats(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
     """Show how much the store holds."""
-    from cacheblend_rag.inventory import Inventory
+    from cacheblend_rag.rag.inventory import Inventory
 
     with Inventory(options.store_directory(directory)) as inventory:
         kv, index = inventory.stats()
@@ -36,7 +37,7 @@ def stats(directory: options.Store = None, as_json: options.AsJSON = False) -> N
 @store.command()
 def ls(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
     """List chunks with the size of their KV and when it was last used."""
-    from cacheblend_rag.inventory import Inventory
+    from cacheblend_rag.rag.inventory import Inventory
 
     with Inventory(options.store_directory(directory)) as inventory:
         items = inventory.items()
@@ -57,7 +58,7 @@ def verify(
     as_json: options.AsJSON = False,
 ) -> None:
     """Read every KV entry against its checksums; exit code 3 if one is damaged. What is removed is computed anew."""
-    from cacheblend_rag.inventory import Inventory
+    from cacheblend_rag.rag.inventory import Inventory
 
     with Inventory(options.store_directory(directory)) as inventory, status("Verifying"):
         report = inventory.store.verify(repair=not keep)
@@ -79,7 +80,7 @@ def evict(
     as_json: options.AsJSON = False,
 ) -> None:
     """Remove the least recently used KV until the store is no larger than a size."""
-    from cacheblend_rag.inventory import Inventory
+    from cacheblend_rag.rag.inventory import Inventory
 
     limit = options.nbytes(to)
     with Inventory(options.store_directory(directory)) as inventory:
@@ -97,7 +98,7 @@ def rm(
     directory: options.Store = None,
 ) -> None:
     """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""
-    from cacheblend_rag.inventory import Inventory
+    from cacheblend_rag.rag.inventory import Inventory
 
     with Inventory(options.store_directory(directory)) as inventory:
         for item_id in ids:

@@ -1,1 +1,1 @@
-"""The bundled demo: a small model trained from scratch, a fictional corpus and the generator behind both."""
+"""The bundled demo: a small model, a fictional corpus, and a comparison of all methods on it."""

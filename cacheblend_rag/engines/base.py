@@ -3,189 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Self
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.errors import InputError, PromptTooLongError
-from cacheblend_rag.kv import KVKey, ModelFingerprint, kv_key
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.streaming import iterate_in_thread
+from cacheblend_rag.errors import PromptTooLongError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt
+from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
-
-Mode = Literal["blend", "prefill"]
-Reuse = Literal["chunks", "prefix", "nothing"]
-# What vLLM returns unless it is started with another `max_logprobs`.
-_MOST_LOGPROBS = 20
-# vLLM and OpenAI's API take no more.
-_HOTTEST = 2.0
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to decode.
-
-    Attributes:
-        max_tokens: Most tokens to generate.
-        temperature: 0 is greedy, 2 the highest.
-        top_p: Nucleus mass in (0, 1].
-        seed: Makes sampling repeatable.
-        stop: Strings that end the answer; they are not part of it.
-        json_schema: JSON schema (a mapping, or its JSON text) that the answer must conform to by guided decoding; engines
-            without it (:attr:`BlendEngine.supports_json_schema`) refuse it.
-        logprobs: Return the log-probability of every generated token and of so many likeliest alternatives (0 to 20).
-    """
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    json_schema: Mapping[str, Any] | str | None = None
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if self.max_tokens < 1:
-            raise InputError(f"max_tokens is {self.max_tokens}; give at least 1.")
-        if not 0 <= self.temperature <= _HOTTEST:
-            raise InputError(f"temperature is {self.temperature}; give 0 (greedy) to {_HOTTEST}.")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; give a value in (0, 1].")
-        if any(not s for s in self.stop):
-            raise InputError("A stop string is empty; leave it out.")
-        if self.logprobs is not None and not 0 <= self.logprobs <= _MOST_LOGPROBS:
-            raise InputError(f"logprobs is {self.logprobs}; give 0 to {_MOST_LOGPROBS}.")
-
-
-@dataclass(frozen=True)
-class BlendSettings:
-    """How to treat stored KV in one prompt.
-
-    Attributes:
-        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed.
-            None takes the model profile's.
-        policy: Name of a token-selection policy (:mod:`cacheblend_rag.selection`).
-        check_layers: Layers at which KV deviation is measured, ascending; None takes the model profile's.
-        reuse: ``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only what an ordinary prefix cache could,
-            ``"nothing"`` is the full prefill.
-    """
-
-    ratio: float | None = None
-    policy: str = "hkvd"
-    check_layers: tuple[int, ...] | None = None
-    reuse: Reuse = "chunks"
-
-    def __post_init__(self) -> None:
-        """Refuse a ratio outside [0, 1]."""
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise InputError(f"ratio is {self.ratio}; give a value from 0 (full KV reuse) to 1 (full recompute).")
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of one request.
-
-    ``prompt_tokens = reused_tokens + recomputed_tokens + (text and missing chunks)``; what was not reused was computed:
-    ``computed_tokens = prompt_tokens - reused_tokens``.
-
-    Attributes:
-        prompt_tokens: Tokens in the prompt.
-        reused_tokens: Prompt tokens whose stored KV was used as it is (the exact prefix included).
-        recomputed_tokens: Tokens with stored KV that the selection policy chose to recompute.
-        computed_tokens: Prompt tokens that went through all layers: text, missing chunks and recomputed ones.
-        completion_tokens: Tokens generated.
-    """
-
-    prompt_tokens: int
-    reused_tokens: int
-    recomputed_tokens: int
-    computed_tokens: int
-    completion_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Wall-clock seconds of one request.
-
-    Attributes:
-        load_s: Time the computation waited for stored KV.
-        ttft_s: Time to first token, from the engine's receipt of the prompt.
-        total_s: Time to the last token.
-    """
-
-    load_s: float
-    ttft_s: float
-    total_s: float
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """How likely the model held a generated token, before temperature and nucleus.
-
-    Attributes:
-        token_id: The token.
-        logprob: Its natural-log probability.
-        top: Token ids and log-probabilities of the likeliest tokens, likeliest first; as many as were asked for.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
-    """Return the ``count`` likeliest of token ids with their log-probabilities, likeliest first."""
-    return tuple(sorted(logprobs, key=lambda pair: -pair[1])[:count])
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished answer.
-
-    Attributes:
-        text: The answer.
-        token_ids: Generated token ids, the end-of-sequence token excluded.
-        finish_reason: ``"stop"`` or ``"length"``.
-        mode: ``"blend"`` if stored KV was used anywhere in the prompt, else ``"prefill"``.
-        reason: Why that mode, in words.
-        missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
-        logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
-    mode: Mode
-    reason: str
-    usage: Usage
-    timings: Timings
-    missing: tuple[str, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """A piece of a streamed answer; the last event carries the whole :class:`Generation`.
-
-    Without a tokenizer there is no text, and an event for every token all the same.
-    """
-
-    text: str
-    generation: Generation | None = None
-
-
-@dataclass(frozen=True)
-class PrecomputeReport:
-    """What :meth:`BlendEngine.precompute` did. ``failed`` maps chunk ids to why they are not in the store."""
-
-    computed: int = 0
-    present: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    failed: dict[str, str] = field(default_factory=dict)
+from cacheblend_rag.store.kv import KVKey, ModelFingerprint, kv_key
 
 
 def check_length(prompt_tokens: int, max_tokens: int, context_window: int) -> None:
@@ -278,7 +109,7 @@ class BlendEngine(ABC):
         self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
         """Async twin of :meth:`stream`; a cancelled consumer stops the work at its next token."""
-        async for event in _iterate_in_thread(lambda: self.stream(prompt, sampling, settings)):
+        async for event in iterate_in_thread(lambda: self.stream(prompt, sampling, settings)):
             yield event
 
     def forget(self, chunk_ids: Iterable[str]) -> int:
@@ -323,45 +154,3 @@ class BlendEngine(ABC):
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
-
-
-async def last_generation(events: AsyncIterator[StreamEvent]) -> Generation:
-    """Run a stream to its end and return the whole answer."""
-    last = None
-    async for event in events:
-        last = event.generation
-    assert last is not None
-    return last
-
-
-async def _iterate_in_thread(make: Callable[[], Iterator[StreamEvent]]) -> AsyncIterator[StreamEvent]:
-    loop = asyncio.get_running_loop()
-    # Unbounded and thread-safe: the producer never waits on the event loop, so it cannot deadlock with a gone consumer.
-    events: asyncio.Queue[StreamEvent | BaseException | None] = asyncio.Queue()
-    stop = threading.Event()
-
-    def send(item: StreamEvent | BaseException | None) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(events.put_nowait, item)
-
-    def produce() -> None:
-        try:
-            iterator = make()
-            for event in iterator:
-                send(event)
-                if stop.is_set():
-                    break
-            if isinstance(iterator, Generator):
-                iterator.close()
-            send(None)
-        except BaseException as error:  # handed to the consumer, which re-raises it
-            send(error)
-
-    threading.Thread(target=produce, name="cacheblend-stream", daemon=True).start()
-    try:
-        while (item := await events.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()

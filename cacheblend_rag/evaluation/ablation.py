@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from cacheblend_rag.bench.setup import BenchModel, Workbench
-from cacheblend_rag.calibrate.case import Case, Scored
+from cacheblend_rag.blending.calibration.measurement import Case, Scored
+from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.datasets import demo_samples
 from cacheblend_rag.evaluation.intervals import mean_interval
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.probe import Probe
-from cacheblend_rag.fusor import BlendSchedule
-from cacheblend_rag.prompt import TokenizedPrompt, tokenize
-from cacheblend_rag.selection import Candidates, SelectionPolicy, policy
+from cacheblend_rag.prompts.prompt import TokenizedPrompt, tokenize
 
 RATIOS = (0.02, 0.05, 0.15)
 SINKS = 2

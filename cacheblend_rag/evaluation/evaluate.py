@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from cacheblend_rag.bench.measure import machine
-from cacheblend_rag.engines.base import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
+from cacheblend_rag.evaluation.answers import AnswersFile, Progress, Row, answer_all
 from cacheblend_rag.evaluation.datasets import load_samples
 from cacheblend_rag.evaluation.methods import DEFAULT, make_methods
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.evaluation.run import AnswersFile, Progress, Row, answer_all
 from cacheblend_rag.evaluation.summary import summarize, worst
 
 

@@ -10,12 +10,14 @@ from typing import Any, Final
 
 import torch
 
-from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, MapReduce, MapRerank
-from cacheblend_rag.baselines.chunkwise import ChunkwiseAnswer
-from cacheblend_rag.engines.base import BlendEngine, BlendSettings, SamplingParams
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.baselines import MapReduce, MapRerank
+from cacheblend_rag.evaluation.baselines.chunkwise import ChunkwiseAnswer
 from cacheblend_rag.evaluation.samples import EvalCase
-from cacheblend_rag.selection import policy
 
 NAMES: Final = (
     "full",
@@ -157,7 +159,7 @@ class LangChainMethod(Method):
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
         """See :class:`Method`."""
-        from cacheblend_rag.baselines.langchain import map_reduce, map_rerank
+        from cacheblend_rag.evaluation.baselines.langchain import map_reduce, map_rerank
 
         run = map_reduce if self.name == "langchain_map_reduce" else map_rerank
         done = run(engine, case.sample.question, case.chunks, SamplingParams(case.max_tokens))

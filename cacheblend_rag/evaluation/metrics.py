@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.tokens import encoder_for
+from cacheblend_rag.prompts.tokens import encoder_for
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -8,12 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from cacheblend_rag.chunking import DEFAULT_CHUNK_TOKENS, Chunk, make_chunk, split_text
-from cacheblend_rag.embedding import DEFAULT_EMBEDDING, Embedder
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.evaluation.samples import EvalCase, Sample
-from cacheblend_rag.prompt import header_ids, rag_header, rag_prompt, tokenize
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.prompt import header_ids, rag_header, rag_prompt, tokenize
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_text
+from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
 
 MAX_TOKENS: Final = {"qa": 32, "dialogue": 96, "summary": 256}
 """Most tokens of an answer, by task."""

@@ -6,17 +6,17 @@ from typing import Self
 
 import torch
 
+from cacheblend_rag.blending.fusor import BlendSchedule, fuse
+from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.plan import make_plan
+from cacheblend_rag.blending.policies import SelectionPolicy
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.samples import EvalCase
-from cacheblend_rag.fusor import BlendSchedule, fuse
-from cacheblend_rag.kv import kv_key
-from cacheblend_rag.loader import LayerLoader
-from cacheblend_rag.plan import make_plan
-from cacheblend_rag.prompt import TokenizedPrompt, tokenize
-from cacheblend_rag.selection import SelectionPolicy
+from cacheblend_rag.prompts.prompt import TokenizedPrompt, tokenize
+from cacheblend_rag.store.kv import kv_key
 
 
 class Probe:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.prompt import DEFAULT_INSTRUCTION, BlendPrompt
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, BlendPrompt
 
 Task = Literal["qa", "summary", "dialogue"]
 Packing = Literal["split", "pack", "ready"]

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from cacheblend_rag.evaluation.answers import Row
 from cacheblend_rag.evaluation.intervals import mean_interval, median_interval
-from cacheblend_rag.evaluation.run import Row
 
 _MEANS: Final = {
     "em": "em",

@@ -9,13 +9,13 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled
+from cacheblend_rag.engines.model_files import BUNDLED_MODEL, is_bundled
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.prompt import header_ids, rag_header
+from cacheblend_rag.prompts.prompt import header_ids, rag_header
+from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
+from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.server.middleware import DEFAULT_BODY_LIMIT
-from cacheblend_rag.server.protocol import TOKENIZER_PROBE, ModelInfo
-from cacheblend_rag.templates import PLAIN_TEMPLATE, dated_template
-from cacheblend_rag.tokens import encoder_for
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.arguments import Launch
@@ -124,7 +124,7 @@ def _header(options: ServeOptions, args: Namespace) -> tuple[int, ...] | None:
         return None
     from transformers import AutoTokenizer
 
-    from cacheblend_rag.engines.models import model_directory
+    from cacheblend_rag.engines.model_files import model_directory
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or model_directory(options.model))

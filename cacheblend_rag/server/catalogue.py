@@ -14,12 +14,12 @@ from typing import Literal
 
 import numpy as np
 
-from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.errors import StoreError, StoreMismatchError
-from cacheblend_rag.index import ChunkIndex
-from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.registry import ChunkRegistry
-from cacheblend_rag.tokens import pack_ids
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.tokens import pack_ids
+from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store.kv import ModelFingerprint
 
 FILE_NAME = "registered.sqlite"
 Origin = Literal["registered", "index"]

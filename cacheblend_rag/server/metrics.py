@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import PrecomputeReport
-    from cacheblend_rag.server.protocol import ReuseReport
+    from cacheblend_rag.engines.results import PrecomputeReport
+    from cacheblend_rag.protocol import ReuseReport
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _NUMBERS = re.compile(r"\d+")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cacheblend_rag.chunking import Chunk, chunk_id, make_chunk
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.registry import ChunkRegistry
-from cacheblend_rag.templates import SEPARATOR
-from cacheblend_rag.tokens import encoder_for
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.templates import SEPARATOR
+from cacheblend_rag.prompts.tokens import encoder_for
 
 
 class ChunkNaming:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMValidationError
 
-from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import ChunkSpan, TokenizedPrompt, text_prompt, tokenize
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt, text_prompt, tokenize
+from cacheblend_rag.protocol import BlendOptions, read_options
 from cacheblend_rag.server.naming import ChunkNaming, tokens_match
-from cacheblend_rag.server.protocol import BlendOptions, read_options
 from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, with_ticket
 
 if TYPE_CHECKING:

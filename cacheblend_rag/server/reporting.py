@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from cacheblend_rag.server.protocol import ReuseReport
+from cacheblend_rag.protocol import ReuseReport
 from cacheblend_rag.server.ticket import REQUEST_FIELD
 
 

@@ -10,25 +10,17 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
-from cacheblend_rag.chunking import Chunk, make_chunk
 from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
-from cacheblend_rag.kv import KVKey
-from cacheblend_rag.server.middleware import error_response
-from cacheblend_rag.server.naming import tokens_match
-from cacheblend_rag.server.protocol import (
-    ChunkBody,
+from cacheblend_rag.protocol import (
     DeleteQuery,
     ModelInfo,
     PageQuery,
-    PrecomputeBody,
-    first_problem,
     read_query,
 )
-from cacheblend_rag.server.stored import StoredChunks
-from cacheblend_rag.store import EntryInfo
+from cacheblend_rag.server.chunks import ConflictError, ServedChunks
+from cacheblend_rag.server.middleware import error_response
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.client import BlendClient
@@ -38,14 +30,10 @@ if TYPE_CHECKING:
 _Route = Callable[..., Awaitable[Response]]
 
 
-class ConflictError(InputError):
-    """A chunk that cannot be changed that way."""
-
-
 def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
     """Return the routes."""
     router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
-    chunks = _Chunks(client, catalogue)
+    chunks = ServedChunks(client, catalogue)
 
     @router.post("")
     @_explained
@@ -103,9 +91,9 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
     async def inspect(chunk_id: str) -> Response:
         """Return one chunk with its text, tokens and metadata."""
         chunk = await asyncio.to_thread(chunks.known, chunk_id)
-        entries = await asyncio.to_thread(chunks.stored.listing)
+        described = await asyncio.to_thread(chunks.describe, chunk)
         detail = {"text": chunk.text, "token_ids": list(chunk.token_ids), "metadata": dict(chunk.metadata)}
-        return JSONResponse({**chunks.describe(chunk, entries), **json.loads(json.dumps(detail, default=str))})
+        return JSONResponse({**described, **json.loads(json.dumps(detail, default=str))})
 
     @router.delete("/{chunk_id}")
     @_explained
@@ -130,106 +118,6 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
         )
 
     return router
-
-
-class _Chunks:
-    """What the routes do, without HTTP. Blocking; called off the event loop."""
-
-    def __init__(self, client: BlendClient, catalogue: ChunkCatalogue):
-        self._client, self._catalogue, self.stored = client, catalogue, StoredChunks(client)
-
-    def read(self, body: bytes) -> list[Chunk]:
-        """Make chunks of a request's body.
-
-        Raises:
-            InputError: It is malformed, or holds what cannot be a chunk.
-        """
-        try:
-            parsed = PrecomputeBody.model_validate_json(body)
-        except ValidationError as error:
-            raise InputError(first_problem(error)) from None
-        if bool(parsed.texts) == bool(parsed.chunks):
-            raise InputError(
-                'Give {"texts": ["...", ...]}, or {"chunks": [{"text": "..."}, ...]}; one of them, not empty.'
-            )
-        self._catalogue.refresh()
-        # Not validated: an empty text is refused below, with its number.
-        bodies = parsed.chunks or tuple(ChunkBody.model_construct(text=text) for text in parsed.texts)
-        found: list[Chunk] = []
-        for number, piece in enumerate(bodies):
-            try:
-                found.append(self._chunk(piece))
-            except ConflictError:
-                raise
-            except InputError as error:
-                raise InputError(f"{'chunks' if parsed.chunks else 'texts'}.{number}: {error}") from error
-        return found
-
-    def _chunk(self, body: ChunkBody) -> Chunk:
-        chunk = make_chunk(body.text, self._client.tokenizer, body.metadata)
-        if body.token_ids is not None and not tokens_match(self._client.tokenizer, body.text, body.token_ids):
-            raise InputError(
-                "token_ids are not those of this text in the server's tokenizer; cut chunks with that tokenizer, or leave "
-                "token_ids out."
-            )
-        room = self._client.context_window - len(self._client.header_ids) - 1
-        if len(chunk.token_ids) > room:
-            raise InputError(
-                f"it has {len(chunk.token_ids)} tokens; the context window leaves room for {room}. Split it."
-            )
-        if body.id is None or body.id == chunk.id:
-            return chunk
-        known = self._client.registry.get(body.id)
-        if known is not None and known.text != chunk.text:
-            raise ConflictError(
-                f"The id {body.id!r} belongs to another text. Delete that chunk first, or use another id."
-            )
-        return Chunk(body.id, chunk.text, chunk.token_ids, chunk.metadata)
-
-    def known(self, chunk_id: str) -> Chunk:
-        self._catalogue.refresh()
-        chunk = self._client.registry.get(chunk_id)
-        if chunk is None:
-            raise UnknownChunkError(f"No chunk has the id {chunk_id!r}.")
-        return chunk
-
-    def page(self, limit: int, after: str | None) -> tuple[list[dict[str, Any]], bool]:
-        self._catalogue.refresh()
-        ordered = sorted(self._client.registry, key=lambda chunk: chunk.id)
-        rest = [chunk for chunk in ordered if after is None or chunk.id > after]
-        entries = self.stored.listing()
-        return [self.describe(chunk, entries) for chunk in rest[:limit]], len(rest) > limit
-
-    def describe(self, chunk: Chunk, listing: dict[KVKey, EntryInfo]) -> dict[str, Any]:
-        found = self.stored.found(chunk, listing)
-        return {
-            "id": chunk.id,
-            "object": "chunk",
-            "tokens": len(chunk.token_ids),
-            "origin": self._catalogue.origin(chunk.id) or "prompt",
-            "source": str(chunk.metadata.get("source", "")),
-            "stored": self.stored.contains(chunk),
-            "bytes": sum(entry.nbytes for entry in found) if found else None,
-            "last_used": max(entry.last_used for entry in found) if found else None,
-        }
-
-    def delete(self, wanted: list[Chunk]) -> None:
-        kept = [chunk for chunk in wanted if self._catalogue.origin(chunk.id) == "index"]
-        if kept:
-            raise ConflictError(
-                f"The chunk {kept[0].id} is part of the index in the server's store; change that with `cacheblend index`. "
-                "Its KV alone is dropped by `cacheblend store rm`."
-            )
-        self._catalogue.remove([chunk.id for chunk in wanted])
-        for chunk in wanted:
-            self.stored.drop(chunk)
-
-    def delete_named(self, names: list[str], everything: bool) -> list[str]:
-        self._catalogue.refresh(force=True)
-        named = list(self._client.registry) if everything else map(self._client.registry.get, names)
-        wanted = [chunk for chunk in named if chunk is not None and self._catalogue.origin(chunk.id) != "index"]
-        self.delete(wanted)
-        return [chunk.id for chunk in wanted]
 
 
 def _explained(route: _Route) -> _Route:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from cacheblend_rag.server.protocol import ReuseReport
+from cacheblend_rag.protocol import ReuseReport
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput

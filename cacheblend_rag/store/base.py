@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
-from cacheblend_rag.kv import ChunkKV, KVKey, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class VerifyReport:
 
 
 class KVStore(ABC):
-    """One canonical, immutable copy of KV per key (design: KVStore).
+    """One canonical, immutable copy of KV per key.
 
     All methods may be called from several threads. ``put`` is atomic: a reader sees a whole entry or none. A damaged or
     missing entry is a miss, never a wrong answer.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, TypedDict
 
-from cacheblend_rag.kv import KVKey
+from cacheblend_rag.store.kv import KVKey
 
 Event = Literal["hits", "misses", "puts", "evictions", "damaged"]
 

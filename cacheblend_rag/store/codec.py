@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.store.kv import LayerKV
 
 
 class Codec(Protocol):

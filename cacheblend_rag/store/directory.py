@@ -15,7 +15,7 @@ from typing import NamedTuple
 from filelock import FileLock
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.kv import KVKey
+from cacheblend_rag.store.kv import KVKey
 
 LOCK_TIMEOUT_S = 60.0
 _KEY = re.compile(r"[0-9a-f]{8,128}")  # nothing else becomes a file name, whatever a user types after `store rm`

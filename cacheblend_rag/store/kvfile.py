@@ -19,8 +19,8 @@ import xxhash
 from safetensors.torch import save_file
 
 from cacheblend_rag.errors import DamagedKVError, InputError
-from cacheblend_rag.kv import KVKey, LayerKV, StoredKV
 from cacheblend_rag.store.codec import Codec, get_codec
+from cacheblend_rag.store.kv import KVKey, LayerKV, StoredKV
 
 FORMAT = "cacheblend-kv/1"
 """Written into every file; a change of the layout needs a new number."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.bookkeeping import Events, Pins
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 
 
 @dataclass

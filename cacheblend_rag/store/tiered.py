@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
-from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV, StoredKV
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.bookkeeping import Events
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 
 _log = logging.getLogger(__name__)
 

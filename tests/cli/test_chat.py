@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
-from cacheblend_rag.engines.base import BlendSettings, Generation, SamplingParams, Timings, Usage
-from cacheblend_rag.pipeline import RagAnswer, RagEvent, Source
+from cacheblend_rag.engines.results import Generation, Timings, Usage
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.rag.pipeline import RagAnswer, RagEvent, Source
 
 SOURCES = (
     Source("c2", "/docs/ships.txt", 3, 0.5, "Her cargo is grain."),

@@ -10,8 +10,8 @@ import pytest
 
 from cacheblend_rag.demo import bundle
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_corpus, bundled_questions
-from cacheblend_rag.demo.demo import METHODS
-from cacheblend_rag.engines import models
+from cacheblend_rag.demo.comparison import METHODS
+from cacheblend_rag.engines import model_files
 from tests.cli.conftest import as_json
 
 QUESTIONS = [
@@ -30,12 +30,16 @@ def small_demo(monkeypatch, model_dir, documents):
             q if a is None else DemoQuestion(q.question, a, q.kind, q.source)
             for q, a in zip(QUESTIONS, answers or [None] * 3, strict=True)
         ]
-        for module in ("cacheblend_rag.demo.bundle", "cacheblend_rag.demo.demo", "cacheblend_rag.calibrate.prompts"):
+        for module in (
+            "cacheblend_rag.demo.bundle",
+            "cacheblend_rag.demo.comparison",
+            "cacheblend_rag.doctor.calibration_prompts",
+        ):
             monkeypatch.setattr(f"{module}.bundled_questions", lambda: list(rows))
 
-    monkeypatch.setattr(models, "bundled_model_directory", lambda: Path(model_dir))
+    monkeypatch.setattr(model_files, "bundled_model_directory", lambda: Path(model_dir))
     monkeypatch.setattr(bundle, "bundled_corpus", lambda: documents)
-    monkeypatch.setattr("cacheblend_rag.calibrate.prompts.bundled_corpus", lambda: documents)
+    monkeypatch.setattr("cacheblend_rag.doctor.calibration_prompts.bundled_corpus", lambda: documents)
     questions()
     return questions
 

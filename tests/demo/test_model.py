@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag.demo.training.evaluate import METHODS, QUICK, evaluate, fingerprint, table
-from cacheblend_rag.demo.training.export import load_exported
-from cacheblend_rag.demo.training.skeletons import NATIVE
-from cacheblend_rag.demo.training.train import MODEL_FOLDER
-from cacheblend_rag.demo.world import sample_context
+from cacheblend_rag.evaluation.datasets.fiction.world import sample_context
+from training.evaluate import METHODS, QUICK, evaluate, fingerprint, table
+from training.export import load_exported
+from training.skeletons import NATIVE
+from training.train import MODEL_FOLDER
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.chunking import Chunk, make_chunk
-from cacheblend_rag.engines.base import BlendEngine, BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
-from cacheblend_rag.prompt import BlendPrompt, ChunkRef, rag_prompt
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, rag_prompt
 from cacheblend_rag.store import open_store
 
 TEXTS = [

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cacheblend_rag.prompt import header_ids, rag_header
-from cacheblend_rag.server.protocol import TOKENIZER_PROBE, ModelInfo, ReuseReport
-from cacheblend_rag.tokens import encoder_for
+from cacheblend_rag.prompts.prompt import header_ids, rag_header
+from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo, ReuseReport
 from tests.conftest import tokenizer_named
 
 Handler = Callable[[Request], Any]

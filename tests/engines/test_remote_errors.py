@@ -12,12 +12,13 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; make setup inst
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from cacheblend_rag.chunking import make_chunk
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.remote import RemoteEngine
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, ModelError, PromptTooLongError, ServerError, UnknownChunkError
-from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.prompt import BlendPrompt, ChunkRef
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
+from cacheblend_rag.store.kv import ModelFingerprint
 from tests.conftest import tokenizer_named
 from tests.engines.fake_server import FakeServer, piece, stream, unused_port, usage
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from cacheblend_rag.chunking import make_chunk
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.prompt import rag_prompt
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.prompt import rag_prompt
+from tests.blending.families import _BASE, make_model
 from tests.conftest import tokenizer_named
-from tests.core.families import _BASE, make_model
 from tests.engines.contract import TEXTS, EngineContract
 
 _CONFIG = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}

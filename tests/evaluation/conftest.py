@@ -8,8 +8,8 @@ import pytest
 from transformers import LlamaConfig
 
 from cacheblend_rag.engines.transformers import TransformersEngine
+from tests.blending.families import make_model
 from tests.conftest import byte_level
-from tests.core.families import make_model
 
 
 @pytest.fixture(scope="package")

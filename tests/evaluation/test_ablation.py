@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend_rag.evaluation import ablation
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.prompt import tokenize
+from cacheblend_rag.prompts.prompt import tokenize
 from tests.evaluation.test_run import SAMPLES
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.datasets import demo_samples, find_file, load_samples, read_samples
-from cacheblend_rag.evaluation.datasets.synthetic import KINDS
+from cacheblend_rag.evaluation.datasets.fiction.samples import KINDS
 from tests.conftest import tokenizer_named
 
 MUSIQUE = {

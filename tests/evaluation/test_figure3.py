@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.baselines import FULL_RECOMPUTE, FULL_REUSE
-from cacheblend_rag.chunking import make_chunk
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.prompt import rag_prompt
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.prompt import rag_prompt
 
 # Whose pet the second chunk speaks of, only the first one says.
 FIRST = (

@@ -12,15 +12,15 @@ import torch
 
 from cacheblend_rag.bench.sweeps import queue_ttft, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
 from cacheblend_rag.bench.throttled import ThrottledStore
+from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.policies import POLICIES, policy
+from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.evaluate import EvalSettings
 from cacheblend_rag.evaluation.figures import FIGURES, Context, make_figures, parse_numbers
 from cacheblend_rag.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.probe import Probe, attention_deviation
-from cacheblend_rag.fusor import BlendSchedule
-from cacheblend_rag.selection import POLICIES, policy
-from cacheblend_rag.selection.base import Candidates
 from tests.evaluation.test_run import SAMPLES
 
 SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens=2))

@@ -7,19 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.chunking import make_chunk
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.fusor import BlendSchedule, fuse
+from cacheblend_rag.blending.plan import make_plan
+from cacheblend_rag.blending.policies import POLICIES, policy
+from cacheblend_rag.blending.policies.base import Candidates
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.probe import Probe
-from cacheblend_rag.fusor import BlendSchedule, fuse
-from cacheblend_rag.plan import make_plan
-from cacheblend_rag.prompt import rag_prompt
-from cacheblend_rag.selection import POLICIES, policy
-from cacheblend_rag.selection.base import Candidates
-from tests.core.families import BLENDED, make_model
-from tests.core.prompts import Scene, engine_for
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.prompt import rag_prompt
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
 from tests.evaluation.test_run import SAMPLES, TEXTS
 
 
@@ -67,8 +68,8 @@ def test_a_blend_by_attention_recomputes_exactly_the_tokens_it_chose(engine):
     set_header(engine, SAMPLES)
     chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
     engine.precompute(chunks)
-    from cacheblend_rag.kv import kv_key
-    from cacheblend_rag.prompt import tokenize
+    from cacheblend_rag.prompts.prompt import tokenize
+    from cacheblend_rag.store.kv import kv_key
 
     tokens = tokenize(rag_prompt(engine.tokenizer, chunks, "What is on board?"), engine.tokenizer, engine.registry)
 

@@ -6,16 +6,17 @@ import json
 
 import pytest
 
-from cacheblend_rag.baselines import MapReduce, MapRerank
-from cacheblend_rag.chunking import make_chunk
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
+from cacheblend_rag.evaluation.answers import AnswersFile, answer_all
+from cacheblend_rag.evaluation.baselines import MapReduce, MapRerank
 from cacheblend_rag.evaluation.evaluate import EvalSettings, evaluate
 from cacheblend_rag.evaluation.methods import make_methods
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.evaluation.run import AnswersFile, answer_all
 from cacheblend_rag.evaluation.samples import Sample
 from cacheblend_rag.evaluation.summary import summarize, worst
+from cacheblend_rag.prompts.chunk import make_chunk
 
 TEXTS = (
     "The Proud Gull was launched in 1889. Her cargo is grain.",

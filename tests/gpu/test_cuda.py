@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag.engines.base import BlendSettings, SamplingParams
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.store import open_store
-from tests.core import reference
-from tests.core.families import BLENDED, make_model
-from tests.core.prompts import Scene
-from tests.core.test_parity import blended_logits
+from tests.blending import reference
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene
+from tests.blending.test_parity import blended_logits
 
 pytestmark = [
     pytest.mark.gpu,

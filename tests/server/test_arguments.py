@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
-from cacheblend_rag.engines.models import bundled_model_directory
+from cacheblend_rag.engines.model_files import bundled_model_directory
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.prompt import header_ids, rag_header
+from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.server.arguments import ServeOptions, api_keys, parse
 
 
@@ -86,10 +86,10 @@ def test_the_command_line_hands_on_unknown_flags_and_keeps_its_own(
     from typer.testing import CliRunner
 
     from cacheblend_rag.cli import app
-    from cacheblend_rag.server import run
+    from cacheblend_rag.server import launch
 
     seen: list[Any] = []
-    monkeypatch.setattr(run, "serve", lambda options, flags: seen.append((options, list(flags))))
+    monkeypatch.setattr(launch, "serve", lambda options, flags: seen.append((options, list(flags))))
     own = ["serve", "--store", str(tmp_path), "--ratio", "0.2", "--ram-budget", "1GiB", "--max-request-size", "1MiB"]
     others = ["--port", "9", "-tp", "2", "-asc", "1", "--api-key", "a", "b"]
     result = CliRunner().invoke(app, own + others)
@@ -110,14 +110,14 @@ def test_the_flags_of_the_kubernetes_example_are_understood(tmp_path: Path, monk
     from typer.testing import CliRunner
 
     from cacheblend_rag.cli import app
-    from cacheblend_rag.server import run
+    from cacheblend_rag.server import launch
 
     file = Path(__file__).parents[2] / "examples" / "kubernetes" / "cacheblend.yaml"
     objects = {part["kind"]: part for part in yaml.safe_load_all(file.read_text())}
     pod = objects["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     seen: list[Any] = []
-    monkeypatch.setattr(run, "serve", lambda options, flags: seen.append((options, list(flags))))
+    monkeypatch.setattr(launch, "serve", lambda options, flags: seen.append((options, list(flags))))
     result = CliRunner().invoke(app, [*container["command"][1:], *container["args"]])
     assert result.exit_code == 0, result.output
     ((options, flags),) = seen

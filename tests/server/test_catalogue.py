@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.chunking import Chunk, make_chunk
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.index import ChunkIndex, IndexManifest
-from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.registry import ChunkRegistry
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.retrieval.index import ChunkIndex, IndexManifest
 from cacheblend_rag.server.catalogue import FILE_NAME, ChunkCatalogue
+from cacheblend_rag.store.kv import ModelFingerprint
 from tests.conftest import tokenizer_named
 
 MODEL = ModelFingerprint("a" * 32, "one")

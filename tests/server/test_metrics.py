@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from cacheblend_rag.engines.base import PrecomputeReport
+from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.protocol import ReuseReport
 from cacheblend_rag.server.metrics import ReuseMetrics, reason_label
-from cacheblend_rag.server.protocol import ReuseReport
 
 
 def test_finished_prompts_are_counted_by_mode_and_reason() -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.chunking import Chunk, chunk_id, make_chunk
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.registry import ChunkRegistry
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
+from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.server.naming import ChunkNaming, tokens_match
 from tests.conftest import tokenizer_named
 

@@ -15,12 +15,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from cacheblend_rag.engines.base import Usage
+from cacheblend_rag.engines.results import Usage
 from cacheblend_rag.engines.vllm.client import Outcome
-from cacheblend_rag.kv import ModelFingerprint
 from cacheblend_rag.server.metrics import ReuseMetrics
-from cacheblend_rag.server.served import ServedEngine
+from cacheblend_rag.server.served_engine import ServedEngine
 from cacheblend_rag.server.ticket import Ticket, with_ticket
+from cacheblend_rag.store.kv import ModelFingerprint
 
 ATTACK = {"kv_transfer_params": {"cacheblend": {"save": 0}}, "session_id": "s"}
 

@@ -81,7 +81,7 @@ class TestChat:
         assert reuse(by_block)["reused_tokens"] == reuse(want)["reused_tokens"]
 
     def test_a_block_with_the_hash_of_its_own_text_is_a_chunk_that_is_stored_after_the_answer(self, server) -> None:
-        from cacheblend_rag.chunking import chunk_id
+        from cacheblend_rag.prompts.chunk import chunk_id
 
         text = TEXTS[0]
         content = [{"type": "text", "text": text, "id": chunk_id(text)}, {"type": "text", "text": "Who?"}]

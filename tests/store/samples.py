@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 
 
 def key_of(number: int) -> KVKey:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 Open = Callable[[int | None], KVStore]

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from safetensors import safe_open
 
 from cacheblend_rag.errors import DamagedKVError, InputError
-from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import DiskStore, TieredStore
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.memory import MemoryStore
 from tests.store.samples import key_of, kv_of, memory_directory, same
 

@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cacheblend_rag.kv import ChunkKV, StoredKV
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
+from cacheblend_rag.store.kv import ChunkKV, StoredKV
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 VIEWS = st.integers(0, 1)

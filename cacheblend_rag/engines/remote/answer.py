@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cacheblend_rag.engines.base import Generation, StreamEvent, Timings, TokenLogprob, Usage, likeliest
+from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, TokenLogprob, Usage, likeliest
 from cacheblend_rag.errors import ServerError
-from cacheblend_rag.server.protocol import ReuseReport
+from cacheblend_rag.protocol import ReuseReport
 
 
 class Answer:

@@ -12,26 +12,23 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import (
-    BlendEngine,
-    BlendSettings,
-    Generation,
-    PrecomputeReport,
-    SamplingParams,
-    StreamEvent,
-    last_generation,
-)
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.remote.answer import Answer
 from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
 from cacheblend_rag.engines.remote.tokenizers import checked, load_tokenizer
 from cacheblend_rag.engines.remote.wire import Wire, with_version
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.streaming import last_generation
 from cacheblend_rag.errors import PromptTooLongError, ServerError
-from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.prompt import BlendPrompt, ChunkRef, ChunkRegistry, TokenizedPrompt, tokenize
-from cacheblend_rag.selection import policy
-from cacheblend_rag.server.protocol import ModelInfo
-from cacheblend_rag.tokens import pack_ids
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.tokens import pack_ids
+from cacheblend_rag.protocol import ModelInfo
+from cacheblend_rag.store.kv import ModelFingerprint
 
 _DELETE_BATCH = 100
 

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import BlendSettings, PrecomputeReport, SamplingParams
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 _BATCH_CHUNKS, _BATCH_BYTES = 64, 4 << 20
 

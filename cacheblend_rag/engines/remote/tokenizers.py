@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cacheblend_rag.engines.models import is_bundled, model_directory
+from cacheblend_rag.engines.model_files import is_bundled, model_directory
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.server.protocol import TOKENIZER_PROBE, ModelInfo
-from cacheblend_rag.tokens import encoder_for
+from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 
 
 def load_tokenizer(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.store.kv import LayerKV
 
 
 class StopForward(Exception):  # noqa: N818  (a signal, not an error)

@@ -8,7 +8,8 @@ import torch
 from tokenizers.decoders import DecodeStream
 from transformers import TopPLogitsWarper
 
-from cacheblend_rag.engines.base import SamplingParams, TokenLogprob
+from cacheblend_rag.engines.results import TokenLogprob
+from cacheblend_rag.engines.sampling import SamplingParams
 
 
 class Sampler:

@@ -11,21 +11,18 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import (
-    BlendEngine,
-    BlendSettings,
-    Generation,
-    Mode,
-    PrecomputeReport,
-    SamplingParams,
-    StreamEvent,
-    Timings,
-    TokenLogprob,
-    Usage,
-    check_length,
-)
-from cacheblend_rag.engines.support import why_not_blendable
+from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.gate import GateReport, run_gate
+from cacheblend_rag.blending.loader import DamagedSpanError
+from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.profile import ModelProfile, load_profile
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine, check_length
+from cacheblend_rag.engines.blendable import why_not_blendable
+from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, StreamEvent, Timings, TokenLogprob, Usage
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream, token_logprob
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
@@ -33,16 +30,11 @@ from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
 from cacheblend_rag.errors import CacheBlendError, InputError
-from cacheblend_rag.fusor import fuse
-from cacheblend_rag.gate import GateReport, run_gate
-from cacheblend_rag.kv import KVKey, StoredKV, kv_key
-from cacheblend_rag.loader import DamagedSpanError
-from cacheblend_rag.plan import BlendPlan, make_plan
-from cacheblend_rag.profile import ModelProfile, load_profile
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, TokenizedPrompt, chosen_header_ids, tokenize
-from cacheblend_rag.rope import Rope
-from cacheblend_rag.selection import policy
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, chosen_header_ids, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.kv import KVKey, StoredKV, kv_key
 
 
 class TransformersEngine(BlendEngine):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend_rag.engines import models
+from cacheblend_rag.engines import model_files
 from cacheblend_rag.engines.transformers import attention
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.store.kv import ModelFingerprint
 
 # Shapes of published models, for measuring without their weights.
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -59,9 +59,9 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
         fingerprint = ModelFingerprint.from_module(model, model.config.to_dict(), model.dtype, name)
         return LoadedModel(usable_attention(model), tokenizer, fingerprint, None)
-    name = models.BUNDLED_MODEL if models.is_bundled(model) else str(model)
+    name = model_files.BUNDLED_MODEL if model_files.is_bundled(model) else str(model)
     try:
-        directory = models.model_directory(model)
+        directory = model_files.model_directory(model)
         config = AutoConfig.from_pretrained(directory)
         # A CPU without bf16 units is slower and less exact in bf16 than in fp32.
         dtype = dtype or (torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16)

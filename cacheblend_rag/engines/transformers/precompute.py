@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import PrecomputeReport
+from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.target import ModelRunner
-from cacheblend_rag.kv import ChunkKV, KVKey, ModelFingerprint, kv_key
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore
+from cacheblend_rag.store.kv import ChunkKV, KVKey, ModelFingerprint, kv_key
 
 # Tokens per forward: enough rows to keep the device busy, few enough not to double the memory a prompt takes.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}

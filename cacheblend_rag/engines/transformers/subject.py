@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
+from cacheblend_rag.blending.fusor import BlendTarget
+from cacheblend_rag.blending.rope import Rope, detect_rope
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
-from cacheblend_rag.fusor import BlendTarget
-from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.rope import Rope, detect_rope
+from cacheblend_rag.store.kv import ChunkKV
 
 _PROBE_TOKENS, _PROBE_OFFSET = 16, 29
 
 
 class TransformersSubject:
-    """See :class:`~cacheblend_rag.gate.GateSubject`."""
+    """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
 
     def __init__(self, runner: ModelRunner):
         """Wrap a runner."""
@@ -32,22 +32,22 @@ class TransformersSubject:
         return detect_rope(self._runner.rope_tables(), keys[0], keys[1], source, source + _PROBE_OFFSET)
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
-        """See :class:`~cacheblend_rag.gate.GateSubject`."""
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         cache = self._runner.new_cache(len(token_ids))
         logits = self._runner.append(torch.tensor([token_ids], device=self._runner.device), cache, offset)[0]
         return logits, ChunkKV([cache.read(i, 0, 0, len(token_ids)) for i in range(self.num_layers)], offset)
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
-        """See :class:`~cacheblend_rag.gate.GateSubject`."""
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         return TransformersTarget(self._runner, rope, token_ids)
 
     def logits(self, target: BlendTarget) -> torch.Tensor:
-        """See :class:`~cacheblend_rag.gate.GateSubject`."""
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         assert isinstance(target, TransformersTarget)
         assert target.logits is not None
         return target.logits
 
     def decode(self, target: BlendTarget, token: int) -> torch.Tensor:
-        """See :class:`~cacheblend_rag.gate.GateSubject`."""
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         assert isinstance(target, TransformersTarget)
         return self._runner.append(torch.tensor([[token]], device=self._runner.device), target.cache)[0]

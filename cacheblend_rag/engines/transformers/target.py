@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blending.rope import CosSin, Rope
 from cacheblend_rag.engines.transformers.attention import scattered, watched
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, StopForward
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.rope import CosSin, Rope
+from cacheblend_rag.store.kv import LayerKV
 
 # Slots kept free behind the prompt, so that most answers never move the cache.
 _DECODE_ROOM = 256
@@ -141,7 +141,7 @@ class ModelRunner:
 
 
 class TransformersTarget:
-    """One prompt being blended on a :class:`ModelRunner`; a :class:`~cacheblend_rag.fusor.BlendTarget`.
+    """One prompt being blended on a :class:`ModelRunner`; a :class:`~cacheblend_rag.blending.fusor.BlendTarget`.
 
     Attributes:
         logits: Logits ``[vocab]`` of the prompt's last token, after the sparse pass.
@@ -157,13 +157,13 @@ class TransformersTarget:
         self.logits: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
-        """See :class:`~cacheblend_rag.fusor.BlendTarget`."""
+        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
         self.cache.write(layer, kv, positions)
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
-        """See :class:`~cacheblend_rag.fusor.BlendTarget`."""
+        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
         result = self._runner.scatter(self._ids[positions], positions, self.cache, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
@@ -172,7 +172,7 @@ class TransformersTarget:
         return None
 
     def attention(self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int) -> torch.Tensor:
-        """See :class:`~cacheblend_rag.fusor.AttentiveTarget`.
+        """See :class:`~cacheblend_rag.blending.fusor.AttentiveTarget`.
 
         Raises:
             InputError: The model runs eager attention of its own, which cannot be watched.

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engines import models
+from cacheblend_rag.engines import model_files
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.prompt import chosen_header_ids
+from cacheblend_rag.prompts.prompt import chosen_header_ids
+from cacheblend_rag.store.kv import ModelFingerprint
 
 # What makes a blend impossible or wrong if a user overrides it.
 _OURS = {"kv_transfer_config", "worker_cls", "worker-cls"}
@@ -70,9 +70,9 @@ def prepare(
     """
     if taken := _OURS & vllm_arguments.keys():
         raise InputError(f"{', '.join(sorted(taken))} is set by cacheblend-rag itself; leave it out.")
-    name = models.BUNDLED_MODEL if models.is_bundled(model) else str(model)
+    name = model_files.BUNDLED_MODEL if model_files.is_bundled(model) else str(model)
     try:
-        directory = models.model_directory(model)
+        directory = model_files.model_directory(model)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load the model {name!r}: {error}") from error

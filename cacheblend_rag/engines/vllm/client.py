@@ -16,27 +16,28 @@ import xxhash
 from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import (
-    BlendSettings,
+from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.profile import ModelProfile, load_profile
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import check_length
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.results import (
     Generation,
     Mode,
     PrecomputeReport,
-    SamplingParams,
     StreamEvent,
     Timings,
     TokenLogprob,
     Usage,
-    check_length,
     likeliest,
 )
-from cacheblend_rag.engines.vllm.entries import Entries
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.messages import PARAMS
 from cacheblend_rag.errors import CacheBlendError, InputError
-from cacheblend_rag.gate import GateReport
-from cacheblend_rag.profile import ModelProfile, load_profile
-from cacheblend_rag.prompt import ChunkRegistry, TokenizedPrompt
-from cacheblend_rag.selection import policy
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
 
 if TYPE_CHECKING:

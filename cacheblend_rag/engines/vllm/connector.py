@@ -11,12 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from cacheblend_rag.engines.vllm.blending import WorkerSide
-from cacheblend_rag.engines.vllm.entries import Entries
+from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
-from cacheblend_rag.engines.vllm.scheduler import SchedulerSide
-from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
+from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.store import DiskStore, KVStore, open_store
+from cacheblend_rag.store.kv import ModelFingerprint
 
 if TYPE_CHECKING:
     import torch

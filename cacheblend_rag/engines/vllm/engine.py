@@ -15,25 +15,22 @@ import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import (
-    BlendEngine,
-    BlendSettings,
-    Generation,
-    PrecomputeReport,
-    SamplingParams,
-    StreamEvent,
-    last_generation,
-)
+from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.streaming import last_generation
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.versions import set_environment
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.gate import GateReport
-from cacheblend_rag.kv import KVKey
-from cacheblend_rag.profile import ModelProfile
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, TokenizedPrompt, tokenize
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.kv import KVKey
 
 T = TypeVar("T")
 

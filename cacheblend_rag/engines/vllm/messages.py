@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import BlendSettings, Reuse
+from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import BlendSettings, Reuse
 from cacheblend_rag.errors import CacheBlendError, InputError
-from cacheblend_rag.fusor import BlendSchedule
-from cacheblend_rag.prompt import ChunkSpan, TokenizedPrompt
-from cacheblend_rag.selection import policy
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 
 PARAMS = "cacheblend"
 """Our key in a request's ``kv_transfer_params``, on the way in and out."""

@@ -12,8 +12,8 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.rope import CosSin
+from cacheblend_rag.blending.rope import CosSin
+from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

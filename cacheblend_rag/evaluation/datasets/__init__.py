@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.datasets.fiction.samples import DEFAULT_KINDS, KINDS, demo_samples
 from cacheblend_rag.evaluation.datasets.files import ENVIRONMENT, NAMED, find_file, read_rows
 from cacheblend_rag.evaluation.datasets.formats import dialogue_example, dialogue_request, sample_of
-from cacheblend_rag.evaluation.datasets.synthetic import DEFAULT_KINDS, KINDS, demo_samples
 from cacheblend_rag.evaluation.samples import Sample
 
 __all__ = [

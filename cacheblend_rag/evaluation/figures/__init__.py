@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from cacheblend_rag.evaluation.figures.base import Context, Figure
-from cacheblend_rag.evaluation.figures.run import FIGURES, make_figures, parse_numbers
+from cacheblend_rag.evaluation.figures.make import FIGURES, make_figures, parse_numbers
 
 __all__ = ["FIGURES", "Context", "Figure", "make_figures", "parse_numbers"]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say, blend_ratio
 from cacheblend_rag.evaluation.plotting import figure, style
 from cacheblend_rag.evaluation.probe import attention_deviation
-from cacheblend_rag.fusor import BlendSchedule
-from cacheblend_rag.selection import policy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

@@ -11,11 +11,14 @@ from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import BlendEngine, BlendSettings, Generation, Reuse, SamplingParams
+from cacheblend_rag.blending.settings import BlendSettings, Reuse
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
-from cacheblend_rag.prompt import BlendPrompt, tokenize
-from cacheblend_rag.tokens import encoder_for
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
+from cacheblend_rag.prompts.tokens import encoder_for
 from langchain_cacheblend.uses import uses_of
 
 DEFAULT_MAX_TOKENS = 512

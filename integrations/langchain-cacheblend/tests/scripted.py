@@ -9,19 +9,14 @@ from typing import Any, ClassVar
 
 from transformers import AutoTokenizer
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import (
-    BlendEngine,
-    BlendSettings,
-    Generation,
-    PrecomputeReport,
-    SamplingParams,
-    StreamEvent,
-    Timings,
-    Usage,
-)
-from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, text_prompt, tokenize
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, text_prompt, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.store.kv import ModelFingerprint
 
 from plain import BUNDLED
 

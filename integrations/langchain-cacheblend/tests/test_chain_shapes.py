@@ -1,4 +1,4 @@
-"""Chains as people build them, on the bundled model (issue 4, point 4).
+"""Chains as people build them, on the bundled model.
 
 Each shape is built three times: around a plain model of the same weights with a retriever that is not wrapped; with ratio
 1.0, whose answer must be the plain one's; and with ratio 0.15, where at least 90% of the tokens of the chunks in the final

@@ -16,9 +16,9 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Rem
 from pydantic import BaseModel, Field
 
 from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.chunking import Chunk, chunk_id, make_chunk
 from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
-from cacheblend_rag.kv import ModelFingerprint
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
+from cacheblend_rag.store.kv import ModelFingerprint
 from langchain_cacheblend import ChatCacheBlend
 
 from scripted import ScriptedEngine

@@ -14,7 +14,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.chunking import make_chunk
+from cacheblend_rag.prompts.chunk import make_chunk
 from langchain_cacheblend import ChatCacheBlend
 
 from scripted import ScriptedEngine

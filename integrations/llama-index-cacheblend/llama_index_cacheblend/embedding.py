@@ -9,7 +9,7 @@ import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
-from cacheblend_rag.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
+from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
 
 
 class BundledEmbedding(BaseEmbedding):

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import BlendEngine, PrecomputeReport
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import chunk_of
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import chunk_of
 
 
 def node_text(node: BaseNode | NodeWithScore) -> str:

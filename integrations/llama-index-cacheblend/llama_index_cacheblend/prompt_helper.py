@@ -11,12 +11,12 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.prompts import BasePromptTemplate
 
-from cacheblend_rag.chunking import Chunk
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import chat_prompt, tokenize
-from cacheblend_rag.registry import ChunkRegistry
-from cacheblend_rag.tokens import encoder_for
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import chat_prompt, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.tokens import encoder_for
 
 _SEPARATOR = "\n\n"
 _PROBE = "probe"

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag import BlendEngine, TransformersEngine
 from cacheblend_rag.demo.bundle import bundled_corpus
-from cacheblend_rag.tokens import encoder_for
+from cacheblend_rag.prompts.tokens import encoder_for
 from llama_index_cacheblend import BundledEmbedding, precompute_nodes
 
 pytest.register_assert_rewrite("llm_contract_answers", "llm_contract_running")

@@ -10,7 +10,8 @@ from llama_index.core.base.llms.types import ChatMessage, CompletionResponse, Co
 from llama_index.core.llms import CustomLLM
 from pydantic import PrivateAttr
 
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, tokenize
+from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
 
 
 class PlainLLM(CustomLLM):

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cacheblend_rag.chunking import Chunk
-from cacheblend_rag.engines.base import (
-    BlendEngine,
-    BlendSettings,
-    Generation,
-    PrecomputeReport,
-    SamplingParams,
-    StreamEvent,
-    Timings,
-    Usage,
-)
-from cacheblend_rag.kv import ModelFingerprint
-from cacheblend_rag.prompt import BlendPrompt, ChunkRegistry, tokenize
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.store.kv import ModelFingerprint
 
 
 class ScriptedEngine(BlendEngine):

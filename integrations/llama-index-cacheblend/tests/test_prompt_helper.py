@@ -15,9 +15,9 @@ from llama_index.core.schema import BaseNode
 from scripted import ScriptedEngine
 
 from cacheblend_rag import TransformersEngine
-from cacheblend_rag.chunking import make_chunk
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompt import chat_prompt, tokenize
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.prompt import chat_prompt, tokenize
 from llama_index_cacheblend import CacheBlendLLM, ChunkPreservingPromptHelper, collect_usage, node_text, use_engine
 
 TEMPLATE = PromptTemplate("Notes:\n{context_str}\n\nQuestion: {query_str}")

@@ -13,8 +13,8 @@ from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 from scripted import ScriptedEngine
 
 from cacheblend_rag import TransformersEngine
-from cacheblend_rag.chunking import make_chunk
 from cacheblend_rag.errors import InputError, UnknownChunkError
+from cacheblend_rag.prompts.chunk import make_chunk
 from llama_index_cacheblend import CacheBlendLLM, collect_usage, node_text, register_nodes
 
 FIRST = "The Marlow observatory was founded in 1911."

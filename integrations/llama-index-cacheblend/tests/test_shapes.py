@@ -36,7 +36,7 @@ from plain import PlainLLM
 
 from cacheblend_rag import BlendEngine, BlendSettings, TransformersEngine
 from cacheblend_rag.demo.bundle import bundled_questions
-from cacheblend_rag.tokens import encoder_for
+from cacheblend_rag.prompts.tokens import encoder_for
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendLLM,

@@ -55,7 +55,7 @@ class TestSynthesizer:
     def test_exactly_the_nodes_chunks_are_found(self, scripted: ScriptedEngine) -> None:
         """A registered chunk that spans two nodes does not take their place."""
         one, two = "The first node, of some length.", "The second node, of some length."
-        from cacheblend_rag.chunking import make_chunk
+        from cacheblend_rag.prompts.chunk import make_chunk
 
         scripted.registry.add([make_chunk(f"{one}\n\n{two}", scripted.tokenizer)])
         nodes = [{"node": TextNode(text=text)} for text in (one, two)]

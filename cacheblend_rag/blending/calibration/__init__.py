@@ -1,0 +1,1 @@
+"""Which check layers and which recompute ratio suit a model, measured on prompts."""

@@ -1,0 +1,288 @@
+"""The fusor: place → dense pass → select → sparse pass, written once for every engine (paper section 4).
+
+1. *Place*: stored KV goes to its positions, layer by layer, just before the layer is computed.
+2. *Dense pass*: all tokens outside the exact prefix run up to the check layer, where fresh KV is compared with stored KV.
+3. *Select*: the policy chooses the tokens to recompute; with several check layers the set narrows (gradual filtering).
+4. *Sparse pass*: the chosen tokens and everything without stored KV run through all layers, from layer 0.
+
+The passes are the model's own forward at given positions; the causal mask they use is ``kv_position <= query_position``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.plan import BlendPlan
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.kv import LayerKV
+
+
+class BlendTarget(Protocol):
+    """The running model, as the fusor drives it; the only thing an engine supplies for blending.
+
+    Attributes:
+        num_layers: Number of transformer layers.
+        device: Where positions and placed KV must be.
+        rope: The model's rotation.
+    """
+
+    num_layers: int
+    device: torch.device
+    rope: Rope
+
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
+        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, at ``positions``, ``[tokens]``, of the prompt's KV cache."""
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        before_layer: Callable[[int], None],
+        stop_layer: int | None = None,
+    ) -> LayerKV | None:
+        """Run the prompt's tokens at ``positions`` (ascending) through the model's own forward.
+
+        Each layer's fresh KV is written at ``positions``, and attention sees keys at positions ``<=`` the query's.
+        ``before_layer(i)`` must be called before layer ``i`` reads the KV cache. With ``stop_layer`` the pass ends
+        there: that layer's fresh KV is returned and not written. Without, the last position's logits are kept.
+        """
+
+    def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Cut ``positions`` into ascending parts, each no more than one call of :meth:`forward` should take."""
+
+    def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
+        """Sum over tensor-parallel ranks, so that all of them select the same tokens."""
+
+    def agree(self, ok: bool) -> bool:
+        """Return whether every tensor-parallel rank says ``ok``."""
+
+
+@runtime_checkable
+class AttentiveTarget(BlendTarget, Protocol):
+    """A target that shows attention, which policies with ``needs_attention`` cannot do without."""
+
+    def attention(self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int) -> torch.Tensor:
+        """Run the tokens at ``positions`` as :meth:`forward` does, through all layers, and watch those from ``watch_from`` on.
+
+        Returns:
+            How much they attend to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, this rank's heads
+            and the watched tokens.
+        """
+
+
+@dataclass(frozen=True)
+class BlendSchedule:
+    """At which layers to measure KV deviation, and how many tokens to keep there.
+
+    Attributes:
+        check_layers: Ascending layer indices.
+        widths: For each check layer, the set's size as a multiple of the recompute ratio; the last is 1.
+    """
+
+    check_layers: tuple[int, ...] = (1,)
+    widths: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True)
+class FuseResult:
+    """What a blend did.
+
+    Attributes:
+        recomputed: Ascending positions of tokens with stored KV that were recomputed.
+        computed_tokens: All positions that went through all layers.
+        load_wait_s: Seconds the computation waited for stored KV.
+        loaded_bytes: Bytes of stored KV read.
+    """
+
+    recomputed: torch.Tensor
+    computed_tokens: int
+    load_wait_s: float
+    loaded_bytes: int
+
+
+def fuse(
+    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+) -> FuseResult:
+    """Do all of :func:`fuse_stepwise` at once."""
+    steps = fuse_stepwise(plan, target, policy, ratio, schedule)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: FuseResult = end.value
+            return result
+
+
+def fuse_stepwise(
+    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+) -> Generator[float, None, FuseResult]:
+    """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
+
+    Yields after every segment of a pass what it cost, in tokens times the share of layers they went through, so that an
+    engine can do other work in between.
+
+    Args:
+        plan: What is stored; must use stored KV.
+        target: The model.
+        policy: Which tokens to recompute.
+        ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill.
+        schedule: Check layers, for policies that measure KV deviation.
+
+    Raises:
+        DamagedSpanError: Stored KV turned out damaged; the KV cache is unusable and the plan must be made anew.
+        InputError: The policy needs attention, which this target does not show.
+    """
+    candidates = _candidates(plan, target.device)
+    forced = _forced(plan, candidates.positions, target.device)
+    total = len(candidates.positions)
+    count = round(ratio * total)
+    measure = policy.needs_deviation and 0 < count < total
+    probe = policy.needs_attention and 0 < count < total
+    checks = _checks(schedule, target.num_layers) if measure else []
+    if measure or probe:
+        keep = torch.ones(total, dtype=torch.bool, device=target.device)
+    else:
+        keep = _select_unmeasured(policy, candidates, count)
+    loader = LayerLoader(
+        plan.exact,
+        () if keep.all() and not (measure or probe) else plan.stale,
+        target.rope,
+        target.num_layers,
+        target.device,
+        stale_from_layer=checks[0][0] if checks and not probe else 0,
+        agree=target.agree,
+    )
+    with loader:
+        placer = _Placer(loader, target, {layer for layer, _ in checks})
+        if probe:
+            candidates = _probed(policy, candidates, forced, target, placer)
+            yield len(forced)
+            if not measure:
+                keep = policy.select(candidates, count)
+        for layer, width in checks:
+            running = _subset(candidates, keep)
+            positions = _merge(running.positions, forced[forced < candidates.positions[-1]])
+            parts = []
+            for segment in target.segments(positions):
+                part = target.forward(segment, placer.before_layer, stop_layer=layer)
+                assert part is not None
+                parts.append(part)
+                yield len(segment) * layer / target.num_layers
+            fresh = (
+                parts[0] if len(parts) == 1 else LayerKV(*(torch.cat(side, dim=1) for side in zip(*parts, strict=True)))
+            )
+            deviation = kv_deviation(
+                _at(fresh, torch.isin(positions, running.positions)),
+                _at(placer.stale(layer), keep.nonzero().squeeze(1)),
+            )
+            chosen = policy.select(
+                replace(running, deviation=target.all_reduce(deviation)),
+                min(round(ratio * width * total), len(running.positions)),
+            )
+            keep[keep.clone()] = chosen
+        recomputed = candidates.positions[keep]
+        positions = _merge(recomputed, forced)
+        for segment in target.segments(positions):
+            target.forward(segment, placer.before_layer)
+            yield len(segment)
+        placer.before_layer(target.num_layers - 1)  # where nothing is computed, stored KV must be placed all the same
+    return FuseResult(recomputed, len(positions), loader.wait_s, loader.loaded_bytes)
+
+
+def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
+    """Return the KV deviation ``[tokens]``: squared L2 distance of keys plus that of values, summed over KV heads, in fp32."""
+    k = (fresh.k.float() - stale.k.float()).square().sum((0, 2))
+    v = (fresh.v.float() - stale.v.float()).square().sum((0, 2))
+    return k + v
+
+
+def _probed(
+    policy: SelectionPolicy, candidates: Candidates, forced: torch.Tensor, target: BlendTarget, placer: _Placer
+) -> Candidates:
+    """Return the candidates with the question's attention to them, over stored KV: one pass of full KV reuse."""
+    if not isinstance(target, AttentiveTarget):
+        raise InputError(
+            f"The policy {policy.name!r} needs to see the question's attention, which this engine does not show; use the "
+            "transformers engine or another policy."
+        )
+    # Text between the chunks is run, too: without it the question would attend to slots that nothing was written to.
+    behind = int((forced <= candidates.positions[-1]).sum())
+    attention = target.all_reduce(target.attention(forced, placer.before_layer, behind))
+    return replace(candidates, attention=attention[candidates.positions])
+
+
+class _Placer:
+    """Places each layer once, when the first pass reaches it; later passes find it as the earlier ones left it."""
+
+    def __init__(self, loader: LayerLoader, target: BlendTarget, remember: set[int]):
+        self._loader, self._target, self._remember = loader, target, remember
+        self._next = 0
+        self._stale: dict[int, LayerKV] = {}
+
+    def before_layer(self, layer: int) -> None:
+        while self._next <= layer:
+            placed = self._loader.layer(self._next)
+            if placed is not None:
+                self._target.place(self._next, placed.kv, placed.positions)
+                if self._next in self._remember:
+                    self._stale[self._next] = LayerKV(*(t[:, placed.stale_from :] for t in placed.kv))
+            self._next += 1
+
+    def stale(self, layer: int) -> LayerKV:
+        return self._stale.pop(layer)
+
+
+def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]:
+    # A check at layer 0 would always see zero: its KV depends on the token and its position alone.
+    inside = [(c, w) for c, w in zip(schedule.check_layers, schedule.widths, strict=True) if 0 < c < num_layers]
+    if not inside:
+        raise InputError(
+            f"No check layer of {list(schedule.check_layers)} lies inside this model's layers 1 to {num_layers - 1}."
+        )
+    return inside
+
+
+def _candidates(plan: BlendPlan, device: torch.device) -> Candidates:
+    """Return every token with stale KV; where logits are wanted the last token is none, since it must be computed."""
+    last = plan.num_tokens - plan.needs_logits
+    parts = [(i, s.start, min(s.end, last)) for i, s in enumerate(plan.stale)]
+    return Candidates(
+        _cat([torch.arange(a, b, device=device) for _, a, b in parts], device),
+        _cat([torch.full((b - a,), i, device=device) for i, a, b in parts], device),
+        _cat([torch.arange(b - a, device=device) for _, a, b in parts], device),
+    )
+
+
+def _forced(plan: BlendPlan, candidates: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the positions that are neither exact nor candidates: text, missing chunks, the question."""
+    every = torch.arange(plan.exact_tokens, plan.num_tokens, device=device)
+    return every[~torch.isin(every, candidates)]
+
+
+def _select_unmeasured(policy: SelectionPolicy, candidates: Candidates, count: int) -> torch.Tensor:
+    if not (policy.needs_deviation or policy.needs_attention):
+        return policy.select(candidates, count)
+    return torch.full_like(candidates.positions, count > 0, dtype=torch.bool)
+
+
+def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:
+    attention = None if candidates.attention is None else candidates.attention[keep]
+    return Candidates(candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep], attention=attention)
+
+
+def _at(kv: LayerKV, tokens: torch.Tensor) -> LayerKV:
+    return LayerKV(kv.k[:, tokens], kv.v[:, tokens])
+
+
+def _merge(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.cat([a, b]).sort().values
+
+
+def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64, device=device)

@@ -1,0 +1,122 @@
+"""The parity gate: does blending this model, with these libraries, compute what the model itself computes?
+
+Every model passes it before it is blended. It compares logits with the model's own full prefill in two prompts of random
+tokens: one recomputed whole (ratio 1), one whose stored KV is exact although it was computed at other positions, so that
+rotation, placement, masks and both passes must be right for the logits to agree. It also reports the first-token KL divergence
+of an ordinary 15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from cacheblend_rag.blending.fusor import BlendSchedule, BlendTarget, fuse
+from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.rope import NotRotaryError, Rope
+from cacheblend_rag.store.kv import ChunkKV
+
+# Largest logit difference that counts as equal, as a multiple of the logits' standard deviation: kernels may sum in another
+# order for another shape, nothing more.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
+_CHUNK, _CHUNKS, _GAP, _QUESTION = 16, 3, 2, 6
+
+
+class GateSubject(Protocol):
+    """What an engine lets the gate (and calibration) do with its model."""
+
+    num_layers: int
+    vocab_size: int
+    dtype: torch.dtype
+
+    def detect_rope(self) -> Rope:
+        """Measure the model's rotation; raises NotRotaryError."""
+
+    def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
+        """Return the last token's logits ``[vocab]`` and all KV of an ordinary prefill, positions shifted by ``offset``."""
+
+    def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
+        """Return a target for one prompt."""
+
+    def logits(self, target: BlendTarget) -> torch.Tensor:
+        """Return the last token's logits ``[vocab]`` after a blend."""
+
+    def decode(self, target: BlendTarget, token: int) -> torch.Tensor:
+        """Append ``token`` to a blended prompt; return the logits ``[vocab]`` of what follows it."""
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """The gate's findings.
+
+    Attributes:
+        passed: Whether the model may be blended.
+        reason: Why not, in words; empty if passed.
+        errors: Largest logit difference of each check, in standard deviations of the logits.
+        first_token_kl: KL divergence, in nats, of the first token's distribution: full prefill against a 15% blend.
+    """
+
+    passed: bool
+    reason: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    first_token_kl: float | None = None
+
+
+def run_gate(subject: GateSubject) -> tuple[GateReport, Rope | None]:
+    """Run the gate; return its report and, if the model rotates its keys in a known way, how."""
+    if subject.num_layers < 2:
+        return GateReport(False, "a model of one layer has nothing to blend"), None
+    try:
+        rope = subject.detect_rope()
+        return _compare(subject, rope), rope
+    except NotRotaryError as error:
+        return GateReport(False, str(error)), None
+    except Exception as error:  # whatever a foreign forward raises: it cannot be driven this way
+        return GateReport(
+            False, f"its forward cannot be run at given positions ({type(error).__name__}: {error})"
+        ), None
+
+
+def _compare(subject: GateSubject, rope: Rope) -> GateReport:
+    generator = torch.Generator().manual_seed(0)
+    length = _CHUNKS * (_CHUNK + _GAP) + _QUESTION
+    ids = torch.randint(0, subject.vocab_size, (length,), generator=generator).tolist()
+    starts = [i * (_CHUNK + _GAP) for i in range(_CHUNKS)]
+    want, _ = subject.full_prefill(ids)
+    _, shifted = subject.full_prefill(ids, offset=37)
+    alone = [subject.full_prefill(ids[s : s + _CHUNK])[1] for s in starts]
+
+    def blend(kvs: Sequence[ChunkKV], name: str, ratio: float) -> torch.Tensor:
+        spans = tuple(StoredSpan(s, s + _CHUNK, kv) for s, kv in zip(starts, kvs, strict=True))
+        target = subject.target(ids, rope)
+        fuse(BlendPlan(length, (), spans, (), "gate"), target, policy(name), ratio, BlendSchedule())
+        return subject.logits(target)
+
+    in_context = [_cut(shifted, s, s + _CHUNK, 37) for s in starts]
+    errors = {
+        "ratio 1 equals the full prefill": _error(blend(alone, "hkvd", 1.0), want),
+        "exact KV from other positions, reused": _error(blend(in_context, "none", 0.0), want),
+        "exact KV from other positions, blended": _error(blend(in_context, "hkvd", 0.3), want),
+    }
+    kl = first_token_kl(want, blend(alone, "hkvd", 0.15))
+    limit = TOLERANCE[subject.dtype]
+    failed = [f"{name}: off by {error:.2g} standard deviations" for name, error in errors.items() if not error <= limit]
+    return GateReport(not failed, "; ".join(failed), errors, kl)
+
+
+def first_token_kl(want: torch.Tensor, got: torch.Tensor) -> float:
+    """Return KL(want ‖ got) in nats of two logit vectors ``[vocab]``."""
+    p, q = want.double().log_softmax(-1), got.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum())
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).abs().max() / want.float().std())
+
+
+def _cut(kv: ChunkKV, start: int, end: int, offset: int) -> ChunkKV:
+    return ChunkKV([type(x)(x.k[:, start:end], x.v[:, start:end]) for x in kv.layers], start + offset)

@@ -1,0 +1,130 @@
+"""What a prompt is made of, seen from the KV store: exact prefix, reusable chunks, and what must be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.store.kv import LayerKV, StoredKV
+
+if TYPE_CHECKING:
+    from cacheblend_rag.blending.settings import Reuse
+    from cacheblend_rag.prompts.chunk import Chunk
+    from cacheblend_rag.prompts.prompt import TokenizedPrompt
+
+
+@dataclass(frozen=True)
+class StoredSpan:
+    """Stored KV for the prompt positions ``start`` (inclusive) to ``end`` (exclusive); no chunk means the header.
+
+    The entry's tokens before ``skip`` and behind ``skip + end - start`` are not wanted.
+    """
+
+    start: int
+    end: int
+    kv: StoredKV
+    chunk: Chunk | None = None
+    skip: int = 0
+
+    def layer(self, index: int) -> LayerKV:
+        """Read one layer of the wanted tokens; raises as :meth:`StoredKV.layer` does."""
+        kv = self.kv.layer(index)
+        count = self.end - self.start
+        if count == kv.k.shape[1]:
+            return kv
+        return LayerKV(*(t[:, self.skip : self.skip + count] for t in kv))
+
+    def within(self, start: int, end: int) -> StoredSpan | None:
+        """Return the part between two positions, or None if there is none."""
+        low, high = max(start, self.start), min(end, self.end)
+        return replace(self, start=low, end=high, skip=self.skip + low - self.start) if low < high else None
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """How the positions of a prompt get their KV.
+
+    Attributes:
+        num_tokens: Length of the prompt, or of the part of it that is to be filled.
+        exact: Spans that form a gap-free prefix computed in exactly this context: used as they are.
+        stale: Spans of chunks computed elsewhere: moved, then partly recomputed.
+        missing: Chunks in the prompt without stored KV: computed in place.
+        reason: The plan in words.
+        start: Positions before it hold KV already (an engine's own prefix cache).
+        needs_logits: Whether the last position's logits are wanted, so that it must be computed.
+    """
+
+    num_tokens: int
+    exact: tuple[StoredSpan, ...]
+    stale: tuple[StoredSpan, ...]
+    missing: tuple[Chunk, ...]
+    reason: str
+    start: int = 0
+    needs_logits: bool = True
+
+    @property
+    def exact_tokens(self) -> int:
+        """Length of the exact prefix, with what is there already."""
+        return self.exact[-1].end if self.exact else self.start
+
+    def within(self, start: int, end: int) -> BlendPlan:
+        """Return the plan for the positions ``start`` to ``end`` alone, the former ones there already, without logits."""
+        exact, stale = (
+            tuple(part for span in spans if (part := span.within(start, end)) is not None)
+            for spans in (self.exact, self.stale)
+        )
+        return replace(self, num_tokens=end, exact=exact, stale=stale, start=start, needs_logits=False)
+
+    @property
+    def uses_stored_kv(self) -> bool:
+        """Whether anything stored is used at all."""
+        return bool(self.exact or self.stale)
+
+
+def make_plan(
+    prompt: TokenizedPrompt,
+    header_ids: Sequence[int],
+    lookup: Callable[[Sequence[int]], StoredKV | None],
+    reuse: Reuse = "chunks",
+) -> BlendPlan:
+    """Look up what the store has for ``prompt``.
+
+    The exact prefix is the header, if the prompt starts with it, and the first chunk, if it stands right behind the
+    header it was computed behind. At least the last token is always computed, for its logits.
+
+    Args:
+        prompt: The tokenised prompt.
+        header_ids: What chunks are precomputed behind.
+        lookup: Token ids of a chunk to its stored KV; ``()`` to the header's own.
+        reuse: See :class:`~cacheblend_rag.blending.settings.BlendSettings`.
+    """
+    num_tokens = len(prompt.token_ids)
+    if reuse == "nothing":
+        return BlendPlan(num_tokens, (), (), (), "reuse was switched off")
+    exact: list[StoredSpan] = []
+    stale: list[StoredSpan] = []
+    missing: list[Chunk] = []
+    header = len(header_ids)
+    starts_with_header = prompt.token_ids[:header] == tuple(header_ids) and header < num_tokens
+    if header and starts_with_header and prompt.spans and (kv := lookup(())) is not None:
+        exact.append(StoredSpan(0, header, kv))
+    behind_header = starts_with_header and (bool(exact) or not header)
+    for index, span in enumerate(prompt.spans):
+        first = index == 0 and behind_header and span.start == header
+        if reuse == "prefix" and not first:
+            continue
+        kv = lookup(span.chunk.token_ids)
+        if kv is None:
+            missing.append(span.chunk)
+        elif first and span.end < num_tokens:
+            exact.append(StoredSpan(span.start, span.end, kv, span.chunk))
+        else:
+            stale.append(StoredSpan(span.start, span.end, kv, span.chunk))
+    found = len(stale) + sum(s.chunk is not None for s in exact)
+    if not prompt.spans:
+        return BlendPlan(num_tokens, (), (), (), "no known chunk in the prompt")
+    if not found:
+        return BlendPlan(num_tokens, (), (), tuple(missing), f"no stored KV for any of the {len(prompt.spans)} chunks")
+    reason = f"stored KV for {found} of {len(prompt.spans)} chunks"
+    return BlendPlan(num_tokens, tuple(exact), tuple(stale), tuple(missing), reason)

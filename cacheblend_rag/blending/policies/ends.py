@@ -1,0 +1,27 @@
+"""The two ends of the range, which are also the baselines: full KV reuse and full recompute."""
+
+from __future__ import annotations
+
+import torch
+
+from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+
+
+class NonePolicy(SelectionPolicy):
+    """Recompute nothing: full KV reuse, with positions corrected."""
+
+    name = "none"
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return an empty selection."""
+        return torch.zeros_like(candidates.positions, dtype=torch.bool)
+
+
+class FullPolicy(SelectionPolicy):
+    """Recompute everything: equal to the full prefill."""
+
+    name = "full"
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return all tokens."""
+        return torch.ones_like(candidates.positions, dtype=torch.bool)

@@ -1,0 +1,21 @@
+"""The first tokens of every chunk (EPIC / LegoLink, arXiv 2410.15332)."""
+
+from __future__ import annotations
+
+import torch
+
+from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+
+
+class SinkPolicy(SelectionPolicy):
+    """Chunk-initial tokens, which act as attention sinks when a chunk is computed alone. Needs no check layer."""
+
+    name = "sink"
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return about ``count`` tokens: equally many from the start of each chunk, at least one if ``count`` is not 0."""
+        if count >= len(candidates.positions):
+            return torch.ones_like(candidates.positions, dtype=torch.bool)
+        chunks = int(candidates.chunk.max()) + 1 if len(candidates.chunk) else 0
+        each = max(1, round(count / chunks)) if count and chunks else 0
+        return candidates.offset < each

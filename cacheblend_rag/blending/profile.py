@@ -1,0 +1,82 @@
+"""What is known about one model: check layers, ratio, and whether it passed the parity gate.
+
+A profile lies in the model's own directory (``cacheblend.json``, as the bundled model has it) or among the user's files,
+named by fingerprint. ``cacheblend doctor --calibrate`` writes the latter; every engine reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_data_path
+
+from cacheblend_rag.blending.fusor import BlendSchedule
+
+_FILE = "cacheblend.json"
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """How to blend one model.
+
+    Attributes:
+        ratio: Default recompute ratio.
+        check_layers: Layers at which KV deviation is measured; the paper's layer 1 unless calibrated.
+        widths: Size of the set at each check layer, as multiples of the ratio (gradual filtering).
+        calibrated: What calibration measured; empty for the defaults.
+        origin: Where the above were read from; empty for the defaults.
+    """
+
+    ratio: float = 0.15
+    check_layers: tuple[int, ...] = (1,)
+    widths: tuple[float, ...] = (1.0,)
+    calibrated: dict[str, Any] = field(default_factory=dict)
+    origin: str = field(default="", compare=False)
+
+    def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
+        """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
+        if check_layers is None or check_layers == self.check_layers:
+            return BlendSchedule(self.check_layers, self.widths)
+        return BlendSchedule(check_layers, tuple(1.25**i for i in reversed(range(len(check_layers)))))
+
+
+def load_profile(digest: str, model_directory: Path | None = None) -> ModelProfile:
+    """Return the profile of a model: the user's own, else the one in its directory, else the defaults."""
+    candidates = [_user_file(digest)]
+    if model_directory is not None:
+        candidates.append(model_directory / _FILE)
+    for file in candidates:
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            return ModelProfile(
+                float(data["ratio"]),
+                tuple(int(x) for x in data["check_layers"]),
+                tuple(float(x) for x in data["widths"]),
+                dict(data.get("calibrated", {})),
+                str(file),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return ModelProfile()
+
+
+def save_profile(profile: ModelProfile, digest: str, model_directory: Path | None = None) -> Path:
+    """Write a profile among the user's files, or into ``model_directory``; return the file."""
+    file = _user_file(digest) if model_directory is None else model_directory / _FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    data = asdict(profile)
+    del data["origin"]
+    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(file)
+    return file
+
+
+def _user_file(digest: str) -> Path:
+    home = os.environ.get("CACHEBLEND_HOME")
+    root = Path(home) if home else user_data_path("cacheblend")
+    return root / "profiles" / f"{digest}.json"

@@ -1,0 +1,135 @@
+"""The demo: the bundled questions, each answered by four methods from the same retrieved chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.demo.bundle import DemoQuestion, bundled_questions
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.rag.pipeline import RagPipeline, Source
+
+METHODS = {
+    "full recompute": FULL_RECOMPUTE,
+    "prefix caching": PREFIX_CACHING,
+    "full KV reuse": FULL_REUSE,
+    "blend": BlendSettings(),
+}
+"""The methods compared, as settings of one engine."""
+
+# Shown one by one, in this order; references across chunks are what the library is about.
+_SHOWN_KINDS = ("cross", "two_hop_cross", "single")
+_SAMPLING = SamplingParams(max_tokens=24, stop=("\n",))
+
+
+@dataclass(frozen=True)
+class MethodAnswer:
+    """One method's answer; ``right`` if it is the expected one, but for case, outer spaces and a full stop."""
+
+    answer: str
+    right: bool
+    ttft_s: float
+    computed_tokens: int
+    reused_tokens: int
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """A question, the chunks retrieved for it, and the answers by method.
+
+    Attributes:
+        shown: Whether it is one of the few to be looked at one by one: the first of its kind that full recompute gets
+            right, whatever the other methods say.
+    """
+
+    question: DemoQuestion
+    sources: tuple[Source, ...]
+    prompt_tokens: int
+    answers: dict[str, MethodAnswer]
+    shown: bool = False
+
+
+@dataclass(frozen=True)
+class MethodTotal:
+    """One method over all questions: right answers, median TTFT in seconds, mean tokens computed per prompt."""
+
+    right: int
+    questions: int
+    ttft_s: float
+    computed_tokens: float
+
+
+def run_demo(pipeline: RagPipeline) -> Iterator[DemoRow]:
+    """Answer every bundled question by every method; the rows to be shown come first.
+
+    The corpus must be indexed in ``pipeline``. One answer is made and thrown away first: it warms the libraries up.
+    """
+    waiting = bundled_questions()
+    if waiting:
+        _compare(pipeline, waiting[0])
+    for kind in _SHOWN_KINDS:
+        for question in [q for q in waiting if q.kind == kind]:
+            waiting.remove(question)
+            row = _compare(pipeline, question)
+            if row.answers["full recompute"].right:
+                yield DemoRow(row.question, row.sources, row.prompt_tokens, row.answers, shown=True)
+                break
+            yield row
+    for question in waiting:
+        yield _compare(pipeline, question)
+
+
+def totals(rows: Sequence[DemoRow]) -> dict[str, MethodTotal]:
+    """Sum up ``rows`` by method."""
+    found = {}
+    for name in METHODS:
+        answers = [row.answers[name] for row in rows]
+        found[name] = MethodTotal(
+            right=sum(answer.right for answer in answers),
+            questions=len(answers),
+            ttft_s=median(answer.ttft_s for answer in answers),
+            computed_tokens=sum(answer.computed_tokens for answer in answers) / len(answers),
+        )
+    return found
+
+
+def as_json(rows: Sequence[DemoRow]) -> dict[str, Any]:
+    """Return rows and totals as plain data."""
+    return {
+        "questions": [
+            {
+                **asdict(row.question),
+                "shown": row.shown,
+                "prompt_tokens": row.prompt_tokens,
+                "sources": [{"id": s.id, "path": s.path, "score": s.score, "text": s.text} for s in row.sources],
+                "methods": {name: asdict(answer) for name, answer in row.answers.items()},
+            }
+            for row in rows
+        ],
+        "totals": {name: asdict(total) for name, total in totals(rows).items()},
+    }
+
+
+def _compare(pipeline: RagPipeline, question: DemoQuestion) -> DemoRow:
+    found = pipeline.retrieve(question.question)
+    prompt, _, _ = pipeline.prompt(question.question, found.hits, _SAMPLING)
+    answers = {}
+    tokens = 0
+    for name, settings in METHODS.items():
+        done = pipeline.engine.generate(prompt, _SAMPLING, settings)
+        tokens = done.usage.prompt_tokens
+        answers[name] = MethodAnswer(
+            answer=done.text.strip(),
+            right=_plain(done.text) == _plain(question.answer),
+            ttft_s=done.timings.ttft_s,
+            computed_tokens=done.usage.computed_tokens,
+            reused_tokens=done.usage.reused_tokens,
+        )
+    return DemoRow(question, found.sources, tokens, answers)
+
+
+def _plain(text: str) -> str:
+    return text.strip().rstrip(".").casefold()

@@ -1,0 +1,185 @@
+"""What `cacheblend doctor` finds out about a model on a machine: is it blended, how, and what would that gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.bench.bandwidth import disk_read, ram_copy, to_device
+from cacheblend_rag.bench.measure import machine, median
+from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.gate import TOLERANCE
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+
+_CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32
+
+
+@dataclass(frozen=True)
+class RotationGroup:
+    """Layers that rotate alike: which dimensions pair up (``half``, ``interleaved``, ``none``), and by which RoPE table."""
+
+    layers: tuple[int, ...]
+    layout: str
+    table: int
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """Seconds of a prefill of n tokens: ``linear * n + quadratic * n²``, fitted to two measured lengths."""
+
+    linear: float
+    quadratic: float
+    measured_s: dict[int, float]
+
+    def seconds(self, queries: int, keys: int) -> float:
+        """Return the estimated seconds for ``queries`` tokens in a prompt of ``keys``."""
+        return self.linear * queries + self.quadratic * queries * keys
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Computed, not measured: what a prompt of 6 chunks of 512 tokens and a question would cost.
+
+    Attributes:
+        prompt_tokens: Length of that prompt.
+        full_s: Full recompute.
+        blend_s: Blend with the profile's ratio and check layers; the larger of computing and loading, which overlap.
+        load_s: Loading alone, from the slowest place measured.
+    """
+
+    prompt_tokens: int
+    full_s: float
+    blend_s: float
+    load_s: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything `doctor` prints. Bandwidths in bytes per second."""
+
+    model: str
+    fingerprint: str
+    device: str
+    dtype: str
+    context_window: int
+    layers: int
+    blended: bool
+    reason: str
+    gate_errors: dict[str, float]
+    gate_tolerance: float
+    first_token_kl: float | None
+    rotation: list[RotationGroup]
+    ratio: float
+    check_layers: tuple[int, ...]
+    widths: tuple[float, ...]
+    profile_origin: str
+    calibrated: dict[str, Any]
+    kv_bytes_per_token: int | None
+    bandwidth: dict[str, float]
+    prefill: PrefillCost
+    estimate: Estimate | None
+    machine: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return asdict(self)
+
+
+def diagnose(
+    engine: TransformersEngine, store: Path | None = None, progress: Callable[[str], None] | None = None
+) -> Diagnosis:
+    """Examine a loaded model.
+
+    Args:
+        engine: The model; its parity gate has run.
+        store: Directory of a store whose disk to measure.
+        progress: Called with a line of text before each step.
+    """
+    say = progress or (lambda line: None)
+    device, blended = engine.runner.device, engine.gate.passed
+    say("bandwidths")
+    bandwidth = {"ram copy": ram_copy()}
+    if device.type == "cuda":
+        bandwidth["host to device"] = to_device(device)
+    if store is not None and store.is_dir():
+        for name, cold in (("disk read, cold", True), ("disk read, warm", False)):
+            if (rate := disk_read(store, cold)) is not None:
+                bandwidth[name] = rate
+    say("prefill")
+    prefill = measure_prefill(engine)
+    kv_bytes = engine.subject().full_prefill([0] * 8)[1].nbytes // 8 if blended else None
+    schedule = engine.profile.schedule()
+    return Diagnosis(
+        model=engine.fingerprint.name,
+        fingerprint=engine.fingerprint.digest,
+        device=str(device),
+        dtype=str(engine.runner.dtype).removeprefix("torch."),
+        context_window=engine.context_window,
+        layers=engine.runner.num_layers,
+        blended=blended,
+        reason=engine.gate.reason,
+        gate_errors=engine.gate.errors,
+        gate_tolerance=TOLERANCE[engine.runner.dtype],
+        first_token_kl=engine.gate.first_token_kl,
+        rotation=rotation_groups(engine.rope) if engine.rope is not None else [],
+        ratio=engine.profile.ratio,
+        check_layers=schedule.check_layers,
+        widths=schedule.widths,
+        profile_origin=engine.profile.origin or "defaults, not calibrated",
+        calibrated=engine.profile.calibrated,
+        kv_bytes_per_token=kv_bytes,
+        bandwidth=bandwidth,
+        prefill=prefill,
+        estimate=None
+        if kv_bytes is None
+        else estimate(
+            prefill, engine.runner.num_layers, schedule, engine.profile.ratio, kv_bytes, min(bandwidth.values())
+        ),
+        machine=machine(device),
+    )
+
+
+def rotation_groups(rope: Rope) -> list[RotationGroup]:
+    """Return the layers of ``rope``, grouped by how they rotate."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for layer, key in enumerate(zip(rope.layout_of_layer, rope.table_of_layer, strict=True)):
+        groups.setdefault(key, []).append(layer)
+    return [RotationGroup(tuple(layers), layout, table) for (layout, table), layers in groups.items()]
+
+
+def measure_prefill(engine: TransformersEngine) -> PrefillCost:
+    """Time full prefills of two lengths and fit their cost."""
+    long = min(1024, engine.context_window - 1)
+    short = max(1, long // 4)
+    times = {count: _prefill_seconds(engine, count) for count in (short, long)}
+    per_token = {count: took / count for count, took in times.items()}
+    quadratic = max(0.0, (per_token[long] - per_token[short]) / (long - short)) if long > short else 0.0
+    return PrefillCost(per_token[long] - quadratic * long, quadratic, times)
+
+
+def estimate(
+    prefill: PrefillCost, layers: int, schedule: BlendSchedule, ratio: float, kv_bytes_per_token: int, bandwidth: float
+) -> Estimate:
+    """Compute what the standard prompt would cost; the first chunk is an exact prefix."""
+    tokens = _CHUNKS * _CHUNK_TOKENS + _QUESTION_TOKENS
+    stale = (_CHUNKS - 1) * _CHUNK_TOKENS
+    sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
+    share = sum(size * check / layers for size, check in zip(sizes, schedule.check_layers, strict=True))
+    dense = share * prefill.seconds(stale, tokens)
+    sparse = prefill.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens)
+    load = kv_bytes_per_token * _CHUNKS * _CHUNK_TOKENS / bandwidth
+    return Estimate(tokens, prefill.seconds(tokens, tokens), max(dense + sparse, load), load)
+
+
+def _prefill_seconds(engine: TransformersEngine, count: int) -> float:
+    times = []
+    for _ in range(3):
+        *_, last = engine.stream(TokenizedPrompt((0,) * count, ()), SamplingParams(max_tokens=1))
+        assert last.generation is not None
+        times.append(last.generation.timings.ttft_s)
+    return median(times[1:])

@@ -1,0 +1,113 @@
+"""What comes out of an engine: an answer, piece by piece or whole, and what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["blend", "prefill"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request.
+
+    ``prompt_tokens = reused_tokens + recomputed_tokens + (text and missing chunks)``; what was not reused was computed:
+    ``computed_tokens = prompt_tokens - reused_tokens``.
+
+    Attributes:
+        prompt_tokens: Tokens in the prompt.
+        reused_tokens: Prompt tokens whose stored KV was used as it is (the exact prefix included).
+        recomputed_tokens: Tokens with stored KV that the selection policy chose to recompute.
+        computed_tokens: Prompt tokens that went through all layers: text, missing chunks and recomputed ones.
+        completion_tokens: Tokens generated.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Wall-clock seconds of one request.
+
+    Attributes:
+        load_s: Time the computation waited for stored KV.
+        ttft_s: Time to first token, from the engine's receipt of the prompt.
+        total_s: Time to the last token.
+    """
+
+    load_s: float
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model held a generated token, before temperature and nucleus.
+
+    Attributes:
+        token_id: The token.
+        logprob: Its natural-log probability.
+        top: Token ids and log-probabilities of the likeliest tokens, likeliest first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
+    """Return the ``count`` likeliest of token ids with their log-probabilities, likeliest first."""
+    return tuple(sorted(logprobs, key=lambda pair: -pair[1])[:count])
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: The answer.
+        token_ids: Generated token ids, the end-of-sequence token excluded.
+        finish_reason: ``"stop"`` or ``"length"``.
+        mode: ``"blend"`` if stored KV was used anywhere in the prompt, else ``"prefill"``.
+        reason: Why that mode, in words.
+        missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
+        logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    mode: Mode
+    reason: str
+    usage: Usage
+    timings: Timings
+    missing: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """A piece of a streamed answer; the last event carries the whole :class:`Generation`.
+
+    Without a tokenizer there is no text, and an event for every token all the same.
+    """
+
+    text: str
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True)
+class PrecomputeReport:
+    """What :meth:`BlendEngine.precompute` did. ``failed`` maps chunk ids to why they are not in the store."""
+
+    computed: int = 0
+    present: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    failed: dict[str, str] = field(default_factory=dict)

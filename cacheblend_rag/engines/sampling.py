@@ -1,0 +1,51 @@
+"""How to decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_rag.errors import InputError
+
+# What vLLM returns unless it is started with another `max_logprobs`.
+_MOST_LOGPROBS = 20
+# vLLM and OpenAI's API take no more.
+_HOTTEST = 2.0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to decode.
+
+    Attributes:
+        max_tokens: Most tokens to generate.
+        temperature: 0 is greedy, 2 the highest.
+        top_p: Nucleus mass in (0, 1].
+        seed: Makes sampling repeatable.
+        stop: Strings that end the answer; they are not part of it.
+        json_schema: JSON schema (a mapping, or its JSON text) that the answer must conform to by guided decoding; engines
+            without it (:attr:`BlendEngine.supports_json_schema`) refuse it.
+        logprobs: Return the log-probability of every generated token and of so many likeliest alternatives (0 to 20).
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    json_schema: Mapping[str, Any] | str | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if self.max_tokens < 1:
+            raise InputError(f"max_tokens is {self.max_tokens}; give at least 1.")
+        if not 0 <= self.temperature <= _HOTTEST:
+            raise InputError(f"temperature is {self.temperature}; give 0 (greedy) to {_HOTTEST}.")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; give a value in (0, 1].")
+        if any(not s for s in self.stop):
+            raise InputError("A stop string is empty; leave it out.")
+        if self.logprobs is not None and not 0 <= self.logprobs <= _MOST_LOGPROBS:
+            raise InputError(f"logprobs is {self.logprobs}; give 0 to {_MOST_LOGPROBS}.")

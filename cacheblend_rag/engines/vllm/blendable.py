@@ -1,0 +1,37 @@
+"""What cannot be blended inside vLLM and is served by ordinary prefill; the parity gate judges the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.engines.blendable import why_not_blendable
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why this model, run this way, cannot be blended, in words for a user; None if nothing speaks against it."""
+    model, parallel = config.model_config, config.parallel_config
+    text = model.hf_text_config
+    reasons = {
+        "pipeline parallelism is on": parallel.pipeline_parallel_size > 1,
+        "context parallelism is on": getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "data-parallel experts are on": parallel.data_parallel_size > 1 and parallel.enable_expert_parallel,
+        "LoRA adapters are enabled": config.lora_config is not None,
+        "speculative decoding is on": config.speculative_config is not None,
+        "it uses multi-dimensional RoPE": bool(getattr(model, "uses_mrope", False)),
+        "its multi-head latent attention (MLA) keeps no per-head keys": bool(model.use_mla),
+        "its KV cache is quantised": config.cache_config.cache_dtype not in {"auto", str(model.dtype).split(".")[-1]},
+        "it has more than one kind of KV cache": len(kv_cache_config.kv_cache_groups) != 1,
+        "it has sliding-window layers": _has_window(config, kv_cache_config),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None) or why_not_blendable(text)
+
+
+def _has_window(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    layers = config.compilation_config.static_forward_context
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    return any(getattr(layers[name], "sliding_window", None) is not None for name in names if name in layers)

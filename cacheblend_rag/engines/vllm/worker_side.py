@@ -1,0 +1,217 @@
+"""The connector's half in vLLM's workers: blends go on between engine steps, precomputed prompts are stored."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cacheblend_rag.blending.fusor import FuseResult, fuse_stepwise
+from cacheblend_rag.blending.gate import GateReport, run_gate
+from cacheblend_rag.blending.loader import DamagedSpanError
+from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
+from cacheblend_rag.engines.vllm.messages import Blended, Load, Save, WorkerMeta
+from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.subject import PagedSubject
+from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_log = logging.getLogger(__name__)
+# Precomputed entries that may wait in memory for the disk.
+_UNWRITTEN = 16
+
+
+class WorkerSide:
+    """Owned by the connector of one worker; called from its thread alone."""
+
+    def __init__(self, entries: Entries, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, step_tokens: float):
+        """Wait for :meth:`bind`. A step in which streams run takes about ``step_tokens`` tokens of blending."""
+        self.kv_caches: dict[str, torch.Tensor] = {}
+        self._entries, self._step_tokens = entries, step_tokens
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self.gate = GateReport(False, "the parity gate has not run")
+        self._paged: PagedModel | None = None
+        self._rope: Rope | None = None
+        self._queue: deque[_Blend] = deque()
+        self._ended: set[str] = set()
+        self._results = WorkerMeta()
+        self._failed: set[str] = set()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store")
+        self._unwritten: deque[Future[None]] = deque()
+        self._written: dict[KVKey, str] = {}
+
+    def bind(self, model: Any, device: torch.device) -> None:
+        """Take the model and run the parity gate."""
+        refusal = why_not_in_vllm(self._vllm_config, self._kv_cache_config)
+        if refusal is None:
+            paged = self._paged = PagedModel(model, device, self._vllm_config, self._kv_cache_config, self.kv_caches)
+            if not paged.layout_is_known():
+                refusal = "this attention backend lays its KV cache out in an unknown way"
+        if refusal is not None:
+            self.gate = GateReport(False, refusal)
+            return
+        report, self._rope = run_gate(PagedSubject(paged))
+        self.gate = report if all_ranks(report.passed) else GateReport(False, report.reason or "another rank failed it")
+
+    def attention_begins(self, layer_name: str) -> None:
+        """See :meth:`PagedModel.attention_begins`."""
+        if self._paged is not None:
+            self._paged.attention_begins(layer_name)
+
+    def blend(self, loads: Sequence[Load], idle: bool) -> None:
+        """Go on with the waiting blends: while streams run by a step's share, else until one is complete."""
+        for load in loads:
+            if self.gate.passed and self._paged is not None and self._rope is not None:
+                self._queue.append(_Blend(load, self._paged, self._rope, self._entries))
+            else:
+                self._end(load.request_id, f"this model is not blended: {self.gate.reason}")
+        budget = math.inf if idle else self._step_tokens
+        while self._queue and budget > 0:
+            blend = self._queue[0]
+            try:
+                cost = blend.advance()
+            except Exception as error:
+                # Whatever went wrong, the engine must live on: vLLM prefills this prompt as any other.
+                _log.exception("The blend of request %s failed", blend.load.request_id)
+                self._queue.popleft().close()
+                self._end(blend.load.request_id, f"the blend failed ({type(error).__name__}: {error})")
+                continue
+            if cost is not None:
+                budget -= cost
+                continue
+            self._queue.popleft().close()
+            assert blend.result is not None
+            self._results.done[blend.load.request_id] = blend.result
+            self._ended.add(blend.load.request_id)
+            if idle:
+                break
+
+    def _end(self, request_id: str, reason: str) -> None:
+        self._results.failed[request_id] = reason
+        self._ended.add(request_id)
+        self._failed.add(request_id)
+
+    def take_finished(self, aborted: set[str]) -> tuple[set[str], set[str]]:
+        """Return the requests whose blends ended since the last call, and those of them that failed.
+
+        A blend whose request was aborted ends at once: vLLM waits for it to free the blocks.
+        """
+        for blend in [b for b in self._queue if b.load.request_id in aborted]:
+            self._queue.remove(blend)
+            blend.close()
+            self._ended.add(blend.load.request_id)
+        ended, failed = self._ended, self._failed
+        self._ended, self._failed = set(), set()
+        return ended, failed
+
+    def take_results(self) -> WorkerMeta | None:
+        """Return what the ended blends did, once."""
+        results, self._results = self._results, WorkerMeta()
+        return results if results.done or results.failed else None
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """Copy prompts out of the paged cache and hand them to the writer."""
+        for save in saves:
+            tokens = save.token_ids[save.start :] if save.start or not self._entries.header_ids else ()
+            key = self._entries.own_key(tokens)
+            if not self.gate.passed or self._paged is None:
+                self._written[key] = f"not blended: {self.gate.reason}"
+                continue
+            slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
+            layers = [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
+            kv = ChunkKV([type(x)(x.k.cpu(), x.v.cpu()) for x in layers], save.start)
+            while len(self._unwritten) >= _UNWRITTEN:
+                self._unwritten.popleft().result()
+            self._unwritten.append(self._writer.submit(self._write, key, tokens, kv))
+
+    def _write(self, key: KVKey, tokens: tuple[int, ...], kv: ChunkKV) -> None:
+        try:
+            self._written[key] = "" if self._entries.put(tokens, kv) else "it does not fit the store's budget"
+        except StoreError as error:
+            self._written[key] = str(error)
+
+    def take_written(self) -> dict[KVKey, str]:
+        """Return the entries written since the last call: an empty string, or why an entry is not in the store."""
+        written: dict[KVKey, str] = {}
+        for key in list(self._written):
+            written[key] = self._written.pop(key)
+        return written
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self._writer.shutdown(wait=True)
+
+
+class _Blend:
+    """One request's blend, advanced segment by segment."""
+
+    def __init__(self, load: Load, paged: PagedModel, rope: Rope, entries: Entries):
+        self.load = load
+        self._paged, self._rope, self._entries = paged, rope, entries
+        self.result: Blended | None = None
+        self._begin = time.perf_counter()
+        self._spans: list[StoredKV] = []
+        self._steps = self._run()
+
+    def advance(self) -> float | None:
+        """Run one segment and return its cost in tokens; None once the blend is complete."""
+        with torch.inference_mode():
+            return next(self._steps, None)
+
+    def close(self) -> None:
+        """Let go of the stored KV."""
+        self._steps.close()
+        for kv in self._spans:
+            kv.finish()
+
+    def _run(self) -> Generator[float, None, None]:
+        while True:
+            plan = self._plan()
+            try:
+                fused = yield from self._fuse(plan)
+            except DamagedSpanError as error:
+                # Damaged is missing: the next plan computes it in place.
+                if error.span is not None:
+                    self._entries.delete(error.span.chunk.token_ids if error.span.chunk is not None else ())
+                continue
+            self.result = Blended(
+                fused.computed_tokens,
+                len(fused.recomputed),
+                fused.load_wait_s,
+                fused.loaded_bytes,
+                time.perf_counter() - self._begin,
+                tuple(chunk.id for chunk in plan.missing),
+                plan.reason,
+            )
+            return
+
+    def _fuse(self, plan: BlendPlan) -> Generator[float, None, FuseResult]:
+        load, job = self.load, self.load.job
+        target = PagedTarget(self._paged, self._rope, load.token_ids, load.block_ids)
+        part = plan.within(load.start, load.end)
+        return fuse_stepwise(part, target, policy(job.policy), job.ratio, job.schedule)
+
+    def _plan(self) -> BlendPlan:
+        def lookup(token_ids: Sequence[int]) -> StoredKV | None:
+            kv = self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+            if kv is not None:
+                self._spans.append(kv)
+            return kv if all_ranks(kv is not None) else None
+
+        prompt = self.load.job.prompt(self.load.token_ids)
+        return make_plan(prompt, self._entries.header_ids, lookup, self.load.job.reuse)

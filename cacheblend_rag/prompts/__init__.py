@@ -1,0 +1,1 @@
+"""Prompts made of text and chunks: chunks, templates, token ids, and finding known chunks in plain text."""

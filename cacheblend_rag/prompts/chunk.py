@@ -1,0 +1,48 @@
+"""A chunk: the unit of retrieval and of KV reuse, named by its content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a document, the unit of retrieval and of KV reuse.
+
+    Attributes:
+        id: Content hash of the text; the same text has the same id everywhere.
+        text: The exact text, without outer whitespace.
+        token_ids: Its tokens, as the model will see them; never re-tokenised.
+        metadata: ``source``, ``start`` and ``end`` (character offsets in the source), and what else the loader knows.
+    """
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def chunk_id(text: str) -> str:
+    """Return the id of a chunk with that text: 128 bits of its SHA-256, in hex."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def make_chunk(text: str, tokenizer: Any, metadata: Mapping[str, Any] | None = None) -> Chunk:
+    """Make one chunk of text that is already cut, by whatever splitter.
+
+    Outer whitespace is stripped, because prompts and chat templates strip it too. Strings such as ``<|im_end|>`` in the
+    text are encoded as plain text and never become control tokens.
+
+    Raises:
+        InputError: The text holds nothing but whitespace, or is not valid Unicode.
+    """
+    text = text.strip()
+    if not text:
+        raise InputError("A chunk needs some text; this one is empty or whitespace only.")
+    return Chunk(chunk_id(text), text, pack_ids(encoder_for(tokenizer).document(text)), dict(metadata or {}))

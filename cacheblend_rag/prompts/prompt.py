@@ -1,0 +1,280 @@
+"""Prompts made of text and chunks: built with the model's chat template, turned into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from cacheblend_rag.errors import InputError, UnknownChunkError
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
+from cacheblend_rag.prompts.registry import MATCH_WINDOW, ChunkRegistry
+from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, reads_tools, render
+from cacheblend_rag.prompts.tokens import encoder_for
+
+__all__ = [
+    "DEFAULT_INSTRUCTION",
+    "BlendPrompt",
+    "ChunkRef",
+    "ChunkRegistry",
+    "ChunkSpan",
+    "TokenizedPrompt",
+    "chat_prompt",
+    "chosen_header_ids",
+    "chunk_of",
+    "header_ids",
+    "rag_header",
+    "rag_prompt",
+    "reads_tools",
+    "text_prompt",
+    "tokenize",
+]
+
+DEFAULT_INSTRUCTION = "Answer from the notes."
+
+
+@dataclass(frozen=True)
+class ChunkRef:
+    """A reference to a chunk by id, resolved by the engine's registry."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class BlendPrompt:
+    """A prompt as a sequence of text, chunks and chunk references.
+
+    Special tokens spelled in the text segments are parsed (they come from chat templates); chunks never hold any.
+    """
+
+    segments: tuple[str | Chunk | ChunkRef, ...]
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """Where a chunk stands in a tokenised prompt: positions ``start`` (inclusive) to ``end`` (exclusive)."""
+
+    chunk: Chunk
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """Token ids of a whole prompt and the chunks in it, in ascending position, not overlapping."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[ChunkSpan, ...]
+
+
+def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> TokenizedPrompt:
+    """Tokenise each text segment on its own and concatenate token ids; chunks bring theirs.
+
+    The tokenizer's BOS comes first if it adds one by default and the prompt's first text does not begin with it already.
+
+    Raises:
+        UnknownChunkError: A reference to a chunk that ``registry`` does not hold.
+    """
+    encoder = encoder_for(tokenizer)
+    pieces = [_resolve(segment, registry) for segment in prompt.segments]
+    first = encoder.template(pieces[0]) if pieces and isinstance(pieces[0], str) else []
+    prefix = encoder.prefix_ids
+    token_ids = list(prefix if pieces and tuple(first[: len(prefix)]) != prefix else ())
+    spans = []
+    for piece in pieces:
+        begin = len(token_ids)
+        if isinstance(piece, Chunk):
+            token_ids.extend(piece.token_ids)
+            spans.append(ChunkSpan(piece, begin, len(token_ids)))
+        else:
+            token_ids.extend(encoder.template(piece))
+    return TokenizedPrompt(tuple(token_ids), tuple(spans))
+
+
+def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
+    """Return the token ids every prompt that begins with the text ``header`` begins with (BOS included)."""
+    return tokenize(BlendPrompt((header,)), tokenizer, ChunkRegistry()).token_ids
+
+
+def chosen_header_ids(tokenizer: Any, header: str | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the tokens that an engine precomputes chunks behind: the given ids or text, else :func:`rag_header`'s."""
+    if header is not None and not isinstance(header, str):
+        return tuple(header)
+    if tokenizer is None:
+        return ()
+    return header_ids(tokenizer, rag_header(tokenizer) if header is None else header)
+
+
+def rag_header(tokenizer: Any, instruction: str = DEFAULT_INSTRUCTION) -> str:
+    """Return the rendered text that stands before the first chunk of :func:`rag_prompt`, whatever chunk and question."""
+    rendered = render(tokenizer, _rag_messages(instruction, [PROBE], ""))
+    header, found, _ = rendered.partition(PROBE)
+    if not found:
+        raise InputError(
+            "The model's chat template leaves out or rewrites what the user says; chunks cannot be placed in it."
+        )
+    return header
+
+
+def rag_prompt(
+    tokenizer: Any, chunks: Sequence[Chunk], question: str, instruction: str = DEFAULT_INSTRUCTION
+) -> BlendPrompt:
+    """Return the RAG prompt: header, chunks, question.
+
+    With a chat template the instruction is the system message, and chunks and question are the user's; without one the
+    prompt reads ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``.
+    """
+    messages = _rag_messages(instruction, [chunk.text for chunk in chunks], question)
+    prompt = _locate(render(tokenizer, messages), chunks)
+    header = rag_header(tokenizer, instruction)
+    first, *rest = prompt.segments
+    if isinstance(first, str) and first != header and first.startswith(header):
+        # Without chunks, too, the header is a segment of its own, so that its tokens are those KV was computed behind.
+        return BlendPrompt((header, first[len(header) :], *rest))
+    return prompt
+
+
+def chat_prompt(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    registry: ChunkRegistry,
+    *,
+    chunk_ids: Iterable[str] = (),
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> BlendPrompt:
+    """Render a chat with the model's template and say where its chunks are.
+
+    Explicit references come first (parts with an id, ``named`` chunks, ``chunk_ids``), then registered chunks found by
+    content, then plain text. A reference counts only where the chunk's exact text stands.
+
+    Args:
+        tokenizer: The model's tokenizer; its chat template is honoured, with the generation prompt added. Without one the
+            messages are joined as in :func:`rag_prompt`.
+        messages: ``role`` and ``content``, and whatever else the template reads. Content is a string, or a list of strings,
+            chunks, chunk references and ``{"type": "text", "text": ...}`` parts; a part whose ``id`` is that of a
+            registered chunk with that text, or the :func:`~cacheblend_rag.prompts.chunk.chunk_id` of its own text, is that
+            chunk. Strings are searched for chunks. A message may have ``named``: chunks to look for in its content first,
+            such as the documents a tool returned beside its text; templates do not see it.
+        registry: Chunks that may be named or found.
+        chunk_ids: Registered chunks to look for first in all messages.
+        tools: Functions in JSON-schema form for the template; see :func:`reads_tools`.
+
+    Raises:
+        UnknownChunkError: A :class:`ChunkRef` or one of ``chunk_ids`` names a chunk that ``registry`` does not hold.
+        InputError: The template refuses the messages, or content is neither text nor chunk.
+    """
+    everywhere = [_resolve(ChunkRef(name), registry) for name in chunk_ids]
+    plain: list[dict[str, Any]] = []
+    chunks: list[Chunk] = []
+    for message in messages:
+        content = message.get("content")
+        parts = [content] if content is None or isinstance(content, str) else list(content)
+        named = [*message.get("named", ()), *everywhere]
+        texts = []
+        for part in parts:
+            for piece in _pieces(part, registry, tokenizer, named):
+                if isinstance(piece, Chunk):
+                    chunks.append(piece)
+                texts.append(piece.text if isinstance(piece, Chunk) else piece)
+        plain.append({**{k: v for k, v in message.items() if k != "named"}, "content": "".join(texts)})
+    return _locate(render(tokenizer, plain, tools), chunks)
+
+
+def text_prompt(text: str, registry: ChunkRegistry, *, chunk_ids: Iterable[str] = ()) -> BlendPrompt:
+    """Say where chunks stand in a prompt that is already rendered: those named first, then all that are registered.
+
+    Raises:
+        UnknownChunkError: One of ``chunk_ids`` names a chunk that ``registry`` does not hold.
+    """
+    named = [_resolve(ChunkRef(name), registry) for name in chunk_ids]
+    return BlendPrompt(tuple(_search(text, registry, named)))
+
+
+def chunk_of(text: str, tokenizer: Any, registry: ChunkRegistry) -> Chunk | None:
+    """Return the chunk with exactly that text but for outer whitespace: the registered one, else a new one.
+
+    Returns None where there is no text. A new chunk is not registered: an engine does that when it computes its KV.
+    """
+    body = text.strip()
+    known = registry.get(chunk_id(body))
+    if known is not None and known.text == body:
+        return known
+    return make_chunk(body, tokenizer) if body else None
+
+
+def _pieces(part: Any, registry: ChunkRegistry, tokenizer: Any, named: Sequence[Chunk]) -> list[str | Chunk]:
+    if part is None:
+        return []
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        chunk = _referred(str(part.get("id")), text.strip(), registry, tokenizer)
+        if chunk is not None:
+            before, _, after = text.partition(chunk.text)
+            return [piece for piece in (before, chunk, after) if piece]
+        part = text
+    if isinstance(part, str):
+        return _search(part, registry, named)
+    if isinstance(part, (Chunk, ChunkRef)):
+        return [_resolve(part, registry)]
+    raise InputError(f"A message holds {part!r:.80}; only text and chunks can be read.")
+
+
+def _referred(name: str, body: str, registry: ChunkRegistry, tokenizer: Any) -> Chunk | None:
+    known = registry.get(name)
+    if known is not None and known.text == body:
+        return known
+    return make_chunk(body, tokenizer) if body and name == chunk_id(body) else None
+
+
+def _search(text: str, registry: ChunkRegistry, named: Sequence[Chunk]) -> list[str | Chunk]:
+    """Split text into text and chunks: each named one once, in the order they are named; in between, all registered ones."""
+    taken: list[tuple[int, int, Chunk]] = []
+    for chunk in named:
+        # As in the registry: what is shorter stands in many texts by chance.
+        at = text.find(chunk.text) if len(chunk.text) >= MATCH_WINDOW else -1
+        while at >= 0 and any(at < stop and start < at + len(chunk.text) for start, stop, _ in taken):
+            at = text.find(chunk.text, at + 1)
+        if at >= 0:
+            taken.append((at, at + len(chunk.text), chunk))
+    pieces: list[str | Chunk] = []
+    end = 0
+    for start, stop, chunk in sorted(taken, key=lambda place: place[0]):
+        pieces += [*registry.find(text[end:start]), chunk]
+        end = stop
+    return pieces + registry.find(text[end:])
+
+
+@overload
+def _resolve(segment: Chunk | ChunkRef, registry: ChunkRegistry) -> Chunk: ...
+@overload
+def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | Chunk: ...
+def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | Chunk:
+    if not isinstance(segment, ChunkRef):
+        return segment
+    chunk = registry.get(segment.id)
+    if chunk is None:
+        raise UnknownChunkError(f"No chunk has the id {segment.id!r}. Give it to precompute() or the index first.")
+    return chunk
+
+
+def _rag_messages(instruction: str, texts: Sequence[str], question: str) -> list[dict[str, Any]]:
+    user = SEPARATOR.join([*texts, f"Question: {question}"])
+    system = [{"role": "system", "content": instruction}] if instruction else []
+    return [*system, {"role": "user", "content": user}]
+
+
+def _locate(rendered: str, chunks: Iterable[Chunk]) -> BlendPrompt:
+    """Find the chunks in the rendered text, in order; what a template has rewritten stays text."""
+    segments: list[str | Chunk | ChunkRef] = []
+    end = 0
+    for chunk in chunks:
+        at = rendered.find(chunk.text, end)
+        if at < 0:
+            continue
+        if at > end:
+            segments.append(rendered[end:at])
+        segments.append(chunk)
+        end = at + len(chunk.text)
+    if end < len(rendered):
+        segments.append(rendered[end:])
+    return BlendPrompt(tuple(segments))

@@ -1,0 +1,1 @@
+"""Retrieval joined with an engine: index documents, ask questions."""

@@ -1,0 +1,300 @@
+"""RAG without a framework: an index and an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation, StreamEvent
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import InputError, PromptTooLongError
+from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, BlendPrompt, rag_prompt, tokenize
+from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, index_documents
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.retrieval.index import ChunkIndex, Hit
+from cacheblend_rag.retrieval.manifest import IndexManifest
+
+
+@dataclass(frozen=True)
+class Source:
+    """A chunk that stood in a prompt.
+
+    Attributes:
+        id: The chunk's id.
+        path: Its document.
+        ordinal: Its number in the document, from 0.
+        score: Similarity to the question; None for a chunk that came along as the continuation of a hit.
+        text: Its text.
+    """
+
+    id: str
+    path: str
+    ordinal: int
+    score: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """What a question brought up: chunks, best first, hits followed by their continuations; and the seconds it took."""
+
+    hits: tuple[Hit, ...]
+    seconds: float
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The hits as they are shown to a user."""
+        return tuple(Source(h.chunk.id, h.path, h.ordinal, h.score, h.chunk.text) for h in self.hits)
+
+
+@dataclass(frozen=True)
+class RagAnswer:
+    """An answer and where it comes from.
+
+    Attributes:
+        answer: The answer, without outer whitespace.
+        sources: Chunks in the prompt, in its order.
+        generation: What the engine reports.
+        retrieve_s: Seconds of retrieval.
+        notes: What the user should know, such as sources left out for want of room.
+    """
+
+    answer: str
+    sources: tuple[Source, ...]
+    generation: Generation
+    retrieve_s: float
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as ``ask --json`` prints it."""
+        g = self.generation
+        return {
+            "answer": self.answer,
+            "sources": [{"id": s.id, "path": s.path, "score": s.score, "text": s.text} for s in self.sources],
+            "mode": g.mode,
+            "reason": g.reason,
+            "usage": asdict(g.usage),
+            "timings": {"retrieve_s": self.retrieve_s, **asdict(g.timings)},
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class RagEvent:
+    """A piece of a streamed answer; the first carries the sources, the last the whole :class:`RagAnswer`."""
+
+    text: str
+    sources: tuple[Source, ...] | None = None
+    answer: RagAnswer | None = None
+
+
+class RagPipeline:
+    """Indexes documents and answers questions over them. Safe to use from several threads.
+
+    Attributes:
+        engine: The model.
+        chunks: The index of chunks.
+    """
+
+    def __init__(
+        self,
+        engine: BlendEngine,
+        store: str | Path | ChunkIndex,
+        *,
+        k: int = 6,
+        follow: int = 2,
+        instruction: str = DEFAULT_INSTRUCTION,
+        chunk_tokens: int | None = None,
+        overlap: int | None = None,
+        embedding: str | None = None,
+    ):
+        """Open the index in ``store`` (made if missing) and register its chunks with the engine.
+
+        Args:
+            engine: The model; the pipeline does not close it.
+            store: Directory of the index, usually the one the engine's KV store is in; or an open index.
+            k: Most chunks in a prompt.
+            follow: How many of the best hits bring the chunk that follows them: "It was founded in..." often stands in
+                another chunk than the name. They count towards ``k``.
+            instruction: First sentence of every prompt. The engine should have the header that goes with it, or the
+                first chunk is blended like the others instead of being reused as it is.
+            chunk_tokens: Most tokens of a chunk; None takes the index's own (512 for a new one).
+            overlap: Tokens neighbouring chunks share; None takes the index's own (0 for a new one).
+            embedding: Retrieval model; None takes the index's own (all-MiniLM-L6-v2 for a new one).
+
+        Raises:
+            StoreMismatchError: The index was made for another model or with other settings.
+            StoreError: It is damaged, or cannot be made.
+        """
+        if k < 1:
+            raise InputError(f"k is {k}; ask for at least 1 chunk.")
+        if follow < 0:
+            raise InputError(f"follow is {follow}; give 0 or more.")
+        self.engine, self.instruction = engine, instruction
+        self._k, self._follow = k, follow
+        if isinstance(store, ChunkIndex):
+            self.chunks = store
+        else:
+            own = _manifest_in(store)
+            if chunk_tokens is None:
+                chunk_tokens = own.chunk_tokens if own else DEFAULT_CHUNK_TOKENS
+            if overlap is None:
+                overlap = own.overlap if own else 0
+            manifest = IndexManifest(engine.fingerprint, engine.header_ids, chunk_tokens, overlap, embedding)
+            self.chunks = ChunkIndex.open(store, manifest)
+        engine.registry.add(self.chunks.chunks())
+
+    def index(
+        self, paths: Iterable[str | Path], progress: Callable[[IndexProgress], None] | None = None
+    ) -> IndexReport:
+        """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`."""
+        return index_documents(self.engine, self.chunks, paths, progress)
+
+    def retrieve(self, question: str) -> Retrieved:
+        """Return the chunks for a question, best first, each once.
+
+        Raises:
+            InputError: An empty question.
+        """
+        if not question.strip():
+            raise InputError("The question is empty.")
+        begin = time.perf_counter()
+        chosen: dict[str, Hit] = {}
+        for rank, hit in enumerate(self.chunks.search(question, self._k)):
+            following = self.chunks.neighbours(hit) if rank < self._follow else []
+            for candidate in (hit, *following):
+                known = chosen.get(candidate.chunk.id)
+                if known is not None and known.score is None:
+                    chosen[candidate.chunk.id] = replace(known, score=candidate.score)
+                elif known is None and len(chosen) < self._k:
+                    chosen[candidate.chunk.id] = candidate
+        # Another process may have indexed them.
+        self.engine.registry.add(hit.chunk for hit in chosen.values())
+        return Retrieved(tuple(chosen.values()), time.perf_counter() - begin)
+
+    def prompt(
+        self, question: str, hits: Sequence[Hit], sampling: SamplingParams | None = None
+    ) -> tuple[BlendPrompt, tuple[Hit, ...], tuple[str, ...]]:
+        """Build the prompt of the hits, in reading order (reference words point backwards).
+
+        Hits that do not fit the context window are left out, the last first.
+
+        Returns:
+            The prompt, the hits in it in its order, and notes for the user.
+
+        Raises:
+            PromptTooLongError: Not even the question fits.
+        """
+        window = self.engine.context_window
+        room = window - (sampling or SamplingParams()).max_tokens
+        for count in range(len(hits), -1, -1):
+            kept = sorted(hits[:count], key=lambda hit: (hit.path, hit.ordinal))
+            built = rag_prompt(self.engine.tokenizer, [hit.chunk for hit in kept], question, self.instruction)
+            size = len(tokenize(built, self.engine.tokenizer, self.engine.registry).token_ids)
+            if size <= room:
+                left_out = (
+                    f"{len(hits) - count} of {len(hits)} sources left out: the context window is {window} tokens."
+                )
+                return built, tuple(kept), () if count == len(hits) else (left_out,)
+        raise PromptTooLongError(
+            f"The question has {size} tokens with its header; a context window of {window} less max_tokens leaves "
+            f"{max(0, room)}. Shorten it or lower max_tokens."
+        )
+
+    def stream(
+        self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> Iterator[RagEvent]:
+        """Answer piece by piece: an event with the sources, the text, an event with the whole answer.
+
+        Raises:
+            InputError: An empty question, or nothing indexed yet.
+        """
+        found = self._find(question)
+        built, hits, notes = self.prompt(question, found.hits, sampling)
+        sources = Retrieved(hits, found.seconds).sources
+        return self._events(self.engine.stream(built, sampling, settings), sources, found.seconds, notes)
+
+    def _find(self, question: str) -> Retrieved:
+        found = self.retrieve(question)
+        if not found.hits:
+            raise InputError(f"Nothing is indexed in {self.chunks.directory} yet; index some documents first.")
+        return found
+
+    @staticmethod
+    def _events(
+        stream: Iterator[StreamEvent], sources: tuple[Source, ...], seconds: float, notes: tuple[str, ...]
+    ) -> Iterator[RagEvent]:
+        try:
+            yield RagEvent("", sources=sources)
+            for event in stream:
+                done = event.generation
+                answer = RagAnswer(done.text.strip(), sources, done, seconds, notes) if done else None
+                yield RagEvent(event.text, answer=answer)
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+
+    def ask(
+        self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> RagAnswer:
+        """Answer in one piece; raises as :meth:`stream` does."""
+        answer = None
+        for event in self.stream(question, sampling, settings):
+            answer = event.answer
+        assert answer is not None
+        return answer
+
+    async def aindex(
+        self, paths: Iterable[str | Path], progress: Callable[[IndexProgress], None] | None = None
+    ) -> IndexReport:
+        """Async twin of :meth:`index`, off the event loop."""
+        return await asyncio.to_thread(self.index, list(paths), progress)
+
+    async def aask(
+        self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> RagAnswer:
+        """Async twin of :meth:`ask`, off the event loop."""
+        return await asyncio.to_thread(self.ask, question, sampling, settings)
+
+    async def aretrieve(self, question: str) -> Retrieved:
+        """Async twin of :meth:`retrieve`, off the event loop."""
+        return await asyncio.to_thread(self.retrieve, question)
+
+    async def astream(
+        self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> AsyncIterator[RagEvent]:
+        """Async twin of :meth:`stream`; the engine's own async stream ends the work when the consumer is cancelled."""
+        found = await asyncio.to_thread(self._find, question)
+        built, hits, notes = await asyncio.to_thread(self.prompt, question, found.hits, sampling)
+        sources = Retrieved(hits, found.seconds).sources
+        yield RagEvent("", sources=sources)
+        async for event in self.engine.astream(built, sampling, settings):
+            done = event.generation
+            answer = RagAnswer(done.text.strip(), sources, done, found.seconds, notes) if done else None
+            yield RagEvent(event.text, answer=answer)
+
+    def close(self) -> None:
+        """Close the index; the engine stays open."""
+        self.chunks.close()
+
+    def __enter__(self) -> RagPipeline:
+        """Use as a context manager that closes."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+
+def _manifest_in(directory: str | Path) -> IndexManifest | None:
+    if not ChunkIndex.exists(directory):
+        return None
+    with ChunkIndex.open(directory) as index:
+        return index.manifest

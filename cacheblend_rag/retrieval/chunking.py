@@ -1,0 +1,190 @@
+"""Split documents into chunks of the LLM's own tokens."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id
+from cacheblend_rag.prompts.tokens import TextEncoder, encoder_for, pack_ids
+
+DEFAULT_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS = 16
+"""Below this a single character (18 letters after normalisation, or 4 bytes) may not fit."""
+
+_INK = re.compile(r"\S")
+_PARAGRAPH = re.compile(r"\n[^\S\n]*\n")
+_SENTENCE = re.compile(
+    r"[.!?…]+[\"'”’»)\]*_]*(?=\s)"  # the end of a sentence, with closing quotes and brackets
+    r"|[。！？｡]+[」』）】”’]*"  # languages that write no space after it
+    r"|\n(?=[^\S\n]*(?:[-*+•#|>]|\d{1,3}[.)])\s)"  # the line before a list item, a table row or a heading
+)
+_LINE = re.compile(r"\n")
+_SPACE = re.compile(r"\s")
+_HEADING = re.compile(r"#{1,6}\s")
+_ABBREVIATION = re.compile(
+    r"(?:^|[\s(\"'“])(?:[^\W\d_]|Dr|Mr|Mrs|Ms|St|Prof|Rev|Gen|Capt|No|vs|cf|e\.g|i\.e|approx|Fig)\.$"
+)
+_WINDOW_CHARS_PER_TOKEN = 64
+
+
+def split_text(
+    text: str,
+    tokenizer: Any,
+    max_tokens: int = DEFAULT_CHUNK_TOKENS,
+    overlap: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> list[Chunk]:
+    """Split ``text`` into chunks; see :func:`iter_chunks`."""
+    return list(iter_chunks(text, tokenizer, max_tokens, overlap, metadata))
+
+
+def iter_chunks(
+    text: str,
+    tokenizer: Any,
+    max_tokens: int = DEFAULT_CHUNK_TOKENS,
+    overlap: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> Iterator[Chunk]:
+    """Split ``text`` into chunks of at most ``max_tokens`` tokens, in time linear in its length.
+
+    A chunk ends at the last paragraph edge in its second half, else the last sentence edge there, else the last of
+    either anywhere, else at a line end, else at whitespace, else between two tokens. With ``overlap=0`` nothing is lost
+    but the whitespace between chunks, and nothing is doubled: ``text[c.metadata["start"]:c.metadata["end"]] == c.text``.
+
+    Args:
+        text: The source.
+        tokenizer: The LLM's Hugging Face tokenizer (fast).
+        max_tokens: Limit on the tokens of each chunk's text on its own, special tokens not counted (none are added).
+        overlap: About how many tokens at the end of a chunk the next one repeats, from a sentence or word start.
+        metadata: Copied into every chunk, with ``start`` and ``end`` (characters) added.
+
+    Raises:
+        InputError: ``max_tokens`` or ``overlap`` out of range, or text that is not valid Unicode.
+    """
+    if max_tokens < MIN_CHUNK_TOKENS:
+        raise InputError(f"max_tokens is {max_tokens}; a chunk needs at least {MIN_CHUNK_TOKENS}.")
+    if not 0 <= overlap <= max_tokens // 2:
+        raise InputError(f"overlap is {overlap}; give 0 to half of max_tokens ({max_tokens // 2}).")
+    splitter = _Splitter(text, encoder_for(tokenizer), max_tokens, overlap)
+    for start, end, token_ids in splitter.pieces():
+        body = text[start:end]
+        yield Chunk(chunk_id(body), body, token_ids, {**(metadata or {}), "start": start, "end": end})
+
+
+class _Splitter:
+    def __init__(self, text: str, encoder: TextEncoder, max_tokens: int, overlap: int):
+        self.text = text
+        self.encoder = encoder
+        self.max_tokens = max_tokens
+        self.overlap = overlap
+        self._chars_per_token = 4.0
+
+    def pieces(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Yield start, end and token ids of each chunk."""
+        start = covered = 0
+        while fresh := _INK.search(self.text, covered):
+            ink = _INK.search(self.text, start, fresh.start())
+            start = ink.start() if ink else fresh.start()
+            starts, stop = self._window(start)
+            fitted = self._fit(start, stop, starts, fresh.start())
+            if fitted is None:  # the overlap leaves no room for new text: give it up
+                start = fresh.start()
+                continue
+            covered, token_ids = fitted
+            yield start, covered, token_ids
+            start = self._next_start(covered, starts)
+
+    def _window(self, start: int) -> tuple[list[int], int]:
+        """Tokenise enough text from ``start`` on for one chunk; return where its tokens start, and the window's end."""
+        size = int(self._chars_per_token * self.max_tokens * 1.25) + 64
+        widest = self.max_tokens * _WINDOW_CHARS_PER_TOKEN
+        while True:
+            stop = min(len(self.text), start + size)
+            starts = self.encoder.document_starts(self.text[start:stop])
+            if len(starts) > self.max_tokens or stop == len(self.text) or size >= widest:
+                break
+            size *= 2
+        self._chars_per_token = max(0.25, (stop - start) / max(1, len(starts)))
+        return [start + offset for offset in starts], stop
+
+    def _fit(self, start: int, stop: int, starts: list[int], fresh: int) -> tuple[int, tuple[int, ...]] | None:
+        """Return end and token ids of the chunk at ``start``, or None if it cannot reach beyond ``fresh``."""
+        budget = min(self.max_tokens, len(starts))
+        while budget > 0:
+            high = max(starts[budget] if budget < len(starts) else stop, start + 1)
+            if high <= fresh:
+                return None
+            end = high if high == len(self.text) else self._cut(high, starts[budget // 2], fresh)
+            end = start + len(self.text[start:end].rstrip())
+            token_ids = self.encoder.document(self.text[start:end])
+            if len(token_ids) <= self.max_tokens:
+                return end, pack_ids(token_ids)
+            # Edges merge differently in a text of its own, so only its own tokenisation decides.
+            budget -= max(1, len(token_ids) - self.max_tokens)
+        if fresh > start:
+            return None
+        raise InputError(
+            f"The character at offset {start} alone takes more than {self.max_tokens} tokens; raise max_tokens."
+        )
+
+    def _cut(self, high: int, half: int, floor: int) -> int:
+        """Return the best place in ``(floor, high]`` to end a chunk."""
+        paragraphs = self._edges(_PARAGRAPH, floor, high)
+        sentences = self._edges(_SENTENCE, floor, high)
+        for edges in (paragraphs, sentences):
+            if edges and edges[-1] > half:
+                return edges[-1]
+        if paragraphs or sentences:
+            return max(paragraphs[-1:] + sentences[-1:])
+        lines = [m.start() for m in _LINE.finditer(self.text, half, high) if m.start() > floor]
+        if lines:
+            return lines[-1]
+        for at in range(high, floor, -1):
+            if self.text[at].isspace():
+                return at
+        at = high
+        while at > floor + 1 and _joined(self.text[at - 1], self.text[at]):
+            at -= 1
+        return at if at > floor + 1 else high
+
+    def _edges(self, pattern: re.Pattern[str], floor: int, high: int) -> list[int]:
+        """Return the last edge of that kind in ``(floor, high]``, as a list of at most one."""
+        matches = list(pattern.finditer(self.text, floor, min(len(self.text), high + 32)))
+        for match in reversed(matches):
+            end = match.start() if match[0][0] == "\n" else match.end()
+            if floor < end <= high and self._is_edge(match, end):
+                return [end]
+        return []
+
+    def _is_edge(self, match: re.Match[str], end: int) -> bool:
+        if match[0][0] == "\n":  # a heading stays with what it heads
+            line = self.text.rfind("\n", max(0, end - 200), end) + 1
+            return not _HEADING.match(self.text, line)
+        if match[0] != ".":
+            return True
+        following = _INK.search(self.text, end, end + 64)
+        if following is not None and following[0].islower():
+            return False
+        return _ABBREVIATION.search(self.text[max(0, end - 12) : end]) is None
+
+    def _next_start(self, end: int, starts: list[int]) -> int:
+        count = bisect_left(starts, end)
+        repeated = min(self.overlap, count // 2)
+        want = starts[count - repeated] if repeated else end
+        if want <= starts[0]:
+            return end
+        for pattern in (_SENTENCE, _SPACE):
+            edge = pattern.search(self.text, want, end)
+            if edge is not None:
+                return edge.end()
+        return want
+
+
+def _joined(before: str, after: str) -> bool:
+    """Say whether a reader sees the two characters as one (combining marks, joined emoji)."""
+    return unicodedata.category(after)[0] == "M" or "\u200d" in (before, after)

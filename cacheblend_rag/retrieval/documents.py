@@ -1,0 +1,176 @@
+"""Documents as text: txt, Markdown, HTML and PDF files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.retrieval.extraction import UnusableFileError, html_text, pdf_text, plain_text
+
+MAX_BYTES = 512 << 20
+"""Larger files are skipped: a document is held in memory while it is cut."""
+
+MAX_HTML_BYTES = 16 << 20
+"""The limit for HTML, whose parsed tree takes many times the memory of the file."""
+
+_LOADERS = {
+    ".txt": plain_text,
+    ".text": plain_text,
+    ".md": plain_text,
+    ".markdown": plain_text,
+    ".html": html_text,
+    ".htm": html_text,
+    ".pdf": pdf_text,
+}
+SUFFIXES = frozenset(_LOADERS)
+"""Types of files that are read, by suffix (in either case)."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """The text of one file.
+
+    Attributes:
+        path: Absolute path of the file; its identity in an index.
+        text: The text, its lines ended by newlines.
+        digest: Content hash of the file's bytes; equal digests mean that nothing changed.
+        metadata: ``source`` (the path) and, where known, ``title``, ``pages`` and ``unreadable_pages``. JSON values only.
+    """
+
+    path: str
+    text: str
+    digest: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SkippedDocument:
+    """A file that gave no text. A value, not an error: one bad file never stops the rest.
+
+    Attributes:
+        path: Absolute path of the file.
+        reason: Why, in words for the user, and what to do where something can be done.
+        blank: The file was read, and there is nothing in it: it is not merely out of reach for now.
+    """
+
+    path: str
+    reason: str
+    blank: bool = False
+
+
+def find_documents(paths: Iterable[Path | str]) -> Iterator[Path]:
+    """List the files to load: absolute, each once, directories recursively in name order.
+
+    Hidden files and directories, and links to directories, are left out inside a directory; given themselves, they are taken.
+    Every other file is listed, whatever its type: :func:`load_document` says why one is skipped.
+
+    Raises:
+        InputError: A path that does not exist; raised by the call itself, before anything is listed.
+    """
+    roots = [_absolute(path) for path in paths]
+    missing = [str(root) for root in roots if not root.exists()]
+    if missing:
+        raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")
+    return _walk(roots)
+
+
+def _walk(roots: list[Path]) -> Iterator[Path]:
+    seen: set[Path] = set()
+    pending = roots[::-1]
+    while pending:
+        path = pending.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        entries = _visible(path) if path.is_dir() else None
+        if entries is None:
+            yield path
+        else:
+            pending.extend(reversed(entries))
+
+
+def _visible(directory: Path) -> list[Path] | None:
+    """Return what a walk visits in ``directory``; None where it cannot be listed, so that it is reported like a file."""
+    try:
+        with os.scandir(directory) as entries:
+            kept = [e for e in entries if not e.name.startswith(".") and not (e.is_symlink() and e.is_dir())]
+    except OSError:
+        return None
+    return [directory / entry.name for entry in sorted(kept, key=lambda e: e.name)]
+
+
+def file_digest(path: Path | str) -> str | None:
+    """Return the digest a :class:`Document` of that file would have, or None where it cannot be read.
+
+    For skipping unchanged files before they are parsed: ``file_digest(path) == index.digest_of(str(path))``.
+    """
+    state = xxhash.xxh3_128()
+    try:
+        path = _absolute(path)
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None
+        with path.open("rb") as handle:
+            while block := handle.read(1 << 20):
+                state.update(block)
+    except OSError:
+        return None
+    return state.hexdigest()
+
+
+def load_document(path: Path | str) -> Document | SkippedDocument:
+    """Load one file. What is wrong with the file itself is returned as the reason it is skipped, never raised.
+
+    Skipped are: types other than :data:`SUFFIXES`, files above :data:`MAX_BYTES` (HTML: :data:`MAX_HTML_BYTES`), empty and
+    binary files, text that is neither UTF-8, UTF-16 or UTF-32 with a byte order mark, nor mostly ASCII in Windows-1252,
+    encrypted or broken PDFs, PDFs without text (scans), and what the system does not let us read.
+    """
+    path = _absolute(path)
+    name = str(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        printable = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return SkippedDocument(printable, "its name is not valid UTF-8; rename it")
+    try:
+        data = _read(path)
+        digest = xxhash.xxh3_128(data).hexdigest()
+        text, metadata = _LOADERS[path.suffix.lower()](data)
+        if not text.strip():
+            raise UnusableFileError("it holds no text", blank=True)
+    except UnusableFileError as error:
+        return SkippedDocument(name, str(error), error.blank)
+    except OSError as error:
+        return SkippedDocument(name, f"it cannot be read: {error.strerror or error}")
+    return Document(name, text, digest, {"source": name, **metadata})
+
+
+def _absolute(path: Path | str) -> Path:
+    """Make absolute without following links: a document is known by the name the user sees."""
+    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - Path.absolute() keeps ".."
+
+
+def _read(path: Path) -> bytes:
+    suffix = path.suffix.lower()
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        os.scandir(path).close()  # raises why it could not be listed
+        raise UnusableFileError("it is a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise UnusableFileError("it is not a regular file")
+    if suffix not in _LOADERS:
+        raise UnusableFileError(f"its type ({suffix or 'no suffix'}) is not among {', '.join(_LOADERS)}")
+    limit = MAX_HTML_BYTES if _LOADERS[suffix] is html_text else MAX_BYTES
+    if status.st_size > limit:
+        advice = "convert it to text" if limit < MAX_BYTES else "split it"
+        raise UnusableFileError(f"it is larger than {limit >> 20} MiB; {advice}")
+    data = path.read_bytes()
+    if not data:
+        raise UnusableFileError("it is empty", blank=True)
+    return data

@@ -1,0 +1,73 @@
+"""What an index was made with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cacheblend_rag.errors import StoreMismatchError
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.store.kv import ModelFingerprint
+
+
+@dataclass(frozen=True)
+class IndexManifest:
+    """What an index was made with; opening it with anything else is refused.
+
+    Attributes:
+        model: The LLM whose tokens the chunks are made of.
+        header_ids: Tokens in front of every chunk when its KV is computed.
+        chunk_tokens: Most tokens in a chunk.
+        overlap: Tokens repeated from one chunk to the next.
+        embedding: Name or path of the sentence-transformers model; None takes what the index has, or the default for a new one.
+    """
+
+    model: ModelFingerprint
+    header_ids: tuple[int, ...] = ()
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    overlap: int = 0
+    embedding: str | None = None
+
+    def to_json(self) -> str:
+        """Return the stored form."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> IndexManifest:
+        """Read the stored form."""
+        fields = json.loads(text)
+        model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
+        return cls(model=model, header_ids=header, **fields)
+
+    def check(self, wanted: IndexManifest, directory: Path) -> None:
+        """Refuse to be used as ``wanted``.
+
+        Raises:
+            StoreMismatchError: They differ; the message names both sides and what to do.
+        """
+        wrong: list[str] = []
+        if wanted.model != self.model:
+            wrong.append(
+                f"it was made for the model {self.model.name} ({self.model.digest[:8]}), not for {wanted.model.name} "
+                f"({wanted.model.digest[:8]}): use --model {self.model.name}"
+            )
+        elif wanted.header_ids != self.header_ids:
+            wrong.append(
+                f"its chunks stand behind another prompt header ({len(self.header_ids)} tokens, now "
+                f"{len(wanted.header_ids)}): use the chat template and instruction it was made with"
+            )
+        mine, theirs = (self.chunk_tokens, self.overlap), (wanted.chunk_tokens, wanted.overlap)
+        if mine != theirs:
+            wrong.append(
+                f"it is cut into chunks of {mine[0]} tokens (overlap {mine[1]}), not {theirs[0]} (overlap {theirs[1]}): "
+                "use the same settings"
+            )
+        if wanted.embedding not in (None, self.embedding):
+            wrong.append(
+                f"its embedding model is {self.embedding}, not {wanted.embedding}: use that one, or rebuild the index"
+            )
+        if wrong:
+            raise StoreMismatchError(
+                f"The index in {directory} does not fit: {'; '.join(wrong)}. Or index into another directory."
+            )

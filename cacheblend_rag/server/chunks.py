@@ -1,0 +1,138 @@
+"""What ``/v1/chunks`` does, without HTTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from cacheblend_rag.errors import InputError, UnknownChunkError
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.protocol import (
+    ChunkBody,
+    PrecomputeBody,
+    first_problem,
+)
+from cacheblend_rag.server.naming import tokens_match
+from cacheblend_rag.store import EntryInfo
+from cacheblend_rag.store.kv import KVKey
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm.client import BlendClient
+    from cacheblend_rag.server.catalogue import ChunkCatalogue
+
+
+class ConflictError(InputError):
+    """A chunk that cannot be changed that way."""
+
+
+class ServedChunks:
+    """The chunks a server knows, and their KV. Blocking; called off the event loop."""
+
+    def __init__(self, client: BlendClient, catalogue: ChunkCatalogue):
+        self._client, self._catalogue = client, catalogue
+
+    def read(self, body: bytes) -> list[Chunk]:
+        """Make chunks of a request's body.
+
+        Raises:
+            InputError: It is malformed, or holds what cannot be a chunk.
+        """
+        try:
+            parsed = PrecomputeBody.model_validate_json(body)
+        except ValidationError as error:
+            raise InputError(first_problem(error)) from None
+        if bool(parsed.texts) == bool(parsed.chunks):
+            raise InputError(
+                'Give {"texts": ["...", ...]}, or {"chunks": [{"text": "..."}, ...]}; one of them, not empty.'
+            )
+        self._catalogue.refresh()
+        # Not validated: an empty text is refused below, with its number.
+        bodies = parsed.chunks or tuple(ChunkBody.model_construct(text=text) for text in parsed.texts)
+        found: list[Chunk] = []
+        for number, piece in enumerate(bodies):
+            try:
+                found.append(self._chunk(piece))
+            except ConflictError:
+                raise
+            except InputError as error:
+                raise InputError(f"{'chunks' if parsed.chunks else 'texts'}.{number}: {error}") from error
+        return found
+
+    def _chunk(self, body: ChunkBody) -> Chunk:
+        chunk = make_chunk(body.text, self._client.tokenizer, body.metadata)
+        if body.token_ids is not None and not tokens_match(self._client.tokenizer, body.text, body.token_ids):
+            raise InputError(
+                "token_ids are not those of this text in the server's tokenizer; cut chunks with that tokenizer, or leave "
+                "token_ids out."
+            )
+        room = self._client.context_window - len(self._client.header_ids) - 1
+        if len(chunk.token_ids) > room:
+            raise InputError(
+                f"it has {len(chunk.token_ids)} tokens; the context window leaves room for {room}. Split it."
+            )
+        if body.id is None or body.id == chunk.id:
+            return chunk
+        known = self._client.registry.get(body.id)
+        if known is not None and known.text != chunk.text:
+            raise ConflictError(
+                f"The id {body.id!r} belongs to another text. Delete that chunk first, or use another id."
+            )
+        return Chunk(body.id, chunk.text, chunk.token_ids, chunk.metadata)
+
+    def known(self, chunk_id: str) -> Chunk:
+        """Return a chunk; raises UnknownChunkError."""
+        self._catalogue.refresh()
+        chunk = self._client.registry.get(chunk_id)
+        if chunk is None:
+            raise UnknownChunkError(f"No chunk has the id {chunk_id!r}.")
+        return chunk
+
+    def page(self, limit: int, after: str | None) -> tuple[list[dict[str, Any]], bool]:
+        """Return what :meth:`describe` says of up to ``limit`` chunks behind an id, and whether there are more."""
+        self._catalogue.refresh()
+        ordered = sorted(self._client.registry, key=lambda chunk: chunk.id)
+        rest = [chunk for chunk in ordered if after is None or chunk.id > after]
+        return self._describe(rest[:limit]), len(rest) > limit
+
+    def describe(self, chunk: Chunk) -> dict[str, Any]:
+        """Return what a listing shows of a chunk: its size, where it is kept, whether its KV is stored."""
+        return self._describe([chunk])[0]
+
+    def _describe(self, chunks: list[Chunk]) -> list[dict[str, Any]]:
+        listing = {entry.key: entry for entry in self._client.store.entries()}
+        return [self._described(chunk, listing) for chunk in chunks]
+
+    def _described(self, chunk: Chunk, listing: dict[KVKey, EntryInfo]) -> dict[str, Any]:
+        entries = self._client.entries
+        found = [entry for key in entries.keys(chunk.token_ids) if (entry := listing.get(key)) is not None]
+        return {
+            "id": chunk.id,
+            "object": "chunk",
+            "tokens": len(chunk.token_ids),
+            "origin": self._catalogue.origin(chunk.id) or "prompt",
+            "source": str(chunk.metadata.get("source", "")),
+            "stored": entries.contains(chunk.token_ids),
+            "bytes": sum(entry.nbytes for entry in found) if found else None,
+            "last_used": max(entry.last_used for entry in found) if found else None,
+        }
+
+    def delete(self, wanted: list[Chunk]) -> None:
+        """Forget chunks and delete their KV; raises ConflictError for one of the index."""
+        kept = [chunk for chunk in wanted if self._catalogue.origin(chunk.id) == "index"]
+        if kept:
+            raise ConflictError(
+                f"The chunk {kept[0].id} is part of the index in the server's store; change that with `cacheblend index`. "
+                "Its KV alone is dropped by `cacheblend store rm`."
+            )
+        self._catalogue.remove([chunk.id for chunk in wanted])
+        for chunk in wanted:
+            self._client.entries.delete(chunk.token_ids)
+
+    def delete_named(self, names: list[str], everything: bool) -> list[str]:
+        """Do :meth:`delete` for the registered ones of ``names``, or all; return their ids."""
+        self._catalogue.refresh(force=True)
+        named = list(self._client.registry) if everything else map(self._client.registry.get, names)
+        wanted = [chunk for chunk in named if chunk is not None and self._catalogue.origin(chunk.id) != "index"]
+        self.delete(wanted)
+        return [chunk.id for chunk in wanted]

@@ -1,0 +1,195 @@
+"""Starts vLLM's OpenAI server on a blending engine, and stops it in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.errors import CacheBlendError, InputError, ModelError
+from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
+from cacheblend_rag.server.catalogue import ChunkCatalogue
+from cacheblend_rag.server.metrics import ReuseMetrics
+from cacheblend_rag.server.middleware import NAMES, Limits
+from cacheblend_rag.store import KVStore, open_store
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from cacheblend_rag.engines.vllm.arguments import Launch
+    from cacheblend_rag.engines.vllm.client import BlendClient
+
+_log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
+_DRAIN_S = 5.0
+
+
+def serve(options: ServeOptions, flags: Sequence[str]) -> None:
+    """Serve until SIGTERM or SIGINT; requests in flight get ``--shutdown-timeout`` seconds to end.
+
+    Raises:
+        InputError: A flag that cannot be honoured, or an address that cannot be listened on.
+        ModelError: The model cannot be loaded.
+        StoreError: The store cannot be used.
+    """
+    args, launch = parse(options, flags)
+
+    import uvloop
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+
+    cli_env_setup()  # type: ignore[no-untyped-call]
+    configure_logging_from_args(args)
+    with suppress(KeyboardInterrupt):  # asked to stop before it had started
+        uvloop.run(_serve(options, args, launch))
+
+
+async def _serve(options: ServeOptions, args: Namespace, launch: Launch) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+
+    signal.signal(signal.SIGTERM, _stop_starting)
+    address, sock = _listen(args)
+    stopped: Coroutine[Any, Any, None] | None = None
+    try:
+        # The whole of a broken store or index is told before a model is loaded.
+        store = open_store(launch.store, ram_budget=0, disk_budget=options.disk_budget)
+        with store:
+            async with _EngineStart(build_async_engine_client(args), launch) as llm:
+                stopped = await _serve_engine(options, args, launch, llm, store, address, sock)
+            await stopped
+    finally:
+        sock.close()
+
+
+async def _serve_engine(
+    options: ServeOptions,
+    args: Namespace,
+    launch: Launch,
+    llm: AsyncLLM,
+    store: KVStore,
+    address: str,
+    sock: socket.socket,
+) -> Coroutine[Any, Any, None]:
+    from cacheblend_rag.engines.vllm.client import BlendClient
+
+    client = await BlendClient.connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
+    catalogue = ChunkCatalogue(launch.store, client.registry, client.fingerprint)
+    for note in catalogue.notes:
+        _log.warning(note)
+    try:
+        app = await build_app(options, args, llm, client, catalogue)
+        known = f"{len(client.registry)} chunks known"
+        _log.info("Serving %s on %s: %s in %s.", client.fingerprint.name, address, known, launch.store)
+        return await _listen_and_serve(app, sock, args)
+    finally:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(client.drain(), _DRAIN_S)
+        catalogue.close()
+
+
+async def build_app(
+    options: ServeOptions, args: Namespace, llm: AsyncLLM, client: BlendClient, catalogue: ChunkCatalogue
+) -> FastAPI:
+    """Return vLLM's application with blending, our routes, the size limit and the API key on all of it."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app as build_vllm_app
+
+    from cacheblend_rag.server.routes import chunk_router
+    from cacheblend_rag.server.served_engine import ServedEngine
+
+    metrics = ReuseMetrics()
+    served: Any = ServedEngine(llm, client, metrics)
+    tasks = await llm.get_supported_tasks()
+    args.middleware = [*args.middleware, *NAMES]
+    app = build_vllm_app(args, tasks, llm.model_config)
+    app.state.limits = Limits(tuple(api_keys(args)), options.max_request_size)
+    await init_app_state(served, app.state, args, tasks)
+    _blend(app.state, client, catalogue)
+    app.include_router(chunk_router(client, catalogue, metrics, model_info(client, options, args)))
+    return app
+
+
+def _blend(state: State, client: BlendClient, catalogue: ChunkCatalogue) -> None:
+    """Give vLLM's handlers our renderer, and the routes handlers that report."""
+    from cacheblend_rag.server.renderer import BlendRenderer
+    from cacheblend_rag.server.reporting import ReportingChat, ReportingCompletion
+
+    renderer = BlendRenderer(state.online_renderer, client, catalogue)
+    for name in ("chat", "completion", "responses"):
+        if (handler := getattr(state, f"openai_serving_{name}")) is not None:
+            handler.online_renderer = renderer
+    if state.anthropic_serving_messages is not None:
+        state.anthropic_serving_messages.online_renderer = renderer
+    if state.openai_serving_chat is not None:
+        state.openai_serving_chat = ReportingChat(state.openai_serving_chat)
+        state.openai_serving_completion = ReportingCompletion(state.openai_serving_completion)
+
+
+async def _listen_and_serve(app: FastAPI, sock: socket.socket, args: Namespace) -> Coroutine[Any, Any, None]:
+    from vllm import envs
+    from vllm.entrypoints.launchers.launcher import serve_http
+    from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+
+    log_config = get_uvicorn_log_config(args)
+    logging_options: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
+    stopped: Coroutine[Any, Any, None] = await serve_http(
+        app,
+        sock=sock,
+        enable_ssl_refresh=args.enable_ssl_refresh,
+        host=args.host,
+        port=args.port,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+        h11_max_header_count=args.h11_max_header_count,
+        **logging_options,
+    )
+    return stopped
+
+
+def _listen(args: Namespace) -> tuple[str, socket.socket]:
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    try:
+        address, sock = setup_server(args, reuse_port=False)
+        return str(address), sock
+    except OSError as error:
+        where = args.uds or f"{args.host or '0.0.0.0'}:{args.port}"
+        raise InputError(f"Cannot listen on {where}: {error.strerror or error}. Choose another --port.") from error
+    except KeyError as error:
+        raise InputError(str(error.args[0])) from error
+
+
+class _EngineStart:
+    """Enters vLLM's engine; what it raises while starting becomes an error of ours."""
+
+    def __init__(self, engine: Any, launch: Launch):
+        self._engine, self._launch = engine, launch
+
+    async def __aenter__(self) -> AsyncLLM:
+        try:
+            started: AsyncLLM = await self._engine.__aenter__()
+            return started
+        except CacheBlendError:
+            raise
+        except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
+            raise ModelError(f"vLLM does not start with {self._launch.fingerprint.name!r}: {error}") from error
+
+    async def __aexit__(self, *exc: Any) -> Any:
+        return await self._engine.__aexit__(*exc)
+
+
+def _stop_starting(*_: object) -> None:
+    raise KeyboardInterrupt

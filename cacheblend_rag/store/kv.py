@@ -1,0 +1,149 @@
+"""KV caches of chunks, the keys they are stored under, and the identity of the model that made them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NewType
+
+import torch
+import xxhash
+
+KVKey = NewType("KVKey", str)
+"""Hex digest that names one stored entry; see :func:`kv_key`."""
+
+# Fields of a config.json that say nothing about the numbers a model computes.
+_VOLATILE_CONFIG = {"transformers_version", "_name_or_path", "use_cache", "architectures", "dtype", "torch_dtype"}
+_READ_BLOCK = 1 << 24
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer.
+
+    Attributes:
+        k: ``[kv_heads, tokens, head_dim]``, after RoPE at the positions the entry was computed at.
+        v: ``[kv_heads, tokens, value_dim]``.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class StoredKV(ABC):
+    """A readable KV entry, layer by layer; what :meth:`KVStore.get` returns.
+
+    Attributes:
+        num_layers: Number of layers held.
+        num_tokens: Number of tokens per layer.
+        start: Position of the first token when the keys were computed (the header's length).
+        nbytes: Size of the keys and values in bytes.
+        tier: ``"ram"``, ``"disk"`` or a later tier's name: where :meth:`layer` reads from.
+    """
+
+    num_layers: int
+    num_tokens: int
+    start: int
+    nbytes: int
+    tier: str
+
+    @abstractmethod
+    def layer(self, index: int) -> LayerKV:
+        """Read one layer (blocking; callable from any thread, layers in any order).
+
+        The tensors are shared and must not be written to.
+
+        Raises:
+            DamagedKVError: The stored bytes do not match their checksum.
+        """
+
+    def finish(self) -> None:  # noqa: B027 - most entries have nothing left to do
+        """Say that nobody waits any more: what a tier wants to do with the whole entry, it may do now (blocking)."""
+
+
+class ChunkKV(StoredKV):
+    """A whole KV entry in memory. Immutable by convention: one canonical copy, rotated once per use, never in place."""
+
+    def __init__(self, layers: Sequence[LayerKV], start: int, tier: str = "ram"):
+        """Hold ``layers`` (all with the same number of tokens), computed from position ``start`` on."""
+        self.layers = tuple(layers)
+        self.start = start
+        self.tier = tier
+        self.num_layers = len(self.layers)
+        self.num_tokens = self.layers[0].k.shape[1] if self.layers else 0
+        self.nbytes = sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer; never fails."""
+        return self.layers[index]
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """Identity of a model's numbers: architecture, weights and dtype.
+
+    Two engines with equal fingerprints may share stored KV, whatever engine they are.
+
+    Attributes:
+        digest: Hex digest over the config, every weight and the dtype.
+        name: What the user called the model; informative, not part of the identity.
+    """
+
+    digest: str
+    name: str
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by digest alone."""
+        return isinstance(other, ModelFingerprint) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        """Hash by digest alone."""
+        return hash(self.digest)
+
+    @classmethod
+    def from_directory(cls, directory: Path, dtype: torch.dtype, name: str | None = None) -> ModelFingerprint:
+        """Fingerprint a model directory from its ``config.json`` and weight files.
+
+        Reading the files, not the loaded module, makes the digest the same for every engine that loads them.
+        """
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        state = xxhash.xxh3_128()
+        weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+        block = bytearray(_READ_BLOCK)
+        for file in weights:
+            state.update(file.name.encode())
+            with file.open("rb", buffering=0) as handle:
+                while size := handle.readinto(block):
+                    state.update(memoryview(block)[:size])
+        return cls(_digest(config, state.hexdigest(), dtype), name or str(directory))
+
+    @classmethod
+    def from_module(
+        cls, module: torch.nn.Module, config: Mapping[str, Any], dtype: torch.dtype, name: str
+    ) -> ModelFingerprint:
+        """Fingerprint a model that exists only in memory (random weights, a module the user passed in)."""
+        state = xxhash.xxh3_128()
+        for key, tensor in sorted(module.state_dict().items()):
+            state.update(key.encode())
+            state.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return cls(_digest(config, state.hexdigest(), dtype), name)
+
+
+def _digest(config: Mapping[str, Any], weights: str, dtype: torch.dtype) -> str:
+    kept = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG}
+    text = json.dumps({"config": kept, "weights": weights, "dtype": str(dtype)}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def kv_key(
+    fingerprint: ModelFingerprint, header_ids: Sequence[int], token_ids: Sequence[int], codec: str = "raw"
+) -> KVKey:
+    """Return the store key of the KV of ``token_ids`` computed behind ``header_ids``.
+
+    The key covers everything the stored numbers depend on.
+    """
+    text = json.dumps([fingerprint.digest, list(header_ids), list(token_ids), codec], separators=(",", ":"))
+    return KVKey(hashlib.sha256(text.encode()).hexdigest()[:40])

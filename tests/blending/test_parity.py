@@ -1,0 +1,214 @@
+"""Every family, policy and ratio against the model's own prefill and the independent reference."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.store import open_store
+from tests.blending import reference
+from tests.blending.families import BLENDED, NOT_BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+
+GREEDY = SamplingParams(max_tokens=8)
+_models: dict[str, Any] = {}
+
+
+def model_of(family: str) -> Any:
+    if family not in _models:
+        _models[family] = make_model(BLENDED[family]())
+    return _models[family]
+
+
+def blended_logits(engine: Any, scene: Scene, settings: BlendSettings) -> tuple[torch.Tensor, list[int], Any]:
+    """The prompt's last logits and the recomputed positions, as the engine computes them."""
+    plan = engine._plan(scene.prompt, settings)
+    from cacheblend_rag.blending.fusor import fuse
+    from cacheblend_rag.blending.policies import policy
+    from cacheblend_rag.engines.transformers.target import TransformersTarget
+
+    target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
+    result = fuse(plan, target, policy(settings.policy), settings.ratio, engine.profile.schedule(settings.check_layers))
+    return target.logits, result.recomputed.tolist(), result
+
+
+@pytest.mark.parametrize("family", BLENDED)
+def test_every_family_passes_the_gate_and_ratio_1_equals_the_full_prefill(family: str) -> None:
+    model, scene = model_of(family), Scene()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = engine_for(model, scene)
+    assert engine.gate.passed, engine.gate.reason
+    engine.precompute(scene.chunks)
+    ids = torch.tensor([scene.prompt.token_ids])
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits[0, -1]
+        tokens = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)[0, ids.shape[1] :].tolist()
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
+    assert (got - want).abs().max() < 1e-4
+    assert len(recomputed) == sum(len(c.token_ids) for c in scene.chunks[1:])
+    answer = engine.generate(scene.prompt, GREEDY, BlendSettings(ratio=1.0))
+    assert answer.mode == "blend"
+    assert list(answer.token_ids) == tokens[: len(answer.token_ids)]
+    assert len(answer.token_ids) == 8 or tokens[len(answer.token_ids)] == 2
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
+@pytest.mark.parametrize("family", BLENDED)
+def test_ratios_between_equal_the_independent_reference(family: str, ratio: float) -> None:
+    model, scene = model_of(family), Scene()
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio))
+    want = reference.blend(model, scene.header, scene.parts(), ratio)
+    assert recomputed == want.recomputed
+    assert (got - want.logits).abs().max() < 1e-4
+    full = reference.blend(model, scene.header, scene.parts(), 1.0).logits
+    assert (got - full).abs().max() > 1e-2, "the scene does not tell blended from full: the test would prove nothing"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("checks", [(2,), (1, 2), (1, 2, 4)])
+def test_deeper_check_layers_and_gradual_filtering_equal_the_reference(family: str, checks: tuple[int, ...]) -> None:
+    model, scene = model_of(family), Scene(seed=4)
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    widths = engine.profile.schedule(checks).widths
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.3, check_layers=checks))
+    want = reference.blend(model, scene.header, scene.parts(), 0.3, checks, widths)
+    assert recomputed == want.recomputed
+    assert (got - want.logits).abs().max() < 1e-4
+    assert list(widths) == sorted(widths, reverse=True)
+    assert widths[-1] == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_sink_policy_recomputes_the_first_tokens_of_each_stale_chunk(family: str) -> None:
+    model, scene = model_of(family), Scene()
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.15, policy="sink"))
+    spans = scene.prompt.spans[1:]
+    each = round(round(0.15 * sum(s.end - s.start for s in spans)) / len(spans))
+    assert recomputed == [p for s in spans for p in range(s.start, s.start + each)]
+    want = reference.blend(model, scene.header, scene.parts(), 0.15, chosen=recomputed)
+    assert (got - want.logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("policy,ratio", [("none", 0.0), ("full", 1.0)])
+def test_the_end_policies_are_the_end_ratios(policy: str, ratio: float) -> None:
+    model, scene = model_of("llama"), Scene()
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.15, policy=policy))
+    want = reference.blend(model, scene.header, scene.parts(), ratio)
+    assert recomputed == want.recomputed
+    assert (got - want.logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize("missing", [(0,), (1,), (3,), (0, 2), (0, 1, 2)])
+def test_missing_chunks_are_computed_in_place_and_the_others_still_reused(
+    ratio: float, missing: tuple[int, ...]
+) -> None:
+    model, scene = model_of("llama"), Scene()
+    engine = engine_for(model, scene, write_back=False)
+    engine.precompute([c for i, c in enumerate(scene.chunks) if i not in missing])
+    got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=ratio))
+    want = reference.blend(model, scene.header, scene.parts(missing), ratio)
+    assert recomputed == want.recomputed
+    assert (got - want.logits).abs().max() < 1e-4
+    usage = engine.generate(scene.prompt, GREEDY, BlendSettings(ratio=ratio)).usage
+    stored = sum(len(c.token_ids) for i, c in enumerate(scene.chunks) if i not in missing)
+    assert usage.reused_tokens == stored + len(scene.header) - len(recomputed)
+    assert usage.computed_tokens == result.computed_tokens == usage.prompt_tokens - usage.reused_tokens
+
+
+def test_a_prompt_that_does_not_start_with_the_header_blends_all_its_chunks() -> None:
+    model, scene = model_of("llama"), Scene()
+    other = Scene(seed=9)
+    engine = engine_for(model, other)
+    engine.precompute(scene.chunks)
+    plan = engine._plan(scene.prompt, BlendSettings())
+    assert not plan.exact
+    assert len(plan.stale) == len(scene.chunks)
+    parts = scene.parts()
+    parts[0].kind, parts[1].kind = "text", "stale"
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.2))
+    want = reference.blend(model, other.header, parts, 0.2)
+    assert recomputed == want.recomputed
+    assert (got - want.logits).abs().max() < 1e-4
+
+
+def test_a_prompt_may_end_with_a_chunk() -> None:
+    model, scene = model_of("llama"), Scene(question=0, gap=0)
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=0.0))
+    want = reference.blend(model, scene.header, scene.parts(), 0.0)
+    assert recomputed == []
+    assert result.computed_tokens == 1
+    assert (got - want.logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_passes_the_gate_and_stays_near_its_own_full_prefill(dtype: torch.dtype) -> None:
+    model, scene = make_model(BLENDED["qwen3"](), dtype), Scene()
+    engine = engine_for(model, scene)
+    assert engine.gate.passed, engine.gate.reason
+    engine.precompute(scene.chunks)
+    with torch.no_grad():
+        want = model(input_ids=torch.tensor([scene.prompt.token_ids]), use_cache=False).logits[0, -1].float()
+    got, _, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
+    assert (got.float() - want).abs().max() < 0.2 * want.std()
+
+
+@pytest.mark.parametrize("name", NOT_BLENDED)
+def test_what_cannot_be_blended_is_an_ordinary_prefill_with_one_clear_warning(name: str) -> None:
+    config, reason = NOT_BLENDED[name]
+    model, scene = make_model(config()), Scene()
+    with pytest.warns(UserWarning, match=reason) as caught:
+        engine = engine_for(model, scene)
+        engine.precompute(scene.chunks)
+        answer = engine.generate(scene.prompt, GREEDY)
+    assert len([w for w in caught if w.category is UserWarning]) == 1
+    assert answer.mode == "prefill"
+    assert reason in answer.reason
+    assert answer.usage.reused_tokens == 0
+    ids = torch.tensor([scene.prompt.token_ids])
+    with torch.no_grad():
+        tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert list(answer.token_ids) == tokens[: len(answer.token_ids)]
+
+
+@pytest.mark.parametrize("header", [0, 3])
+@pytest.mark.parametrize("ratio,checks", [(0.0, (1,)), (0.3, (1,)), (0.3, (3,)), (0.3, (2, 4)), (1.0, (1,))])
+def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
+    tmp_path: Path, header: int, ratio: float, checks: tuple[int, ...]
+) -> None:
+    model, scene = model_of("gemma3"), Scene(header=header)
+    settings = BlendSettings(ratio=ratio, check_layers=checks)
+    in_ram = engine_for(model, scene)
+    on_disk = engine_for(model, scene, store=open_store(tmp_path, ram_budget=1))
+    foreign = Scene(seed=5).chunks[
+        0
+    ]  # in front: then nothing is exact, and the layers below the check need no stored KV
+    prompts = [scene.prompt]
+    moved = Scene(header=header)
+    moved.chunks = [foreign, *scene.chunks[1:]]
+    prompts.append(moved.prompt)
+    for engine in (in_ram, on_disk):
+        engine.precompute(scene.chunks)
+    for prompt in prompts:
+        scene_of = scene if prompt is prompts[0] else moved
+        want, chosen, _ = blended_logits(in_ram, scene_of, settings)
+        got, chosen_too, result = blended_logits(on_disk, scene_of, settings)
+        assert chosen == chosen_too
+        assert torch.equal(got, want)
+    assert result.load_wait_s > 0 or ratio == 1

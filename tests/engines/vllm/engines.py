@@ -1,0 +1,80 @@
+"""Making engines of small random models, and asking them for exact numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from tests.blending.families import _BASE, make_model
+
+VOCABULARY = 300
+SHAPE = {**_BASE, "hidden_size": 128, "vocab_size": VOCABULARY, "eos_token_id": None}
+"""Four heads of 32 dimensions, the smallest that vLLM's CPU kernels take."""
+FULL = BlendSettings(reuse="nothing")
+
+
+def save_model(config: Any, directory: Path) -> Any:
+    """Write a random model's files; return the model."""
+    model = make_model(config)
+    model.save_pretrained(directory)
+    return model
+
+
+def start(directory: Path, store: Path | None, **options: Any) -> Any:
+    """Start an engine; small, eager and without a tokenizer unless told otherwise."""
+    from cacheblend_rag.engines.vllm import VLLMEngine
+
+    defaults = {"enforce_eager": True, "max_model_len": 1024, "max_logprobs": VOCABULARY, "skip_tokenizer_init": True}
+    return VLLMEngine(directory, store=store, **{**defaults, **options})
+
+
+def first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendSettings) -> torch.Tensor:
+    """Log-probabilities ``[vocab]`` of the first generated token."""
+    return run(engine, _first_logprobs(engine, prompt, settings))
+
+
+def run(engine: Any, work: Any) -> Any:
+    return asyncio.run_coroutine_threadsafe(work, engine.loop).result(timeout=300)
+
+
+async def _first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendSettings) -> torch.Tensor:
+    from vllm import SamplingParams
+
+    client = engine.client
+    tokens, params = client.tokens_prompt(prompt, settings)
+    sampling = SamplingParams(
+        max_tokens=1,
+        temperature=0,
+        logprobs=VOCABULARY,
+        detokenize=False,
+        skip_reading_prefix_cache=settings.reuse == "nothing" or None,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )
+    async for output in client.llm.generate(tokens, sampling, f"test-{id(prompt)}-{id(params)}-{settings}"):
+        last = output
+    found = last.outputs[0].logprobs[0]
+    return torch.tensor([found[token].logprob for token in range(VOCABULARY)])
+
+
+def clear(engine: Any) -> None:
+    """Empty the store, the registry and vLLM's prefix cache, as if the engine had just been started."""
+    engine.flush()
+    for entry in list(engine.store.entries()):
+        engine.store.delete(entry.key)
+    engine.registry.remove([chunk.id for chunk in engine.registry])
+    engine.reset_prefix_cache()
+
+
+def concurrently(engine: Any, jobs: Sequence[Any]) -> list[Any]:
+    """Run coroutine functions side by side in the engine's loop."""
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(job() for job in jobs))
+
+    return run(engine, all_of_them())

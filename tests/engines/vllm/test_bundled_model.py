@@ -1,0 +1,242 @@
+"""The bundled model in vLLM: the answers of the transformers engine, from one store; faults on the way lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.results import StreamEvent
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
+from cacheblend_rag.retrieval.chunking import split_text
+from tests.engines.vllm.engines import FULL, clear, concurrently, run, start
+
+DEMO = Path(__file__).parents[3] / "cacheblend_rag" / "demo"
+ANSWER = SamplingParams(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def shared(directory: Path) -> Iterator[Any]:
+    options = {"max_model_len": 4096, "skip_tokenizer_init": False, "ram_budget": 0, "num_gpu_blocks_override": 48}
+    with start(None, directory, **options) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Any) -> Any:
+    clear(shared)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def transformers_engine(directory: Path) -> Iterator[TransformersEngine]:
+    with TransformersEngine(store=directory, device="cpu") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def corpus(transformers_engine: TransformersEngine) -> list[Chunk]:
+    texts = [file.read_text(encoding="utf-8") for file in sorted((DEMO / "corpus").iterdir())]
+    return [c for text in texts for c in split_text(text, transformers_engine.tokenizer, max_tokens=512)][:40]
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[str]:
+    return [item["question"] for item in json.loads((DEMO / "questions.json").read_text(encoding="utf-8"))]
+
+
+def prompts(engine: Any, corpus: list[Chunk], questions: list[str], count: int, chunks: int = 6) -> list[BlendPrompt]:
+    rng = random.Random(0)
+    return [
+        rag_prompt(engine.tokenizer, rng.sample(corpus, chunks), questions[i % len(questions)]) for i in range(count)
+    ]
+
+
+def test_answers_are_those_of_the_transformers_engine(engine, transformers_engine, corpus, questions) -> None:
+    engine.precompute(corpus[:12])
+    for prompt in prompts(engine, corpus[:12], questions, 6):
+        for settings in (FULL, BlendSettings(ratio=1.0), BlendSettings()):
+            ours, theirs = (e.generate(prompt, ANSWER, settings) for e in (engine, transformers_engine))
+            assert (ours.text, ours.token_ids, ours.mode) == (theirs.text, theirs.token_ids, theirs.mode)
+            assert ours.usage == theirs.usage
+
+
+@pytest.mark.parametrize("writer", ["vllm", "transformers"])
+def test_what_one_engine_stores_the_other_uses(engine, transformers_engine, corpus, questions, writer: str) -> None:
+    first, second = (engine, transformers_engine) if writer == "vllm" else (transformers_engine, engine)
+    assert first.precompute(corpus[:6]).computed == 6
+    assert second.precompute(corpus[:6]).present == 6
+    prompt = rag_prompt(engine.tokenizer, corpus[:6], questions[0])
+    answer = second.generate(prompt, ANSWER, BlendSettings(ratio=0.15))
+    assert (answer.mode, answer.missing) == ("blend", ())
+    assert answer.token_ids == first.generate(prompt, ANSWER, BlendSettings(ratio=0.15)).token_ids
+    transformers_engine.store.evict(0)
+
+
+def test_two_hundred_mixed_requests_side_by_side_do_not_mix(engine, corpus, questions) -> None:
+    engine.precompute(corpus[:8])  # of twelve: some prompts have chunks that are missing
+    kinds = [
+        FULL,
+        BlendSettings(ratio=1.0),
+        BlendSettings(ratio=0.15),
+        BlendSettings(0.0, "none"),
+        BlendSettings(0.1, "sink"),
+    ]
+    asked = prompts(engine, corpus[:12], questions, 8, chunks=3)
+    jobs = [(asked[i % 8], kinds[i % 5]) for i in range(200)]
+    client = engine.client
+    client._write_back = False
+    try:
+        alone = {
+            (i % 8, i % 5): engine.generate(prompt, ANSWER, settings).token_ids
+            for i, (prompt, settings) in enumerate(jobs[:40])
+        }
+        engine.reset_prefix_cache()
+
+        async def ask(prompt: BlendPrompt, settings: BlendSettings) -> tuple[int, ...]:
+            async for event in client.stream(engine._tokenize(prompt), ANSWER, settings):
+                last = event.generation
+            return last.token_ids
+
+        # 48 blocks of 128 tokens hold three such prompts: the others wait, and running ones are preempted.
+        got = concurrently(engine, [lambda p=p, s=s: ask(p, s) for p, s in jobs])
+    finally:
+        client._write_back = True
+    assert [alone[i % 8, i % 5] for i in range(200)] == got
+
+
+async def test_async_requests_all_reach_vllm_at_once(engine, questions, monkeypatch) -> None:
+    running: list[int] = []
+    seen: list[int] = []
+    stream = engine.client.stream
+
+    async def counted(*args: Any) -> AsyncIterator[StreamEvent]:
+        running.append(1)
+        seen.append(len(running))
+        async for event in stream(*args):
+            yield event
+        running.pop()
+
+    monkeypatch.setattr(engine.client, "stream", counted)
+    long = SamplingParams(max_tokens=60)
+    answers = await asyncio.gather(*(engine.agenerate(f"Request {i}. {questions[i % 8]}", long) for i in range(60)))
+    assert len(answers) == 60
+    # A pool of waiting threads would have held the rest back: it has 32 at most.
+    assert max(seen) > 40
+
+
+def test_a_client_that_goes_away_leaves_no_block_behind(engine, corpus, questions) -> None:
+    engine.precompute(corpus[:6])
+    whole = run(engine, _stats(engine))
+    long = SamplingParams(max_tokens=400, stop=("never appears",))
+
+    async def leave(prompt: BlendPrompt, after: int) -> None:
+        stream = engine.client.stream(engine._tokenize(prompt), long, BlendSettings(ratio=0.3))
+        if after == 0:
+            task = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            await anext(stream)
+        await stream.aclose()
+
+    asked = prompts(engine, corpus[:6], questions, 20, chunks=4)
+    concurrently(engine, [lambda p=p, i=i: leave(p, i % 2) for i, p in enumerate(asked)])
+    want = engine.generate(asked[0], ANSWER, FULL).token_ids
+    assert engine.generate(asked[0], ANSWER, BlendSettings(ratio=1.0)).token_ids == want
+    engine.reset_prefix_cache()
+    assert run(engine, _stats(engine)) == whole
+
+
+async def _stats(engine: Any) -> tuple[int, bool]:
+    """Unfinished requests, and whether the prefix cache could be emptied: vLLM refuses while any block is held."""
+    llm = engine.client.llm
+    while llm.output_processor.has_unfinished_requests():
+        await asyncio.sleep(0.01)
+    return llm.output_processor.get_num_unfinished_requests(), await llm.reset_prefix_cache()
+
+
+def test_a_store_deleted_under_a_running_engine_is_prefilled(engine, corpus, questions, directory: Path) -> None:
+    engine.precompute(corpus[:6])
+    prompt = rag_prompt(engine.tokenizer, corpus[:6], questions[1])
+    want = engine.generate(prompt, ANSWER, FULL).token_ids
+    shutil.rmtree(directory / "kv")
+    got = engine.generate(prompt, ANSWER, BlendSettings(ratio=1.0))
+    assert got.token_ids == want
+    engine.flush()
+    assert engine.precompute(corpus[:6]).failed == {}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"spans": "no"},
+        {
+            "spans": [[0, 10**9, "x"]],
+            "ratio": 0.1,
+            "policy": "hkvd",
+            "check_layers": [1],
+            "widths": [1],
+            "reuse": "chunks",
+        },
+        {"spans": [[5, 9, "x"]], "ratio": 7, "policy": "hkvd", "check_layers": [1], "widths": [1], "reuse": "chunks"},
+        {
+            "spans": [[5, 9, "x"]],
+            "ratio": 0.1,
+            "policy": "none such",
+            "check_layers": [1],
+            "widths": [1],
+            "reuse": "chunks",
+        },
+        {"save": -3},
+        "text",
+        7,
+    ],
+)
+def test_malformed_wishes_from_the_network_are_prefilled(engine, questions, params: Any) -> None:
+    from vllm import SamplingParams as VLLMSampling
+
+    tokens = engine._tokenize(BlendPrompt((questions[0],)))
+
+    async def ask() -> Any:
+        sampling = VLLMSampling(max_tokens=3, temperature=0, extra_args={"kv_transfer_params": {"cacheblend": params}})
+        async for output in engine.client.llm.generate(
+            {"prompt_token_ids": list(tokens.token_ids)}, sampling, f"malformed-{params!r:.40}"
+        ):
+            last = output
+        return last
+
+    output = run(engine, ask())
+    assert output.finished
+    assert len(output.outputs[0].token_ids) >= 1
+    assert "malformed" in output.kv_transfer_params["cacheblend"]["reason"]
+
+
+def test_guided_decoding_follows_a_json_schema(engine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    answer = engine.generate("Is it so?", SamplingParams(max_tokens=40, json_schema=schema))
+    assert set(json.loads(answer.text)) == {"ok"}
+    with pytest.raises(InputError, match="JSON"):
+        engine.generate("Is it so?", SamplingParams(max_tokens=4, json_schema="{no json"))

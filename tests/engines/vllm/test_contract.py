@@ -1,0 +1,57 @@
+"""The vLLM engine under the contract of all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from cacheblend_rag.engines.base import BlendEngine
+from tests.conftest import tokenizer_named
+from tests.engines.contract import EngineContract
+from tests.engines.vllm.engines import SHAPE, clear, save_model, start
+
+_SHAPE = {**SHAPE, "vocab_size": 448, "max_position_embeddings": 1024}
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_model(hf.Qwen3Config(**_SHAPE, head_dim=32), directory)
+    tokenizer_named("byte_level").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def shared(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    # Without RAM in front, what a test does to the files is seen at once.
+    store = tmp_path_factory.mktemp("store")
+    with start(model_directory, store, ram_budget=0, skip_tokenizer_init=False) as engine:
+        engine.root = store
+        yield engine
+
+
+class TestVLLMEngine(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _directory(self, model_directory: Path) -> None:
+        self.directory = model_directory
+
+    def make_with_budget(self, nbytes: int) -> BlendEngine:
+        return start(self.directory, None, ram_budget=nbytes, disk_budget=nbytes, skip_tokenizer_init=False)
+
+    @pytest.fixture
+    def engine(self, shared: Any) -> Any:
+        clear(shared)
+        return shared
+
+    @pytest.fixture
+    def reopened(self, engine: Any) -> Callable[[], Any]:
+        return lambda: nullcontext(engine)
+
+    @pytest.fixture
+    def root(self, shared: Any) -> Path:
+        return shared.root

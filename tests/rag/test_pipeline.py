@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import InputError, PromptTooLongError, StoreError, StoreMismatchError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import header_ids, rag_header, tokenize
+from cacheblend_rag.rag.indexing import IndexProgress
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store import DiskStore
+from tests.fake_engine import FakeEngine
+
+load_embedder = Embedder.load
+
+DOCUMENTS = {
+    "observatory.md": "The Marlow observatory stands on a hill.\n\nIts director has been Ada Brenmoor since 1911.\n\n"
+    "Visitors may come on Sundays to look at the moon.",
+    "bakery.txt": "Seldale Bakery sells rye bread.\n\nIts emblem is a crown of wheat.",
+    "ships/log.txt": "The ship Corvik sailed at dawn with a cargo of copper.\n\nThe captain kept a parrot.",
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_offline_embedding_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(Embedder, "load", staticmethod(_embedder))
+
+
+@cache
+def _embedder(name: str) -> Embedder:
+    return load_embedder(name)
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    for name, text in DOCUMENTS.items():
+        file = tmp_path / "docs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path / "docs"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, engine: FakeEngine) -> RagPipeline:
+    return RagPipeline(engine, tmp_path / "store", chunk_tokens=24)
+
+
+def names(paths: list[str]) -> list[str]:
+    return [Path(path).name for path in paths]
+
+
+def stored(engine: FakeEngine) -> int:
+    return engine.store.stats().entries
+
+
+def test_indexing_reports_documents_chunks_and_tokens(pipeline: RagPipeline, engine: FakeEngine, docs: Path) -> None:
+    (docs / "empty.txt").touch()
+    seen: list[IndexProgress] = []
+    report = pipeline.index([docs], seen.append)
+    assert names(report.added) == ["bakery.txt", "observatory.md", "log.txt"]
+    assert [(Path(s.path).name, "empty" in s.reason) for s in report.skipped] == [("empty.txt", True)]
+    assert report.chunks == len(list(pipeline.chunks.chunks())) == stored(engine) == len(engine.registry)
+    assert report.tokens == sum(len(c.token_ids) for c in pipeline.chunks.chunks())
+    assert seen[-1].documents_done == seen[-1].documents == 4
+    assert max(p.chunks_done for p in seen) == max(p.chunks for p in seen) > 1
+
+
+def test_unchanged_documents_are_left_alone_and_changed_ones_replaced(
+    pipeline: RagPipeline, engine: FakeEngine, docs: Path
+) -> None:
+    pipeline.index([docs])
+    engine.computed.clear()
+    again = pipeline.index([docs, docs / "bakery.txt"])
+    assert len(again.unchanged) == 3 and not again.added and not engine.computed
+    (docs / "bakery.txt").write_text("Seldale Bakery sells rye bread.\n\nIts emblem is now a golden key.")
+    before = {chunk.id for chunk in pipeline.chunks.chunks()}
+    report = pipeline.index([docs])
+    assert names(report.changed) == ["bakery.txt"] and len(report.unchanged) == 2
+    assert engine.computed == ["Its emblem is now a golden key."]  # the chunk that stayed the same kept its KV
+    after = {chunk.id for chunk in pipeline.chunks.chunks()}
+    assert stored(engine) == len(after) and {c.id for c in engine.registry} == after != before
+
+
+def test_vanished_documents_leave_with_their_kv_unless_another_holds_the_chunk(
+    pipeline: RagPipeline, engine: FakeEngine, docs: Path
+) -> None:
+    (docs / "copy.txt").write_text(DOCUMENTS["bakery.txt"])
+    pipeline.index([docs])
+    entries = stored(engine)
+    (docs / "bakery.txt").unlink()
+    assert names(pipeline.index([docs]).removed) == ["bakery.txt"]
+    assert stored(engine) == entries
+    (docs / "copy.txt").unlink()
+    (docs / "ships" / "log.txt").unlink()
+    (docs / "ships").rmdir()
+    assert names(pipeline.index([docs]).removed) == ["copy.txt", "log.txt"]
+    assert stored(engine) == len(list(pipeline.chunks.chunks())) == len(engine.registry) < entries
+
+
+def test_files_outside_the_given_directories_stay_indexed(pipeline: RagPipeline, docs: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.txt"
+    outside.write_text("A note from outside.")
+    pipeline.index([outside, docs])
+    outside.unlink()
+    assert pipeline.index([docs]).removed == []
+    with pytest.raises(InputError, match=r"outside\.txt"):
+        pipeline.index([outside])
+
+
+def test_a_file_that_turned_unreadable_keeps_its_former_version_and_an_emptied_one_leaves(
+    pipeline: RagPipeline, docs: Path
+) -> None:
+    pipeline.index([docs])
+    (docs / "bakery.txt").write_bytes(b"\x00\x01\x02")
+    (docs / "observatory.md").write_bytes(b"")
+    report = pipeline.index([docs])
+    assert names(report.removed) == ["observatory.md"]
+    assert any("the version indexed before stays" in s.reason for s in report.skipped)
+    assert names([d.path for d in pipeline.chunks.documents()]) == ["bakery.txt", "log.txt"]
+
+
+def test_a_store_error_leaves_the_document_out_and_the_next_run_goes_on(
+    pipeline: RagPipeline, engine: FakeEngine, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = engine.precompute
+
+    def full(chunks: list[Chunk], progress: object = None) -> PrecomputeReport:
+        if any("ship" in chunk.text for chunk in chunks):
+            raise StoreError("The disk is full.")
+        return compute(chunks)
+
+    monkeypatch.setattr(engine, "precompute", full)
+    with pytest.raises(StoreError, match="disk is full"):
+        pipeline.index([docs])
+    monkeypatch.undo()
+    report = pipeline.index([docs])
+    assert names(report.added) == ["log.txt"] and len(report.unchanged) == 2
+
+
+def test_an_answer_has_sources_usage_and_the_documented_json(pipeline: RagPipeline, docs: Path) -> None:
+    pipeline.index([docs])
+    answer = pipeline.ask("Who is the director of the Marlow observatory?")
+    assert answer.answer == "two words"
+    assert any("Ada Brenmoor" in source.text for source in answer.sources)
+    shown = json.loads(json.dumps(answer.to_dict()))
+    assert list(shown) == ["answer", "sources", "mode", "reason", "usage", "timings", "notes"]
+    assert set(shown["sources"][0]) == {"id", "path", "score", "text"}
+    assert set(shown["usage"]) == {
+        *("prompt_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens", "completion_tokens")
+    }
+    assert set(shown["timings"]) == {"retrieve_s", "load_s", "ttft_s", "total_s"}
+
+
+def test_chunks_stand_in_the_prompt_in_reading_order_once_each_behind_the_header(
+    pipeline: RagPipeline, engine: FakeEngine, docs: Path
+) -> None:
+    pipeline.index([docs])
+    answer = pipeline.ask("The director, the emblem, the moon, and the captain?")
+    places = [(source.path, source.ordinal) for source in answer.sources]
+    assert places == sorted(set(places)) and len(places) == 6
+    tokens = tokenize(engine.prompts[-1], engine.tokenizer, engine.registry)
+    assert [span.chunk.id for span in tokens.spans] == [source.id for source in answer.sources]
+    header = header_ids(engine.tokenizer, rag_header(engine.tokenizer))
+    assert tokens.token_ids[: len(header)] == header and tokens.spans[0].start == len(header)
+
+
+def test_the_best_hits_bring_the_chunk_that_follows_them(tmp_path: Path, engine: FakeEngine) -> None:
+    about = [f"The Marlow observatory and its telescope, part {n}." for n in range(6)]
+    about.insert(3, "Who founded the Marlow observatory? That is known.")
+    about.insert(4, "It was a baker with a wooden leg.")
+    (tmp_path / "a.txt").write_text("\n\n".join(about))
+    question = "Who founded the Marlow observatory?"
+    for follow, expected in ((0, False), (1, True)):
+        with RagPipeline(engine, tmp_path / "s", k=2, follow=follow, chunk_tokens=24) as pipeline:
+            pipeline.index([tmp_path / "a.txt"])
+            texts = [source.text for source in pipeline.retrieve(question).sources]
+        assert any("wooden leg" in text for text in texts) == expected and len(texts) == 2
+
+
+def test_sources_that_do_not_fit_are_left_out_least_similar_first_with_a_note(tmp_path: Path, docs: Path) -> None:
+    engine = FakeEngine(window=150)
+    pipeline = RagPipeline(engine, tmp_path / "store", chunk_tokens=24, follow=0)
+    pipeline.index([docs])
+    question = "Who is the director of the Marlow observatory?"
+    full = pipeline.retrieve(question)
+    answer = pipeline.ask(question, SamplingParams(max_tokens=40))
+    assert 0 < len(answer.sources) < len(full.hits)
+    assert answer.generation.usage.prompt_tokens + 40 <= 150
+    lost = [h for h in full.hits if h.chunk.id not in {source.id for source in answer.sources}]
+    assert max(h.score or 0 for h in lost) <= min(source.score or 0 for source in answer.sources)
+    assert answer.notes == (f"{len(lost)} of {len(full.hits)} sources left out: the context window is 150 tokens.",)
+    with pytest.raises(PromptTooLongError, match="Shorten it"):
+        pipeline.ask("word " * 200)
+
+
+def test_streaming_gives_sources_then_text_then_the_answer(
+    pipeline: RagPipeline, engine: FakeEngine, docs: Path
+) -> None:
+    pipeline.index([docs])
+    first, *texts, last = list(pipeline.stream("Who keeps a parrot?"))
+    assert first.sources and not first.text
+    assert "".join(e.text for e in [*texts, last]) == " two words "
+    assert last.answer is not None and last.answer.sources == first.sources
+    events = pipeline.stream("Who keeps a parrot?")
+    next(events), next(events)
+    events.close()
+    assert engine.closed_streams == 2
+
+
+async def test_the_async_twins_agree_with_the_sync_methods(pipeline: RagPipeline, docs: Path) -> None:
+    await pipeline.aindex([docs])
+    question = "Who keeps a parrot?"
+    streamed = [event async for event in pipeline.astream(question)]
+    answers = await asyncio.gather(*(pipeline.aask(question) for _ in range(4)))
+    assert {a.sources for a in answers} == {pipeline.ask(question).sources, streamed[0].sources}
+    assert streamed[-1].answer is not None
+    assert set((await pipeline.aretrieve(question)).sources) == set(streamed[0].sources or ())
+
+
+def test_opening_an_index_registers_its_chunks_so_that_plain_text_is_matched(
+    pipeline: RagPipeline, docs: Path, tmp_path: Path
+) -> None:
+    pipeline.index([docs])
+    fresh = FakeEngine()
+    with RagPipeline(fresh, tmp_path / "store") as reopened:
+        chunk = next(reopened.chunks.chunks())
+        assert fresh.registry.find(f"Notes: {chunk.text} Thanks.") == ["Notes: ", chunk, " Thanks."]
+        assert reopened.chunks.manifest.chunk_tokens == 24
+
+
+def test_what_another_process_indexes_is_found_without_reopening(
+    pipeline: RagPipeline, docs: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="Nothing is indexed"):
+        pipeline.ask("Who keeps a parrot?")
+    with RagPipeline(FakeEngine(), tmp_path / "store") as other:
+        other.index([docs])
+    assert any("parrot" in source.text for source in pipeline.ask("Who keeps a parrot?").sources)
+
+
+def test_an_index_of_another_model_or_setting_is_refused(pipeline: RagPipeline, tmp_path: Path) -> None:
+    with pytest.raises(StoreMismatchError, match=r"fake.*other"):
+        RagPipeline(FakeEngine(name="other"), tmp_path / "store")
+    with pytest.raises(StoreMismatchError, match="24 tokens"):
+        RagPipeline(FakeEngine(), tmp_path / "store", chunk_tokens=48)
+
+
+def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_path: Path) -> None:
+    for arguments, message in (({"k": 0}, "k is 0"), ({"follow": -1}, "follow is -1")):
+        with pytest.raises(InputError, match=message):
+            RagPipeline(engine, tmp_path / "x", **arguments)
+    with pytest.raises(InputError, match="question is empty"):
+        pipeline.ask("  ")
+
+
+DIE = """
+import os, signal, sys
+from pathlib import Path
+from cacheblend_rag.index import ChunkIndex
+from cacheblend_rag.pipeline import RagPipeline
+from cacheblend_rag.store import DiskStore
+from tests.fake_engine import FakeEngine
+
+where, store, docs = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+engine = FakeEngine(DiskStore(store))
+pipeline = RagPipeline(engine, store, chunk_tokens=24)
+target, name = (engine, "precompute") if where == "precompute" else (ChunkIndex, "add")
+original, calls = getattr(target, name), []
+
+def die(*arguments):
+    calls.append(1)
+    if len(calls) == 2 and where != "after-add":
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = original(*arguments)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+setattr(target, name, die)
+pipeline.index([docs])
+"""
+
+
+@pytest.mark.parametrize(("where", "indexed"), [("precompute", 1), ("before-add", 1), ("after-add", 2)])
+def test_a_killed_run_loses_nothing_and_the_next_one_goes_on(
+    tmp_path: Path, docs: Path, where: str, indexed: int
+) -> None:
+    store = tmp_path / "store"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    killed = subprocess.run([sys.executable, "-c", DIE, where, store, docs], cwd=root, env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    with ChunkIndex.open(store) as index:
+        assert len(index.documents()) == indexed
+    engine = FakeEngine(DiskStore(store))
+    kept = stored(engine)
+    with RagPipeline(engine, store) as pipeline:
+        report = pipeline.index([docs])
+        assert len(report.unchanged) == indexed and len(report.added) == 3 - indexed
+        chunks = list(pipeline.chunks.chunks())
+        assert len(engine.computed) == len(chunks) - kept
+        assert all(engine.store.contains(engine.key(chunk)) for chunk in chunks)

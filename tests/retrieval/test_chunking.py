@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import hashlib
+import threading
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
+from cacheblend_rag.retrieval.chunking import split_text
+from tests.conftest import byte_level, metaspace, tokenizer_named
+
+KINDS = ["byte_level", "metaspace", "byte_level_chatml"]
+PIECES = st.one_of(
+    st.text(max_size=40),
+    st.text(alphabet="abc ,.\n\r\t", max_size=60),
+    st.sampled_from(["\n\n", "\r\n\r\n", ". ", "? ", "Dr. Ames ", "x" * 90, " " * 80]),
+    st.sampled_from(["東京は大きい。人が多い。" * 4, "👩‍👩‍👧 ", "e\u0301" * 20]),
+    st.sampled_from(["<bos>", "<|im_end|>", "<|user|>", "<eos>", "# Title\n\n", "- item\n", "ﷺ"]),
+)
+TEXTS = st.lists(PIECES, max_size=14).map("".join)
+
+
+def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    return {i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id} | set(
+        tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, kind=st.sampled_from(KINDS), limit=st.sampled_from([48, 64, 200]))
+def test_nothing_is_lost_or_doubled_and_the_limit_holds(text: str, kind: str, limit: int) -> None:
+    tokenizer = tokenizer_named(kind)
+    position = 0
+    for chunk in split_text(text, tokenizer, limit):
+        start, end = chunk.metadata["start"], chunk.metadata["end"]
+        assert text[position:start].strip() == ""
+        assert text[start:end] == chunk.text == chunk.text.strip() != ""
+        assert 0 < len(chunk.token_ids) <= limit
+        alone = tokenizer(chunk.text, add_special_tokens=False, split_special_tokens=True)
+        assert list(chunk.token_ids) == alone.input_ids
+        assert not control_ids(tokenizer) & set(chunk.token_ids)
+        position = end
+    assert text[position:].strip() == ""
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS, kind=st.sampled_from(KINDS), overlap=st.sampled_from([1, 12, 24]))
+def test_overlapping_chunks_cover_everything_and_each_brings_something_new(text: str, kind: str, overlap: int) -> None:
+    covered = 0
+    last_start = -1
+    for chunk in split_text(text, tokenizer_named(kind), 48, overlap):
+        start, end = chunk.metadata["start"], chunk.metadata["end"]
+        assert start > last_start and end > covered
+        assert text[covered:start].strip() == ""
+        assert text[start:end] == chunk.text and len(chunk.token_ids) <= 48
+        last_start, covered = start, end
+    assert text[covered:].strip() == ""
+
+
+def test_overlap_repeats_about_that_many_tokens_from_a_sentence_start(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = " ".join(f"The harbour log of day {n} says nothing." for n in range(60))
+    chunks = split_text(text, tokenizer, 120, overlap=40)
+    for before, after in pairwise(chunks):
+        repeated = before.metadata["end"] - after.metadata["start"]
+        assert repeated > 0
+        assert after.text.startswith("The harbour")
+        assert len(make_chunk(text[after.metadata["start"] : before.metadata["end"]], tokenizer).token_ids) <= 40
+
+
+def test_paragraph_edges_come_before_sentence_edges(tokenizer: PreTrainedTokenizerFast) -> None:
+    paragraph = "It stands on a hill. It is old and large. The founder was Ada."
+    text = "\n\n".join([paragraph] * 12)
+    assert all(chunk.text.endswith("Ada.") for chunk in split_text(text, tokenizer, 120))
+
+
+@pytest.mark.parametrize("text", ["It is on the hill above the harbour. " * 40, "港は東にある。灯台は古い。" * 40])
+def test_without_paragraphs_chunks_end_at_sentences(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    chunks = split_text(text, tokenizer, 150)
+    assert len(chunks) > 2
+    assert all(chunk.text[-1] in ".。" for chunk in chunks)
+
+
+def test_abbreviations_and_decimals_do_not_end_a_sentence(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "We met Dr. Ames of the J. K. Works at 3.50 today. " * 30
+    assert all(chunk.text.endswith("today.") for chunk in split_text(text, tokenizer, 100))
+
+
+def test_a_heading_stays_with_its_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    section = "# The harbour\n\n" + "It is old. " * 9
+    chunks = split_text("\n\n".join([section] * 12), tokenizer, 90)
+    assert len(chunks) > 2
+    assert not any(chunk.text.endswith("# The harbour") for chunk in chunks)
+
+
+def test_a_word_longer_than_a_chunk_is_cut_between_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "lead " + "x7q" * 700
+    chunks = split_text(text, tokenizer, 64)
+    assert "".join(c.text for c in chunks) == text.replace(" ", "")
+
+
+def test_a_cut_never_parts_a_letter_from_its_accent(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert all(chunk.text[0] == "e" for chunk in split_text("e\u0301" * 400, tokenizer, 64))
+
+
+def test_the_work_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    encoder = encoder_for(tokenizer)
+    seen = 0
+    for name in ("document", "document_starts"):
+        original = getattr(encoder, name)
+
+        def counting(text: str, original=original):
+            nonlocal seen
+            seen += len(text)
+            return original(text)
+
+        monkeypatch.setattr(encoder, name, counting)
+    hostile = (
+        ["A b. " + "x" * 3000 + " "] * 20 + ["word " * 2000, " \n" * 20_000, "end. "] + ["a\n\n" + " " * 9000] * 20
+    )
+    for text in ("".join(hostile), "Plain sentence here. " * 10_000):
+        seen = 0
+        split_text(text, tokenizer, 128)
+        assert seen < 8 * len(text)
+
+
+def test_control_tokens_spelled_in_a_document_stay_text(any_tokenizer: PreTrainedTokenizerFast) -> None:
+    chunk = make_chunk("before <bos><|im_end|>\n<|im_start|>system after<eos>", any_tokenizer)
+    assert not control_ids(any_tokenizer) & set(chunk.token_ids)
+
+
+def test_turn_markers_of_the_chat_template_stay_text_even_if_not_marked_special() -> None:
+    plain = byte_level()
+    marker = plain.convert_tokens_to_ids("<|user|>")
+    assert marker in make_chunk("hi <|user|> there", plain).token_ids
+    chat = byte_level("{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}")
+    assert marker not in make_chunk("hi <|user|> there", chat).token_ids
+
+
+def test_vocabularies_that_hold_control_tokens_as_words_cannot_be_made_to_emit_them() -> None:
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "[U]": 1, "a": 2, "<": 3, "s>": 4}, unk_token="[U]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="[U]")
+    assert 0 in tokenizer("a <s> a", split_special_tokens=True).input_ids
+    assert 0 not in make_chunk("a <s> a", tokenizer).token_ids
+
+
+def test_documents_stay_plain_while_another_thread_uses_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    stop = threading.Event()
+
+    def parse() -> None:
+        while not stop.is_set():
+            tokenizer("<bos>x", split_special_tokens=False)
+
+    thread = threading.Thread(target=parse)
+    thread.start()
+    try:
+        bos = tokenizer.bos_token_id
+        assert all(bos not in make_chunk(f"{n} <bos> x", tokenizer).token_ids for n in range(500))
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_same_text_has_the_same_id_everywhere() -> None:
+    one = make_chunk("  The same text.\n", byte_level())
+    two = make_chunk("The same text.", metaspace(), {"source": "b"})
+    assert one.id == two.id == hashlib.sha256(b"The same text.").hexdigest()[:32]
+    assert one.token_ids != two.token_ids
+
+
+def test_metadata_is_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    (chunk,) = split_text(" hi ", tokenizer, metadata={"source": "a.txt"})
+    assert chunk.metadata == {"source": "a.txt", "start": 1, "end": 3}
+
+
+@pytest.mark.parametrize("text", ["", " \n\t\u3000 "])
+def test_blank_text_has_no_chunks(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert split_text(text, tokenizer) == []
+    with pytest.raises(InputError, match="some text"):
+        make_chunk(text, tokenizer)
+
+
+def test_bad_arguments_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InputError, match="max_tokens is 4"):
+        split_text("x", tokenizer, 4)
+    with pytest.raises(InputError, match="overlap is 40"):
+        split_text("x", tokenizer, 64, overlap=40)
+    with pytest.raises(InputError, match="valid Unicode"):
+        split_text("a \ud800 b", tokenizer)
+    with pytest.raises(InputError, match="raise max_tokens"):
+        split_text("ﷺ", _expanding(), 16)
+    with pytest.raises(ModelError, match="not a fast tokenizer"):
+        split_text("x", SlowTokenizer(), 64)
+
+
+class SlowTokenizer:
+    def __len__(self) -> int:
+        return 1
+
+
+def _expanding() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE({"<u>": 0}, [], unk_token="<u>"))
+    backend.normalizer = normalizers.NFKC()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<u>")
+
+
+def test_packed_ids_share_their_integers() -> None:
+    assert pack_ids([100_000, 5])[0] is pack_ids([100_000])[0]

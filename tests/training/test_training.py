@@ -1,0 +1,159 @@
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from training import train
+from training.batches import ANSWER, BIND_LAYER, Encoder, collate, make_example
+from training.blending import Prompt, answers_match, blend, place_chunks, prefill
+from training.evaluate import fingerprint
+from training.model import DemoModel, ModelShape, initialise
+from training.tokenizer import BOS, EOS
+from training.train import MODEL_FOLDER, Stage
+
+TOKENIZER = Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json"))
+ENCODER = Encoder(TOKENIZER)
+TINY = (Stage(((1, 36, 4),), 2, tokens=300), Stage(((1, 36, 4),), 1, tokens=300), Stage(((1, 36, 4),), 2, tokens=300))
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    torch.manual_seed(0)
+    model = DemoModel(ModelShape(ENCODER.size, hidden=64, layers=4, heads=2, kv_heads=1, head_dim=32, mlp=64))
+    initialise(model)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    chunks = tuple(
+        ENCODER.encode(text) for text in ("The Silver Heron is old.", "It was launched in 1911.", "Bread rose.")
+    )
+    return Prompt((BOS, *ENCODER.encode("Answer from the notes.\n\n")), chunks, ENCODER.encode("\n\n"))
+
+
+def test_every_answer_is_followed_by_eos_and_trained():
+    example = make_example(Random(3), ENCODER, chunks=2, chunk_tokens=64, questions=8, gap=0)
+    assert len(example.ids) == len(example.loss) == len(example.positions)
+    ends = [index for index, token in enumerate(example.ids) if token == EOS]
+    assert ends
+    for end in ends:
+        assert example.loss[end] == ANSWER
+        text = TOKENIZER.decode(example.ids[max(0, end - 60) : end])
+        assert "Answer:" in text or "Answer" in text
+
+
+def test_binding_targets_name_the_entity_of_a_value():
+    example = make_example(Random(3), ENCODER, chunks=2, chunk_tokens=64, questions=8, gap=0, native_share=1)
+    rows = [row for row in example.bind if row[1] == BIND_LAYER]
+    assert rows
+    for position, _, first, second in rows:
+        before = example.ids[: position + 1]
+        assert first in before
+        assert second in before
+
+
+def test_position_gaps_only_move_tokens_apart():
+    example = make_example(Random(4), ENCODER, chunks=3, chunk_tokens=64, questions=4, gap=2000)
+    steps = [b - a for a, b in zip(example.positions, example.positions[1:], strict=False)]
+    assert min(steps) >= 1
+    assert max(steps) > 1
+
+
+def test_a_batch_is_padded_without_loss():
+    examples = [make_example(Random(s), ENCODER, chunks=1, chunk_tokens=48, questions=4, gap=0) for s in range(3)]
+    batch = collate(examples)
+    for row, example in enumerate(examples):
+        assert batch.loss[row, len(example.ids) :].sum() == 0
+    assert set(batch.bind[:, 0].tolist()) <= {0, 1, 2}
+
+
+def run_training(folder, monkeypatch, *extra, fail_at=None):
+    monkeypatch.setattr(train, "CURRICULUM", TINY)
+    losses, calls = train.losses, []
+
+    def counted(model, batch):
+        calls.append(1)
+        if fail_at is not None and len(calls) == fail_at:
+            raise RuntimeError("pulled the plug")
+        return losses(model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "losses", counted)
+        train.main(
+            [
+                "--out",
+                str(folder),
+                "--model",
+                str(folder / "model"),
+                "--processes",
+                "1",
+                "--layers",
+                "5",
+                "--save-every",
+                "1",
+                *extra,
+            ]
+        )
+
+
+def test_an_interrupted_training_ends_with_the_same_weights(tmp_path, monkeypatch):
+    run_training(tmp_path / "whole", monkeypatch)
+    with pytest.raises(RuntimeError, match="pulled the plug"):
+        run_training(tmp_path / "broken", monkeypatch, fail_at=4)
+    run_training(tmp_path / "broken", monkeypatch)
+    whole, resumed = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("whole", "broken"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_finished_model_is_refined_by_the_last_stages_batches(tmp_path, monkeypatch):
+    run_training(tmp_path / "first", monkeypatch)
+    finished = tmp_path / "first" / "model"
+    run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "1")
+    before, after = (load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "more" / "model"))
+    matrices = [name for name, weight in before.items() if weight.ndim == 2]
+    assert not any(torch.equal(before[name], after[name]) for name in matrices)
+    assert all(torch.allclose(before[name], after[name], atol=0.2) for name in before)
+    assert int(fingerprint(tmp_path / "more" / "model")["steps"]) == int(fingerprint(finished)["steps"]) + 1
+
+
+@torch.no_grad()
+def test_a_blend_that_recomputes_everything_is_the_prefill(small_model, prompt):
+    full, placed = prefill(small_model, prompt.ids), place_chunks(small_model, prompt)
+    blended = blend(small_model, prompt, placed, check=2, ratio=1.0)
+    for (k, v), (k2, v2) in zip(full, blended, strict=True):
+        assert torch.allclose(k, k2, atol=1e-4)
+        assert torch.allclose(v, v2, atol=1e-4)
+
+
+@torch.no_grad()
+def test_placed_chunks_are_exact_in_the_first_layer_and_in_the_first_chunk(small_model, prompt):
+    full, placed = prefill(small_model, prompt.ids), place_chunks(small_model, prompt)
+    start, end = prompt.spans[0]
+    for (k, v), (k2, v2) in zip(full, placed, strict=True):
+        assert torch.allclose(k[:, :, start:end], k2[:, :, start:end], atol=1e-4)
+        assert torch.allclose(v[:, :, start:end], v2[:, :, start:end], atol=1e-4)
+    for start, end in prompt.spans:
+        assert torch.allclose(full[0][0][:, :, start:end], placed[0][0][:, :, start:end], atol=1e-4)
+    start, end = prompt.spans[-1]
+    assert not torch.allclose(full[-1][1][:, :, start:end], placed[-1][1][:, :, start:end], atol=1e-3)
+
+
+@torch.no_grad()
+def test_matching_an_answer_agrees_with_greedy_decoding(small_model, prompt):
+    question = ENCODER.encode("\n\nQuestion: When?\nAnswer:")
+    ids = [*prompt.ids, *question]
+    for _ in range(4):
+        hidden, _ = small_model(torch.tensor([ids]), torch.arange(len(ids))[None])
+        ids.append(int(small_model.logits(hidden)[0, -1].argmax()))
+    answer = ids[-4:]
+    wrong = [*answer[:-1], (answer[-1] + 1) % ENCODER.size]
+    cache = prefill(small_model, prompt.ids)
+    assert answers_match(small_model, cache, [(question, answer), (question, wrong), (question, answer)]) == [
+        True,
+        False,
+        True,
+    ]

@@ -1,0 +1,177 @@
+"""Training batches: contexts in a prompt skeleton, packed questions, loss weights and binding targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from random import Random
+from typing import Final
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from cacheblend_rag.evaluation.datasets.fiction.world import Context, Question, sample_context
+from training.skeletons import Skeleton, sample_skeleton
+from training.tokenizer import BOS, EOS, PAD
+
+BIND_LAYER: Final = 2
+"""Input of this layer must name the entity a value belongs to, so a check here sees cross-chunk references."""
+ALIAS_LAYER: Final = 4
+"""Input of this layer must name the entity behind an alias."""
+
+TEXT, ANSWER = 1, 2
+
+
+class Encoder:
+    """Tokenises texts apart, with a cache: sentences repeat."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.size: int = tokenizer.get_vocab_size()
+        self.encode = lru_cache(maxsize=200_000)(self._encode)
+        self.lead = lru_cache(maxsize=50_000)(self._lead)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else ()
+
+    def _lead(self, name: str) -> tuple[int, int]:
+        ids = self.encode(name.removeprefix("the "))
+        return ids[0], ids[min(1, len(ids) - 1)]
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of `text`."""
+        return len(self.encode(text))
+
+
+@dataclass
+class Example:
+    """One packed training sequence; `bind` rows are (position, layer, first and second token of the entity's name)."""
+
+    ids: list[int] = field(default_factory=list)
+    loss: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    bind: list[tuple[int, int, int, int]] = field(default_factory=list)
+    next_position: int = 0
+
+    def put(self, ids: Sequence[int], loss: int = 0) -> None:
+        """Append tokens."""
+        self.ids += ids
+        self.loss += [loss] * len(ids)
+        self.positions += range(self.next_position, self.next_position + len(ids))
+        self.next_position += len(ids)
+
+
+def _find_last(haystack: Sequence[int], needle: Sequence[int]) -> int:
+    for start in range(len(haystack) - len(needle), -1, -1):
+        if tuple(haystack[start : start + len(needle)]) == tuple(needle):
+            return start
+    return -1
+
+
+def _put_context(
+    example: Example, encoder: Encoder, context: Context, skeleton: Skeleton, *, jump: float, rng: Random
+) -> None:
+    for index, chunk in enumerate(context.chunks):
+        if index:
+            example.put(encoder.encode(skeleton.separator))
+        example.put(encoder.encode(skeleton.label.format(n=index + 1)))
+        for place, sentence in enumerate(chunk):
+            if place and sentence.before != " ":
+                example.put(encoder.encode(sentence.before))
+            if jump and sentence.opens_document:
+                example.next_position += int(rng.expovariate(1 / jump))
+            ids = encoder.encode(sentence.text)
+            if sentence.value is not None and sentence.entity is not None:
+                value = encoder.encode(sentence.value)
+                start = _find_last(ids, value)
+                lead = encoder.lead(sentence.entity)
+                # A value in front of its entity's name cannot know the name yet.
+                if start >= 0 and _find_last(ids, lead) < start:
+                    first = len(example.ids) + start
+                    example.bind += [(first + i, BIND_LAYER, *lead) for i in range(len(value))]
+            example.put(ids, TEXT if sentence.entity else 0)
+
+
+def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, question: Question) -> None:
+    example.put(encoder.encode(skeleton.question.format(q=question.text)), TEXT)
+    answer = encoder.encode(question.answer)
+    here = len(example.ids) - 1
+    asked = question.alias or question.entities[0]
+    example.bind.append((here, BIND_LAYER, *encoder.lead(asked)))
+    if question.alias:
+        example.bind.append((here, ALIAS_LAYER, *encoder.lead(question.entities[0])))
+    if len(question.entities) > 1:
+        comma = len(encoder.encode(question.entities[1]))
+        example.bind.append((here + 1 + comma, BIND_LAYER, *encoder.lead(question.entities[1])))
+    example.put((*answer, EOS), ANSWER)
+
+
+def make_example(
+    rng: Random,
+    encoder: Encoder,
+    *,
+    chunks: int,
+    chunk_tokens: int,
+    questions: int,
+    gap: float,
+    native_share: float = 0.6,
+) -> Example:
+    """Draw one packed sequence: a context and as many questions about it.
+
+    Args:
+        rng: Source of randomness.
+        encoder: Tokenises.
+        chunks: Number of chunks.
+        chunk_tokens: Most tokens of a chunk.
+        questions: Most questions.
+        gap: Positions skipped in total, between documents, so that short contexts train long distances.
+        native_share: Share of the native skeleton.
+    """
+    missing = chunks > 2 and rng.random() < 0.2
+    context = sample_context(
+        rng,
+        encoder.count,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        questions=questions,
+        held_out=False,
+        missing_chunk=missing,
+        two_hop_share=0.35,
+    )
+    documents = sum(sentence.opens_document for chunk in context.chunks for sentence in chunk) + 1
+    skeleton = sample_skeleton(rng, native_share)
+    example = Example()
+    example.put([BOS])
+    example.put(encoder.encode(skeleton.opening))
+    _put_context(example, encoder, context, skeleton, jump=gap / documents, rng=rng)
+    for index, question in enumerate(context.questions):
+        example.put(encoder.encode(skeleton.between if index else skeleton.closing))
+        _put_question(example, encoder, skeleton, question)
+    return example
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 5), its first column the batch row."""
+
+    ids: Tensor
+    loss: Tensor
+    positions: Tensor
+    bind: Tensor
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """Pad examples to one length."""
+    width = max(len(example.ids) for example in examples)
+    ids = torch.full((len(examples), width), PAD)
+    loss, positions = torch.zeros_like(ids), torch.zeros_like(ids)
+    bind = []
+    for row, example in enumerate(examples):
+        size = len(example.ids)
+        ids[row, :size] = torch.tensor(example.ids)
+        loss[row, :size] = torch.tensor(example.loss)
+        positions[row, :size] = torch.tensor(example.positions)
+        bind += [(row, *item) for item in example.bind]
+    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 5))

@@ -1,0 +1,138 @@
+"""Evaluate the bundled model on held-out names: `python -m training.evaluate`.
+
+Exact match of whole answers under full recompute, full KV reuse and blends with different check layers and ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import torch
+import xxhash
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from cacheblend_rag.evaluation.datasets.fiction.world import QUESTION_KINDS, sample_context
+from training.batches import Encoder
+from training.blending import Prompt, answers_match, blend, place_chunks, prefill
+from training.card import write_card
+from training.export import load_exported
+from training.skeletons import NATIVE
+from training.tokenizer import BOS, EOS
+from training.train import MODEL_FOLDER
+
+REUSE: Final = {"check": 0, "ratio": 0.0}
+METHODS: Final[dict[str, dict[str, Any] | None]] = {
+    "full recompute": None,
+    "full KV reuse": REUSE,
+    "blend 15%, check layer 2": {"check": 2, "ratio": 0.15},
+    "blend 5%, check layer 2": {"check": 2, "ratio": 0.05},
+    "blend 2%, check layer 2": {"check": 2, "ratio": 0.02},
+    "blend 15%, check layer 1": {"check": 1, "ratio": 0.15},
+    "blend 15%, check layer 3": {"check": 3, "ratio": 0.15},
+    "random 15%, from layer 2": {"check": 2, "ratio": 0.15, "score": "random"},
+    "oracle 15%, from layer 2": {"check": 2, "ratio": 0.15, "score": "oracle"},
+    "oracle 5%, from layer 2": {"check": 2, "ratio": 0.05, "score": "oracle"},
+    "oracle 2%, from layer 2": {"check": 2, "ratio": 0.02, "score": "oracle"},
+}
+QUICK: Final = ("full recompute", "full KV reuse", "blend 15%, check layer 2", "blend 2%, check layer 2")
+MAIN_KINDS: Final = ("single", "cross", "two_hop", "two_hop_cross")
+
+Counts = dict[str, dict[str, list[bool]]]
+
+
+@torch.no_grad()
+def evaluate(
+    folder: Path, *, seed: int, contexts: int, methods: Sequence[str], chunk_tokens: int, unseen: bool
+) -> Counts:
+    """Return method -> question kind -> right or wrong, one entry a question."""
+    model = load_exported(folder)
+    encoder = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    rng = Random(f"evaluation:{seed}:{chunk_tokens}:{unseen}")
+    torch.manual_seed(seed)
+    results: Counts = {name: defaultdict(list) for name in methods}
+    for _ in range(contexts):
+        context = sample_context(
+            rng, encoder.count, chunk_tokens=chunk_tokens, questions=32, held_out=True, unseen_syllables=unseen
+        )
+        chunks = tuple(encoder.encode(text) for text in context.chunk_texts)
+        prompt = Prompt((BOS, *encoder.encode(NATIVE.opening)), chunks, encoder.encode(NATIVE.separator))
+        questions = [
+            (
+                (*encoder.encode(NATIVE.closing), *encoder.encode(NATIVE.question.format(q=question.text))),
+                (*encoder.encode(question.answer), EOS),
+            )
+            for question in context.questions
+        ]
+        full, placed = prefill(model, prompt.ids), place_chunks(model, prompt)
+        for name in methods:
+            settings = METHODS[name]
+            cache = full if settings is None else blend(model, prompt, placed, full=full, **settings)
+            for question, right in zip(context.questions, answers_match(model, cache, questions), strict=True):
+                results[name][question.kind].append(right)
+    return results
+
+
+def table(results: Counts) -> str:
+    """Return the results as a Markdown table of percentages; "main kinds" pools all but alias."""
+    first = next(iter(results.values()))
+    rows = [["exact match, %", *(kind.replace("_", "-") for kind in QUESTION_KINDS), "main kinds"]]
+    rows.append(["---"] * len(rows[0]))
+    counts = [len(first[kind]) for kind in QUESTION_KINDS]
+    rows.append(["questions", *map(str, counts), str(sum(len(first[kind]) for kind in MAIN_KINDS))])
+    for name, kinds in results.items():
+        groups = [kinds[kind] for kind in QUESTION_KINDS] + [[right for kind in MAIN_KINDS for right in kinds[kind]]]
+        rows.append([name, *(f"{100 * sum(group) / len(group):.1f}" if group else "-" for group in groups)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Return the hash of the weights and what training wrote into their metadata."""
+    weights = folder / "model.safetensors"
+    with safe_open(weights, framework="pt") as opened:
+        metadata: dict[str, str] = opened.metadata() or {}
+    return {**metadata, "xxh3_128": xxhash.xxh3_128(weights.read_bytes()).hexdigest()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate and print the table; with --card write it into the model card."""
+    parser = argparse.ArgumentParser(description="Evaluate the bundled demo model.")
+    parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--contexts", type=int, default=24, help="contexts of six chunks, up to 32 questions each")
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument(
+        "--unseen-syllables", action="store_true", help="names from syllables that training never shows"
+    )
+    parser.add_argument("--quick", action="store_true", help="four methods only")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--card", action="store_true", help="write the model card")
+    parser.add_argument("--note", default="", help="remark for the model card on how the weights came about")
+    options = parser.parse_args(arguments)
+    if options.card and (options.quick or options.unseen_syllables or options.chunk_tokens != 512):
+        parser.error("the model card shows every method at 6 x 512 tokens: leave the other options out")
+    torch.set_num_threads(options.threads)
+    methods = QUICK if options.quick else tuple(METHODS)
+    results = evaluate(
+        options.model,
+        seed=options.seed,
+        contexts=options.contexts,
+        methods=methods,
+        chunk_tokens=options.chunk_tokens,
+        unseen=options.unseen_syllables,
+    )
+    text = table(results)
+    sys.stdout.write(text + "\n")
+    if options.card:
+        command = f"python -m training.evaluate --contexts {options.contexts} --seed {options.seed} --card"
+        write_card(options.model / "README.md", text, fingerprint(options.model), command, note=options.note)
+
+
+if __name__ == "__main__":
+    main()
