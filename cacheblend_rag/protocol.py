@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import BlendSettings, Reuse
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.errors import InputError
 
 TOKENIZER_PROBE = "Ships' logs: 1911, naïve café — 東京 🙂\n\n\tif x != y:  return  # end\n<|im_end|></s>"
@@ -32,14 +33,10 @@ class SpanBody(BaseModel):
     text: str | None = None
 
 
-class BlendOptions(BaseModel):
-    """The ``cacheblend`` field of a completion request. All of it is optional.
+class NamedChunks(BaseModel):
+    """Which chunks a request names, and where they stand.
 
     Attributes:
-        ratio: Recompute ratio; the server's default if missing.
-        policy: Token-selection policy.
-        check_layers: Layers at which KV deviation is measured.
-        reuse: ``"chunks"``, ``"prefix"`` or ``"nothing"``.
         chunk_ids: Registered chunks. Those whose text does not stand in the prompt are put in front of the last user message
             (chat) or of the prompt (completions), in this order.
         spans: For a prompt of token ids: where its chunks stand.
@@ -47,45 +44,48 @@ class BlendOptions(BaseModel):
 
     model_config = _STRICT
 
-    ratio: float | None = None
-    policy: str = "hkvd"
-    check_layers: tuple[int, ...] | None = None
-    reuse: Reuse = "chunks"
     chunk_ids: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS)
     spans: tuple[SpanBody, ...] = Field(default=(), max_length=MAX_TEXTS)
 
-    def settings(self) -> BlendSettings:
-        """Return the settings.
 
-        Raises:
-            InputError: A value out of range, or an unknown policy.
-        """
-        policy(self.policy)
-        layers = self.check_layers
-        if layers is not None and (not layers or list(layers) != sorted(set(layers)) or layers[0] < 1):
-            raise InputError(f"check_layers is {list(layers)}; give ascending layers from 1 on.")
-        return BlendSettings(self.ratio, self.policy, layers, self.reuse)
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request asks for beside OpenAI's fields: the ``cacheblend`` field and ``chunk_ids``. All of it is optional.
+
+    Attributes:
+        settings: The blend options (:class:`~cacheblend_rag.blending.settings.BlendSettings`).
+        chunk_ids: See :class:`NamedChunks`.
+        spans: See :class:`NamedChunks`.
+    """
+
+    settings: BlendSettings
+    chunk_ids: tuple[str, ...]
+    spans: tuple[SpanBody, ...]
 
 
-def read_options(extra: Mapping[str, Any] | None) -> BlendOptions:
+def read_options(extra: Mapping[str, Any] | None) -> RequestOptions:
     """Read ``cacheblend`` and ``chunk_ids`` from the fields of a request that OpenAI's API does not have.
 
     Raises:
         InputError: They cannot be read; the message names the field.
     """
     extra = extra or {}
-    given = extra.get("cacheblend")
+    given = extra.get("cacheblend") or {}
+    if not isinstance(given, Mapping):
+        raise InputError("cacheblend: give an object of options.")
+    named = {name: value for name, value in given.items() if name in NamedChunks.model_fields}
+    if extra.get("chunk_ids") is not None:
+        if named.get("chunk_ids"):
+            raise InputError("chunk_ids stands both beside and inside cacheblend; give it once.")
+        named["chunk_ids"] = extra["chunk_ids"]
     try:
-        options = BlendOptions() if given is None else BlendOptions.model_validate(given)
-        if extra.get("chunk_ids") is not None:
-            if options.chunk_ids:
-                raise InputError("chunk_ids stands both beside and inside cacheblend; give it once.")
-            merged = {**options.model_dump(exclude_unset=True), "chunk_ids": extra["chunk_ids"]}
-            options = BlendOptions.model_validate(merged)
+        chunks = NamedChunks.model_validate(named)
+        settings = BlendSettings.from_params({name: value for name, value in given.items() if name not in named})
     except ValidationError as error:
         raise InputError(f"cacheblend: {first_problem(error)}") from None
-    options.settings()
-    return options
+    except InputError as error:
+        raise InputError(f"cacheblend: {error}") from None
+    return RequestOptions(settings, chunks.chunk_ids, chunks.spans)
 
 
 def first_problem(error: ValidationError) -> str:
@@ -156,8 +156,9 @@ class ModelInfo(BaseModel):
         context_window: Most tokens of prompt and completion together.
         blended: Whether the model passed the parity gate.
         reason: Why not.
-        ratio: Default recompute ratio.
-        check_layers: Default check layers.
+        num_layers: Number of transformer layers.
+        defaults: The blend options that a request leaves open.
+        widths: Of the set at each default check layer, as multiples of the ratio.
     """
 
     name: str
@@ -169,8 +170,14 @@ class ModelInfo(BaseModel):
     context_window: int
     blended: bool
     reason: str = ""
-    ratio: float
-    check_layers: tuple[int, ...]
+    num_layers: int
+    defaults: dict[str, Any]
+    widths: tuple[float, ...]
+
+    def profile(self) -> ModelProfile:
+        """Return the model's profile as the server has it; raises InputError if it is malformed."""
+        settings = ResolvedSettings.from_params(self.defaults)
+        return ModelProfile(settings.ratio, settings.policy, settings.check_layers, self.widths)
 
 
 class ReuseReport(BaseModel):

@@ -100,7 +100,7 @@ async def _round(place: Workbench, streams: int, prompts: list[TokenizedPrompt],
         nonlocal running
         short = place.prompt([], 16, 1000 + seed)
         times: list[float] = []
-        events = place.engine.astream(short, SamplingParams(_LONGEST), FULL_RECOMPUTE)  # type: ignore[arg-type]
+        events = place.engine.astream(short, SamplingParams(_LONGEST), FULL_RECOMPUTE)
         async for _ in events:
             times.append(time.perf_counter())
             if len(times) == _SETTLED:
@@ -115,7 +115,7 @@ async def _round(place: Workbench, streams: int, prompts: list[TokenizedPrompt],
     tasks = [asyncio.create_task(stream(i)) for i in range(streams)]
     await ready.wait()
     for prompt in prompts:
-        async for _ in place.engine.astream(prompt, SamplingParams(1), how):  # type: ignore[arg-type]
+        async for _ in place.engine.astream(prompt, SamplingParams(1), how):
             pass
     over.set()
     return [gap for gaps in await asyncio.gather(*tasks) for gap in gaps]

@@ -153,7 +153,7 @@ def service_times(
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods()}
     for number in range(repeat + 1):
         for name, settings in methods().items():
-            timings = place.engine.generate(prompt, SamplingParams(answer_tokens), settings).timings  # type: ignore[arg-type]
+            timings = place.engine.generate(prompt, SamplingParams(answer_tokens), settings).timings
             free = timings.load_s if name == "prefix" else 0.0
             if number:
                 found[name].append((timings.ttft_s - free, timings.total_s - free))

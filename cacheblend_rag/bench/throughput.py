@@ -140,12 +140,12 @@ class _Load:
             await asyncio.sleep(arrivals[index] - (time.perf_counter() - begin))
             sampling = SamplingParams(self._settings.answer_tokens)
             ttft = 0.0
-            async for event in self._place.engine.astream(prompts[index], sampling, how):  # type: ignore[arg-type]
+            async for event in self._place.engine.astream(prompts[index], sampling, how):
                 # Counted from when it was due and until it is here: no queue on the way hides anything.
                 ttft = ttft or time.perf_counter() - begin - arrivals[index]
                 answer = event.generation
             assert answer is not None
-            if answer.mode == "prefill" and how.reuse != "nothing":
+            if answer.mode == "prefill" and how.reuse != "off":
                 raise InputError(f"A request was not served as it should be: {answer.reason}.")
             return ttft
 

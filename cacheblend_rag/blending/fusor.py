@@ -18,10 +18,10 @@ import torch
 
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan
-from cacheblend_rag.blending.policies import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.kv import LayerKV, join_tokens
 
 
 class BlendTarget(Protocol):
@@ -136,63 +136,98 @@ def fuse_stepwise(
 
     Raises:
         DamagedSpanError: Stored KV turned out damaged; the KV cache is unusable and the plan must be made anew.
-        InputError: The policy needs attention, which this target does not show.
+        InputError: The policy needs attention, which this target does not show, or a check layer lies outside the model.
     """
-    candidates = _candidates(plan, target.device)
-    forced = _forced(plan, candidates.positions, target.device)
-    total = len(candidates.positions)
-    count = round(ratio * total)
-    measure = policy.needs_deviation and 0 < count < total
-    probe = policy.needs_attention and 0 < count < total
-    checks = _checks(schedule, target.num_layers) if measure else []
-    if measure or probe:
-        keep = torch.ones(total, dtype=torch.bool, device=target.device)
-    else:
-        keep = _select_unmeasured(policy, candidates, count)
-    loader = LayerLoader(
-        plan.exact,
-        () if keep.all() and not (measure or probe) else plan.stale,
-        target.rope,
-        target.num_layers,
-        target.device,
-        stale_from_layer=checks[0][0] if checks and not probe else 0,
-        agree=target.agree,
-    )
-    with loader:
-        placer = _Placer(loader, target, {layer for layer, _ in checks})
-        if probe:
-            candidates = _probed(policy, candidates, forced, target, placer)
-            yield len(forced)
-            if not measure:
-                keep = policy.select(candidates, count)
-        for layer, width in checks:
-            running = _subset(candidates, keep)
-            positions = _merge(running.positions, forced[forced < candidates.positions[-1]])
-            parts = []
-            for segment in target.segments(positions):
-                part = target.forward(segment, placer.before_layer, stop_layer=layer)
-                assert part is not None
-                parts.append(part)
-                yield len(segment) * layer / target.num_layers
-            fresh = (
-                parts[0] if len(parts) == 1 else LayerKV(*(torch.cat(side, dim=1) for side in zip(*parts, strict=True)))
-            )
-            deviation = kv_deviation(
-                _at(fresh, torch.isin(positions, running.positions)),
-                _at(placer.stale(layer), keep.nonzero().squeeze(1)),
-            )
-            chosen = policy.select(
-                replace(running, deviation=target.all_reduce(deviation)),
-                min(round(ratio * width * total), len(running.positions)),
-            )
-            keep[keep.clone()] = chosen
-        recomputed = candidates.positions[keep]
-        positions = _merge(recomputed, forced)
-        for segment in target.segments(positions):
-            target.forward(segment, placer.before_layer)
+    fusor = _Fusor(plan, target, policy, ratio, schedule)
+    with fusor.loader:
+        yield from fusor.watch_question()
+        for layer, width in fusor.checks:
+            yield from fusor.check(layer, width)
+        yield from fusor.recompute()
+    return fusor.result()
+
+
+class _Fusor:
+    """One blend, step by step. ``keep`` says of each candidate whether it is still to be recomputed."""
+
+    def __init__(
+        self, plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+    ):
+        self._target, self._policy, self._ratio = target, policy, ratio
+        self._candidates = _candidates(plan, target.device)
+        self._forced = _forced(plan, self._candidates.positions, target.device)
+        total = len(self._candidates.positions)
+        self._count = round(ratio * total)
+        undecided = 0 < self._count < total
+        self._watches = policy.needs_attention and undecided
+        self.checks = _checks(schedule, target.num_layers) if policy.needs_deviation and undecided else []
+        if self._watches or self.checks:
+            self._keep = torch.ones(total, dtype=torch.bool, device=target.device)
+        else:
+            self._keep = _select_unmeasured(policy, self._candidates, self._count)
+        all_recomputed = bool(self._keep.all()) and not (self._watches or self.checks)
+        self.loader = LayerLoader(
+            plan.exact,
+            () if all_recomputed else plan.stale,
+            target.rope,
+            target.num_layers,
+            target.device,
+            # Below the first check layer the dense pass computes every token; the question's pass reads all layers.
+            stale_from_layer=self.checks[0][0] if self.checks and not self._watches else 0,
+            agree=target.agree,
+        )
+        self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks})
+        self._computed = 0
+
+    def watch_question(self) -> Generator[float, None, None]:
+        """Measure the question's attention over stored KV, if the policy needs it; select, if nothing else is needed."""
+        if not self._watches:
+            return
+        self._candidates = _with_attention(
+            self._policy, self._candidates, self._forced, self._target, self._placer.before_layer
+        )
+        yield len(self._forced)
+        if not self.checks:
+            self._keep = self._policy.select(self._candidates, self._count)
+
+    def check(self, layer: int, width: float) -> Generator[float, None, None]:
+        """Dense pass of what is kept so far up to ``layer``; keep ``width`` times the ratio, of the highest KV deviation."""
+        running = _subset(self._candidates, self._keep)
+        between = self._forced[self._forced < self._candidates.positions[-1]]
+        positions = _merge(running.positions, between)
+        parts = []
+        for segment in self._target.segments(positions):
+            part = self._target.forward(segment, self._placer.before_layer, stop_layer=layer)
+            assert part is not None
+            parts.append(part)
+            yield len(segment) * layer / self._target.num_layers
+        fresh = _tokens_at(join_tokens(parts), torch.isin(positions, running.positions))
+        stale = _tokens_at(self._placer.stale(layer), self._keep.nonzero().squeeze(1))
+        deviation = self._target.all_reduce(kv_deviation(fresh, stale))
+        wanted = min(round(self._ratio * width * len(self._candidates.positions)), len(running.positions))
+        chosen = self._policy.select(replace(running, deviation=deviation), wanted)
+        kept = self._keep.nonzero().squeeze(1)[chosen]
+        self._keep = torch.zeros_like(self._keep)
+        self._keep[kept] = True
+
+    def recompute(self) -> Generator[float, None, None]:
+        """Sparse pass of the chosen tokens and the forced set through all layers."""
+        positions = _merge(self._recomputed, self._forced)
+        for segment in self._target.segments(positions):
+            self._target.forward(segment, self._placer.before_layer)
             yield len(segment)
-        placer.before_layer(target.num_layers - 1)  # where nothing is computed, stored KV must be placed all the same
-    return FuseResult(recomputed, len(positions), loader.wait_s, loader.loaded_bytes)
+        self._placer.before_layer(
+            self._target.num_layers - 1
+        )  # where nothing is computed, KV must be placed all the same
+        self._computed = len(positions)
+
+    @property
+    def _recomputed(self) -> torch.Tensor:
+        return self._candidates.positions[self._keep]
+
+    def result(self) -> FuseResult:
+        """Return what was done."""
+        return FuseResult(self._recomputed, self._computed, self.loader.wait_s, self.loader.loaded_bytes)
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
@@ -202,8 +237,12 @@ def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
     return k + v
 
 
-def _probed(
-    policy: SelectionPolicy, candidates: Candidates, forced: torch.Tensor, target: BlendTarget, placer: _Placer
+def _with_attention(
+    policy: SelectionPolicy,
+    candidates: Candidates,
+    forced: torch.Tensor,
+    target: BlendTarget,
+    before_layer: Callable[[int], None],
 ) -> Candidates:
     """Return the candidates with the question's attention to them, over stored KV: one pass of full KV reuse."""
     if not isinstance(target, AttentiveTarget):
@@ -213,7 +252,7 @@ def _probed(
         )
     # Text between the chunks is run, too: without it the question would attend to slots that nothing was written to.
     behind = int((forced <= candidates.positions[-1]).sum())
-    attention = target.all_reduce(target.attention(forced, placer.before_layer, behind))
+    attention = target.all_reduce(target.attention(forced, before_layer, behind))
     return replace(candidates, attention=attention[candidates.positions])
 
 
@@ -240,12 +279,12 @@ class _Placer:
 
 def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]:
     # A check at layer 0 would always see zero: its KV depends on the token and its position alone.
-    inside = [(c, w) for c, w in zip(schedule.check_layers, schedule.widths, strict=True) if 0 < c < num_layers]
-    if not inside:
+    if not schedule.check_layers or not all(0 < layer < num_layers for layer in schedule.check_layers):
         raise InputError(
-            f"No check layer of {list(schedule.check_layers)} lies inside this model's layers 1 to {num_layers - 1}."
+            f"check_layers is {list(schedule.check_layers)}; this model's KV deviation can be checked at layers 1 to "
+            f"{num_layers - 1}."
         )
-    return inside
+    return list(zip(schedule.check_layers, schedule.widths, strict=True))
 
 
 def _candidates(plan: BlendPlan, device: torch.device) -> Candidates:
@@ -276,7 +315,7 @@ def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:
     return Candidates(candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep], attention=attention)
 
 
-def _at(kv: LayerKV, tokens: torch.Tensor) -> LayerKV:
+def _tokens_at(kv: LayerKV, tokens: torch.Tensor) -> LayerKV:
     return LayerKV(kv.k[:, tokens], kv.v[:, tokens])
 
 

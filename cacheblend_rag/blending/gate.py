@@ -99,7 +99,7 @@ def _compare(subject: GateSubject, rope: Rope) -> GateReport:
     in_context = [_cut(shifted, s, s + _CHUNK, 37) for s in starts]
     errors = {
         "ratio 1 equals the full prefill": _error(blend(alone, "hkvd", 1.0), want),
-        "exact KV from other positions, reused": _error(blend(in_context, "none", 0.0), want),
+        "exact KV from other positions, reused": _error(blend(in_context, "full-reuse", 0.0), want),
         "exact KV from other positions, blended": _error(blend(in_context, "hkvd", 0.3), want),
     }
     kl = first_token_kl(want, blend(alone, "hkvd", 0.15))

@@ -13,7 +13,7 @@ import torch
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.errors import DamagedKVError
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.kv import LayerKV, join_tokens
 
 # How many layers may wait in memory for the computation: enough to hide one slow read, little enough to stay unseen.
 _LAYERS_AHEAD = 2
@@ -27,6 +27,13 @@ class DamagedSpanError(Exception):
         where = "on another rank" if span is None else f"for positions {span.start} to {span.end}"
         super().__init__(f"stored KV {where} is damaged")
         self.span = span
+
+    @property
+    def token_ids(self) -> tuple[int, ...] | None:
+        """Token ids of the damaged entry, ``()`` for the header's; None if another rank holds it."""
+        if self.span is None:
+            return None
+        return self.span.chunk.token_ids if self.span.chunk is not None else ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class LayerLoader:
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
         self.wait_s += time.perf_counter() - begin
-        kv = _joined(parts)
+        kv = join_tokens(parts)
         self.loaded_bytes += kv.k.nbytes + kv.v.nbytes
         count = kv.k.shape[1]
         # The exact prefix stands where it was computed: it is not rotated, so it keeps its bits.
@@ -145,18 +152,12 @@ class LayerLoader:
             # Joining is left to the computing thread: a second thread of parallel operations would fight it for cores.
             return parts, None
         with torch.cuda.stream(self._copy_stream):
-            kv = LayerKV(*(t.pin_memory().to(self._device, non_blocking=True) for t in _joined(parts)))
+            kv = LayerKV(*(t.pin_memory().to(self._device, non_blocking=True) for t in join_tokens(parts)))
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(self._copy_stream)
         for tensor in kv:
             tensor.record_stream(torch.cuda.default_stream(self._device))
         return [kv], ready
-
-
-def _joined(parts: Sequence[LayerKV]) -> LayerKV:
-    if len(parts) == 1:
-        return parts[0]
-    return LayerKV(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))
 
 
 def _positions(spans: Sequence[StoredSpan], device: torch.device, first: Callable[[StoredSpan], int]) -> torch.Tensor:

@@ -100,7 +100,7 @@ def make_plan(
         reuse: See :class:`~cacheblend_rag.blending.settings.BlendSettings`.
     """
     num_tokens = len(prompt.token_ids)
-    if reuse == "nothing":
+    if reuse == "off":
         return BlendPlan(num_tokens, (), (), (), "reuse was switched off")
     exact: list[StoredSpan] = []
     stale: list[StoredSpan] = []

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from platformdirs import user_data_path
 
 from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
+from cacheblend_rag.errors import InputError
 
 _FILE = "cacheblend.json"
 
@@ -25,6 +27,7 @@ class ModelProfile:
 
     Attributes:
         ratio: Default recompute ratio.
+        policy: Default token-selection policy.
         check_layers: Layers at which KV deviation is measured; the paper's layer 1 unless calibrated.
         widths: Size of the set at each check layer, as multiples of the ratio (gradual filtering).
         calibrated: What calibration measured; empty for the defaults.
@@ -32,10 +35,35 @@ class ModelProfile:
     """
 
     ratio: float = 0.15
+    policy: str = "hkvd"
     check_layers: tuple[int, ...] = (1,)
     widths: tuple[float, ...] = (1.0,)
     calibrated: dict[str, Any] = field(default_factory=dict)
     origin: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what no model could be blended with; raises InputError as :class:`BlendSettings` does."""
+        BlendSettings(self.ratio, self.policy, self.check_layers)
+        if len(self.widths) != len(self.check_layers):
+            raise InputError(f"A profile has {len(self.check_layers)} check layers and {len(self.widths)} widths.")
+
+    def resolve(self, settings: BlendSettings, num_layers: int) -> ResolvedSettings:
+        """Return ``settings`` with nothing left open.
+
+        Raises:
+            InputError: A check layer that a model of ``num_layers`` layers does not have.
+        """
+        asked = settings.check_layers
+        if asked is not None and asked[-1] >= num_layers:
+            raise InputError(
+                f"check_layers is {list(asked)!s:.200}; this model's KV deviation can be checked at layers 1 to {num_layers - 1}."
+            )
+        return ResolvedSettings(
+            self.ratio if settings.ratio is None else settings.ratio,
+            self.policy if settings.policy is None else settings.policy,
+            self.check_layers if asked is None else asked,
+            settings.reuse,
+        )
 
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
         """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
@@ -44,8 +72,17 @@ class ModelProfile:
         return BlendSchedule(check_layers, tuple(1.25**i for i in reversed(range(len(check_layers)))))
 
 
-def load_profile(digest: str, model_directory: Path | None = None) -> ModelProfile:
-    """Return the profile of a model: the user's own, else the one in its directory, else the defaults."""
+def load_profile(digest: str, model_directory: Path | None = None, ratio: float | None = None) -> ModelProfile:
+    """Return the profile of a model: the user's own, else the one in its directory, else the defaults.
+
+    Raises:
+        InputError: ``ratio``, which takes the place of the profile's, is out of range.
+    """
+    found = _read_profile(digest, model_directory)
+    return found if ratio is None else replace(found, ratio=ratio)
+
+
+def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
     candidates = [_user_file(digest)]
     if model_directory is not None:
         candidates.append(model_directory / _FILE)
@@ -53,13 +90,14 @@ def load_profile(digest: str, model_directory: Path | None = None) -> ModelProfi
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
             return ModelProfile(
-                float(data["ratio"]),
-                tuple(int(x) for x in data["check_layers"]),
-                tuple(float(x) for x in data["widths"]),
-                dict(data.get("calibrated", {})),
-                str(file),
+                ratio=data["ratio"],
+                policy=data.get("policy", ModelProfile.policy),
+                check_layers=tuple(data["check_layers"]),
+                widths=tuple(float(width) for width in data["widths"]),
+                calibrated=dict(data.get("calibrated", {})),
+                origin=str(file),
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, InputError):
             continue
     return ModelProfile()
 

@@ -2,38 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Literal, Self, get_args
 
+from cacheblend_rag.blending.policies import check_policy
 from cacheblend_rag.errors import InputError
 
-Reuse = Literal["chunks", "prefix", "nothing"]
+Reuse = Literal["chunks", "prefix", "off"]
 
 
 @dataclass(frozen=True)
 class BlendSettings:
-    """How to treat stored KV in one prompt.
+    """How to treat stored KV in one prompt. This is the one list of blend options; what is left open is the model profile's.
 
     Attributes:
-        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed.
-            None takes the model profile's.
+        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1.
         policy: Name of a token-selection policy (:mod:`cacheblend_rag.blending.policies`).
-        check_layers: Layers at which KV deviation is measured, ascending; None takes the model profile's.
+        check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         reuse: ``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only what an ordinary prefix cache could,
-            ``"nothing"`` is the full prefill.
+            ``"off"`` is the full prefill.
+
+    Raises:
+        InputError: A value out of range, or an unknown policy. Layers beyond the model are refused by the engine.
     """
 
     ratio: float | None = None
-    policy: str = "hkvd"
+    policy: str | None = None
     check_layers: tuple[int, ...] | None = None
     reuse: Reuse = "chunks"
 
     def __post_init__(self) -> None:
-        """Refuse a ratio outside [0, 1]."""
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise InputError(f"ratio is {self.ratio}; give a value from 0 (full KV reuse) to 1 (full recompute).")
+        """Refuse what no model could be blended with."""
+        if self.ratio is not None and not (_is_number(self.ratio) and 0 <= self.ratio <= 1):
+            raise InputError(f"ratio is {self.ratio!r}; give a value from 0 (full KV reuse) to 1 (full recompute).")
+        if self.policy is not None:
+            check_policy(self.policy)
+        if self.check_layers is not None:
+            object.__setattr__(self, "check_layers", _ascending_layers(self.check_layers))
+        if self.reuse not in get_args(Reuse):
+            raise InputError(f"reuse is {self.reuse!r}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
+
+    def to_params(self) -> dict[str, Any]:
+        """Return the options that are not left open, as JSON values; :meth:`from_params` reads them."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in OPTION_NAMES}
+        if self.check_layers is not None:
+            given["check_layers"] = list(self.check_layers)
+        return {name: value for name, value in given.items() if value is not None}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
+        """Read options by name, such as a request brings; None leaves one open.
+
+        Raises:
+            InputError: An option that does not exist, or a value out of range.
+        """
+        if unknown := sorted(set(params) - set(OPTION_NAMES)):
+            raise InputError(f"There is no blend option {unknown[0]!r}; there are {', '.join(OPTION_NAMES)}.")
+        return cls(**{name: value for name, value in params.items() if value is not None})
 
 
-FULL_RECOMPUTE = BlendSettings(reuse="nothing")
+@dataclass(frozen=True)
+class ResolvedSettings(BlendSettings):
+    """Blend options with nothing left open; :meth:`ModelProfile.resolve` makes them."""
+
+    ratio: float
+    policy: str
+    check_layers: tuple[int, ...]
+
+
+OPTION_NAMES = tuple(option.name for option in fields(BlendSettings))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _ascending_layers(layers: Any) -> tuple[int, ...]:
+    """Return ``layers`` as a tuple; raise unless they are ascending whole numbers from 1 on."""
+    found = tuple(layers) if isinstance(layers, (list, tuple)) else ()
+    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in found)
+    if not found or not whole or found[0] < 1 or any(a >= b for a, b in pairwise(found)):
+        raise InputError(f"check_layers is {layers!r:.200}; give ascending layers from 1 on, such as (1,) or (1, 3).")
+    return found
+
+
+FULL_RECOMPUTE = BlendSettings(reuse="off")
 PREFIX_CACHING = BlendSettings(reuse="prefix")
-FULL_REUSE = BlendSettings(0.0, "none")
+FULL_REUSE = BlendSettings(ratio=0.0, policy="full-reuse")

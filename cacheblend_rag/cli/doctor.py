@@ -13,7 +13,7 @@ from cacheblend_rag.cli.engines import ModelOptions, open_engine
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.doctor import Calibration
+    from cacheblend_rag.blending.calibration.rules import Calibration
     from cacheblend_rag.doctor.diagnose import Diagnosis
 
 

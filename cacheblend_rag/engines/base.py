@@ -1,37 +1,29 @@
-"""What users and integrations hold: `BlendEngine`, and the values that go in and come out of it."""
+"""What users and integrations hold: `BlendEngine`."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.request import Request, check_length
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import iterate_in_thread
-from cacheblend_rag.errors import PromptTooLongError
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.store.kv import KVKey, ModelFingerprint, kv_key
+from cacheblend_rag.store.kv import ModelFingerprint
 
-
-def check_length(prompt_tokens: int, max_tokens: int, context_window: int) -> None:
-    """Refuse an empty prompt, and one that leaves no room for its answer.
-
-    Raises:
-        PromptTooLongError: Prompt and ``max_tokens`` exceed the context window, or there is no prompt.
-    """
-    if not prompt_tokens:
-        raise PromptTooLongError("The prompt is empty; give at least one token.")
-    if prompt_tokens + max_tokens > context_window:
-        raise PromptTooLongError(
-            f"The prompt has {prompt_tokens} tokens; with max_tokens={max_tokens} that exceeds the model's context window of "
-            f"{context_window}. Retrieve fewer or smaller chunks, or lower max_tokens."
-        )
+Prompt = BlendPrompt | TokenizedPrompt | str
 
 
 class BlendEngine(ABC):
@@ -43,9 +35,12 @@ class BlendEngine(ABC):
         fingerprint: Identity of the model, part of every store key.
         tokenizer: The model's Hugging Face tokenizer.
         context_window: Most tokens of prompt and completion together.
+        num_layers: Number of transformer layers.
         registry: Chunks the engine knows: references are resolved and plain text is matched against it.
         header_ids: Tokens that chunks are precomputed behind.
-        store: Where their KV is kept, if this process can see it.
+        gate: What the parity gate found; a model that fails it is served by ordinary prefill.
+        profile: The blend options that a request leaves open.
+        store: Where the chunks' KV is kept, if this process can see it.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
     """
 
@@ -54,9 +49,17 @@ class BlendEngine(ABC):
     fingerprint: ModelFingerprint
     tokenizer: Any
     context_window: int
+    num_layers: int
     registry: ChunkRegistry
     header_ids: tuple[int, ...]
+    gate: GateReport
+    profile: ModelProfile
     store: KVStore | None = None
+
+    @property
+    def entries(self) -> Entries | None:
+        """This model's entries in the store, behind the engine's header."""
+        return None if self.store is None else Entries(self.store, self.fingerprint, self.header_ids)
 
     @abstractmethod
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
@@ -72,19 +75,21 @@ class BlendEngine(ABC):
 
     @abstractmethod
     def stream(
-        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
         """Answer piece by piece. Closing the iterator ends the work.
 
-        A plain string is searched for registered chunks; without any it is an ordinary prefill.
+        A plain string is searched for registered chunks; without any it is an ordinary prefill. A prompt that
+        :meth:`tokenize` has returned is taken as it is.
 
         Raises:
             PromptTooLongError: Prompt and ``max_tokens`` exceed the context window.
             UnknownChunkError: A reference to a chunk that was never registered.
+            InputError: A wish that this engine or model cannot fulfil.
         """
 
     def generate(
-        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """Answer in one piece; raises as :meth:`stream` does."""
         last = None
@@ -93,6 +98,31 @@ class BlendEngine(ABC):
         assert last is not None
         return last
 
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """Return the prompt as token ids, and where its chunks are; a plain string is searched for registered chunks.
+
+        Raises:
+            UnknownChunkError: A reference to a chunk that was never registered.
+        """
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt
+        if not isinstance(prompt, str):
+            return tokenize(prompt, self.tokenizer, self.registry)
+        tokens = tokenize(BlendPrompt(tuple(self.registry.find(prompt))), self.tokenizer, self.registry)
+        return tokens if tokens.spans else replace(tokens, text=prompt)
+
+    def request(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> Request:
+        """Tokenise a prompt, fill in what is left open, and refuse what cannot be served; raises as :meth:`stream` does."""
+        sampling = sampling or SamplingParams()
+        if sampling.json_schema is not None and not self.supports_json_schema:
+            raise InputError(f"{type(self).__name__} has no guided decoding; leave json_schema out or use VLLMEngine.")
+        resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers)
+        tokens = self.tokenize(prompt)
+        check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)
+        return Request(tokens, sampling, resolved)
+
     async def aprecompute(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
     ) -> PrecomputeReport:
@@ -100,45 +130,36 @@ class BlendEngine(ABC):
         return await asyncio.to_thread(self.precompute, chunks, progress)
 
     async def agenerate(
-        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """Async twin of :meth:`generate`, off the event loop; the pool of threads bounds how many hold KV at once."""
         return await asyncio.to_thread(self.generate, prompt, sampling, settings)
 
     async def astream(
-        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
         """Async twin of :meth:`stream`; a cancelled consumer stops the work at its next token."""
         async for event in iterate_in_thread(lambda: self.stream(prompt, sampling, settings)):
             yield event
 
     def forget(self, chunk_ids: Iterable[str]) -> int:
-        """Drop chunks from the registry and their KV from the store; unknown ids are ignored.
+        """Drop chunks from the registry and delete their KV from the store; unknown ids are ignored.
 
         Returns:
-            How many stored entries were removed.
+            How many stored entries were deleted.
         """
         chunks = self._registered(chunk_ids)
         self.registry.remove([chunk.id for chunk in chunks])
-        if self.store is None:
-            return 0
-        return sum(self.store.delete(key) for chunk in chunks for key in self._store_keys(chunk))
+        return 0 if self.entries is None else sum(self.entries.delete(chunk.token_ids) for chunk in chunks)
 
     def prefetch(self, chunk_ids: Iterable[str]) -> None:
         """Move the stored KV of chunks into the fastest tier (blocking); what is not stored or not known is left out."""
-        if self.store is None:
-            return
         for chunk in self._registered(chunk_ids):
-            for key in self._store_keys(chunk):
-                kv = self.store.get(key)
-                if kv is not None:
-                    kv.finish()
+            if self.entries is not None:
+                self.entries.warm(chunk.token_ids)
 
     def _registered(self, chunk_ids: Iterable[str]) -> list[Chunk]:
         return [chunk for chunk_id in chunk_ids if (chunk := self.registry.get(chunk_id)) is not None]
-
-    def _store_keys(self, chunk: Chunk) -> Sequence[KVKey]:
-        return [kv_key(self.fingerprint, self.header_ids, chunk.token_ids)]
 
     def flush(self) -> None:  # noqa: B027 - most engines write before they return
         """Wait until the chunks that answers found missing have been written back."""

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank's view of the store: its own shard of every entry."""
+"""One model's entries in a store, as a whole or as a tensor-parallel rank sees them: its own shard of each."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Entries:
             return True
         return self._ranks > 1 and all(map(self.store.contains, self.written_keys(token_ids)))
 
-    def get(self, token_ids: Sequence[int], num_layers: int, kv_heads: int) -> StoredKV | None:
+    def get(self, token_ids: Sequence[int], num_layers: int, kv_heads: int = 0) -> StoredKV | None:
         """Return this rank's shard, cut from the whole entry if that is what is stored (by another engine, say).
 
         Args:
             token_ids: The chunk's.
             num_layers: An entry of another depth is a miss.
-            kv_heads: KV heads on this rank.
+            kv_heads: KV heads on this rank, where there are several.
         """
         found = self.store.get(self._key(token_ids, self._rank)) if self._ranks > 1 else None
         if found is None:
@@ -47,6 +47,12 @@ class Entries:
     def delete(self, token_ids: Sequence[int]) -> int:
         """Delete an entry, every rank's shard of it; return how many of its parts were stored."""
         return sum(self.store.delete(key) for key in self.keys(token_ids))
+
+    def warm(self, token_ids: Sequence[int]) -> None:
+        """Move an entry into the fastest tier (blocking); one that is not stored is left out."""
+        for key in self.keys(token_ids):
+            if (kv := self.store.get(key)) is not None:
+                kv.finish()
 
     def keys(self, token_ids: Sequence[int]) -> list[KVKey]:
         """Return every key an entry may lie under: the whole one's, and with tensor parallelism each rank's."""

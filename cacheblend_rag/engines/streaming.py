@@ -1,4 +1,4 @@
-"""Streams of events: run to their end, or from a thread into an event loop."""
+"""Streams of events: run to their end, or from another thread into an event loop."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 from cacheblend_rag.engines.results import Generation, StreamEvent
+
+Item = StreamEvent | BaseException | None
+"""What travels between threads: an event, the error that ended the stream, or None at its end."""
 
 
 async def last_generation(events: AsyncIterator[StreamEvent]) -> Generation:
@@ -18,35 +21,50 @@ async def last_generation(events: AsyncIterator[StreamEvent]) -> Generation:
     return last
 
 
+class EventQueue:
+    """Events from another thread, for the event loop it was made in.
+
+    Unbounded and thread-safe: the producer never waits on the event loop, so it cannot deadlock with a gone consumer.
+    """
+
+    def __init__(self) -> None:
+        """Deliver to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
+
+    def put(self, item: Item) -> None:
+        """Deliver from any thread; once the loop is closed nobody listens."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """Yield events to the end of the stream; raise the error that ended it."""
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+
 async def iterate_in_thread(make: Callable[[], Iterator[StreamEvent]]) -> AsyncIterator[StreamEvent]:
     """Run an iterator in a thread of its own; a consumer that goes away stops it at its next event."""
-    loop = asyncio.get_running_loop()
-    # Unbounded and thread-safe: the producer never waits on the event loop, so it cannot deadlock with a gone consumer.
-    events: asyncio.Queue[StreamEvent | BaseException | None] = asyncio.Queue()
-    stop = threading.Event()
-
-    def send(item: StreamEvent | BaseException | None) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(events.put_nowait, item)
+    queue, stop = EventQueue(), threading.Event()
 
     def produce() -> None:
         try:
             iterator = make()
             for event in iterator:
-                send(event)
+                queue.put(event)
                 if stop.is_set():
                     break
             if isinstance(iterator, Generator):
                 iterator.close()
-            send(None)
+            queue.put(None)
         except BaseException as error:  # handed to the consumer, which re-raises it
-            send(error)
+            queue.put(error)
 
     threading.Thread(target=produce, name="cacheblend-stream", daemon=True).start()
     try:
-        while (item := await events.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        async for event in queue.events():
+            yield event
     finally:
         stop.set()

@@ -18,7 +18,8 @@ import torch
 from cacheblend_rag.bench.setup import BenchModel, Workbench
 from cacheblend_rag.blending.calibration.measurement import Case, Scored
 from cacheblend_rag.blending.fusor import BlendSchedule
-from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.datasets import demo_samples
@@ -72,8 +73,8 @@ def ablate(
         say(f"prompt {number} of {len(prompts)}")
         case = Case(engine.subject(), engine.rope, engine.header_ids, prompt, end)
         alone = Case(engine.subject(), engine.rope, (), prompt, end)
-        note("none", 0.0, case.kl(policy("none"), 0.0, schedule))
-        note("none, chunks without header", 0.0, alone.kl(policy("none"), 0.0, schedule))
+        note("none", 0.0, case.kl(policy("full-reuse"), 0.0, schedule))
+        note("none, chunks without header", 0.0, alone.kl(policy("full-reuse"), 0.0, schedule))
         k, v = Probe(engine, prompt).deviations()
         for ratio in RATIOS:
             # The dense pass computes exactly the full prefill's KV, so these scores are what the check layer would see.

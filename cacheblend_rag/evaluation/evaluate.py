@@ -101,7 +101,7 @@ def evaluate(
     """
     if not engine.gate.passed:
         raise ModelError(f"This model is not blended, so there is nothing to compare: {engine.gate.reason}.")
-    methods = make_methods(settings.methods, settings.blend, engine.profile.ratio)
+    methods = make_methods(settings.methods, engine.profile.resolve(settings.blend, engine.num_layers))
     samples = load_samples(
         settings.dataset,
         settings.data,

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings, ResolvedSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
@@ -39,7 +38,7 @@ LABELS: Final = {
     "langchain_map_reduce": "MapReduce (LangChain)",
     "langchain_map_rerank": "MapRerank (LangChain)",
 }
-_BLEND = re.compile(r"(?P<policy>[a-z_]+)@(?P<ratio>[\d.]+)(?:@(?P<layers>\d+(?:\+\d+)*))?")
+_BLEND = re.compile(r"(?P<policy>[a-z_-]+)@(?P<ratio>[\d.]+)(?:@(?P<layers>\d+(?:\+\d+)*))?")
 
 
 @dataclass(frozen=True)
@@ -166,14 +165,13 @@ class LangChainMethod(Method):
         return _reply(done)
 
 
-def make_methods(names: Sequence[str], blend: BlendSettings, default_ratio: float) -> list[Method]:
+def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
     """Return the methods called ``names``.
 
     Args:
         names: Of :data:`NAMES`, or ``POLICY@RATIO`` and ``POLICY@RATIO@LAYERS`` for further blends, as ``sink@0.1`` and
             ``hkvd@0.15@1+3``.
         blend: Settings of the method ``blend``.
-        default_ratio: Ratio that settings without one get, for the labels.
 
     Raises:
         InputError: An unknown name, one given twice, or settings out of range.
@@ -182,22 +180,19 @@ def make_methods(names: Sequence[str], blend: BlendSettings, default_ratio: floa
     for name in names:
         if any(method.name == name for method in found):
             raise InputError(f"The method {name} is given twice.")
-        found.append(_method(name, blend, default_ratio))
+        found.append(_method(name, blend))
     if not found:
         raise InputError(f"Name at least one method: {', '.join(NAMES)}.")
     return found
 
 
-def _method(name: str, blend: BlendSettings, default_ratio: float) -> Method:
+def _method(name: str, blend: ResolvedSettings) -> Method:
     ends = {"full": (FULL_RECOMPUTE, False), "prefix": (PREFIX_CACHING, True), "reuse": (FULL_REUSE, False)}
     if name in ends:
         settings, free = ends[name]
         return SettingsMethod(name, LABELS[name], settings, free)
     if name == "blend":
-        policy(blend.policy)
-        ratio = default_ratio if blend.ratio is None else blend.ratio
-        resolved = BlendSettings(ratio, blend.policy, blend.check_layers)
-        return SettingsMethod(name, f"blend, {blend.policy} {ratio:.3g}", resolved)
+        return SettingsMethod(name, f"blend, {blend.policy} {blend.ratio:.3g}", blend)
     if name in ("map_reduce", "map_rerank"):
         return ChunkwiseMethod(MapReduce if name == "map_reduce" else MapRerank)
     if name in ("langchain_map_reduce", "langchain_map_rerank"):
@@ -208,7 +203,6 @@ def _method(name: str, blend: BlendSettings, default_ratio: float) -> Method:
             f"There is no method {name!r}; known ones: {', '.join(NAMES)}, and further blends as POLICY@RATIO or "
             "POLICY@RATIO@LAYERS (sink@0.1, hkvd@0.15@1+3)."
         )
-    policy(match["policy"])
     layers = tuple(int(layer) for layer in match["layers"].split("+")) if match["layers"] else None
     settings = BlendSettings(float(match["ratio"]), match["policy"], layers)
     where = f", layers {match['layers']}" if layers else ""

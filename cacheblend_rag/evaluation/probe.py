@@ -9,7 +9,7 @@ import torch
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import make_plan
-from cacheblend_rag.blending.policies import SelectionPolicy
+from cacheblend_rag.blending.policies.base import SelectionPolicy
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.engines.transformers.target import TransformersTarget

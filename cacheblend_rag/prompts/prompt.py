@@ -61,10 +61,17 @@ class ChunkSpan:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """Token ids of a whole prompt and the chunks in it, in ascending position, not overlapping."""
+    """A whole prompt as the model sees it.
+
+    Attributes:
+        token_ids: Its tokens.
+        spans: The chunks in it, in ascending position, not overlapping.
+        text: What it was made of, where that was a string without a known chunk: a server may know one.
+    """
 
     token_ids: tuple[int, ...]
     spans: tuple[ChunkSpan, ...]
+    text: str | None = None
 
 
 def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> TokenizedPrompt:

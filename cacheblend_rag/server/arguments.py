@@ -9,6 +9,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.model_files import BUNDLED_MODEL, is_bundled
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
@@ -164,6 +165,7 @@ def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> M
         context_window=client.context_window,
         blended=client.gate.passed,
         reason=client.gate.reason,
-        ratio=client.profile.ratio if options.ratio is None else options.ratio,
-        check_layers=client.profile.check_layers,
+        num_layers=client.num_layers,
+        defaults=client.profile.resolve(BlendSettings(), client.num_layers).to_params(),
+        widths=client.profile.widths,
     )

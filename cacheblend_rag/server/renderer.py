@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt, text_prompt, tokenize
-from cacheblend_rag.protocol import BlendOptions, read_options
+from cacheblend_rag.protocol import RequestOptions, read_options
 from cacheblend_rag.server.naming import ChunkNaming, tokens_match
 from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, with_ticket
 
@@ -108,7 +108,7 @@ class BlendRenderer:
         (engine_input,) = await asyncio.to_thread(self._finish, request, [result.engine_input], chosen, ())
         return replace(result, engine_input=engine_input)
 
-    def _begin(self, request: CompletionLike) -> BlendOptions:
+    def _begin(self, request: CompletionLike) -> RequestOptions:
         if request.kv_transfer_params is not None:
             raise VLLMValidationError(
                 "kv_transfer_params is not for clients of this server. Name chunks with chunk_ids, or by the id of a text block.",
@@ -122,7 +122,7 @@ class BlendRenderer:
         return options
 
     def _finish(
-        self, request: CompletionLike, inputs: list[EngineInput], options: BlendOptions, named: tuple[str, ...]
+        self, request: CompletionLike, inputs: list[EngineInput], options: RequestOptions, named: tuple[str, ...]
     ) -> list[EngineInput]:
         if options.spans and len(inputs) != 1:
             raise VLLMValidationError("spans go with one prompt of token ids.", parameter="cacheblend.spans")
@@ -134,7 +134,7 @@ class BlendRenderer:
                 blended = self._blended(request, engine_input, options, named, ticket)
             elif not why_not:
                 ticket.reason = "the prompt is not text alone"
-            if options.reuse == "nothing" and not why_not:
+            if options.settings.reuse == "off" and not why_not:
                 ticket.exact, ticket.reason = True, "reuse was switched off"
             done.append(with_ticket(blended, ticket))
             tickets.append(ticket)
@@ -145,7 +145,7 @@ class BlendRenderer:
         self,
         request: CompletionLike,
         engine_input: Any,
-        options: BlendOptions,
+        options: RequestOptions,
         named: tuple[str, ...],
         ticket: Ticket,
     ) -> Any:
@@ -160,11 +160,14 @@ class BlendRenderer:
         else:
             return engine_input
         self._check_length(request, len(prompt.token_ids))
-        tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings(), engine_input.get("cache_salt"))
+        try:
+            tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, engine_input.get("cache_salt"))
+        except InputError as error:
+            raise VLLMValidationError(str(error), parameter="cacheblend") from error
         offsets = "prompt_token_offsets"  # of tokens that are no longer those of the prompt
         return {**{name: value for name, value in engine_input.items() if name != offsets}, **tokens}
 
-    def _spanned(self, token_ids: tuple[int, ...], options: BlendOptions) -> TokenizedPrompt:
+    def _spanned(self, token_ids: tuple[int, ...], options: RequestOptions) -> TokenizedPrompt:
         spans, end = [], 0
         for body in options.spans:
             if not end <= body.start < body.end <= len(token_ids):

@@ -33,6 +33,13 @@ class LayerKV(NamedTuple):
     v: torch.Tensor
 
 
+def join_tokens(parts: Sequence[LayerKV]) -> LayerKV:
+    """Return one layer's KV of several runs of tokens, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    return LayerKV(*(torch.cat(side, dim=1) for side in zip(*parts, strict=True)))
+
+
 class StoredKV(ABC):
     """A readable KV entry, layer by layer; what :meth:`KVStore.get` returns.
 

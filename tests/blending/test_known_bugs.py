@@ -172,7 +172,7 @@ def test_5_the_store_holds_only_kv_computed_behind_the_header(bug: bool, monkeyp
                     cut = [
                         LayerKV(x.k[:, span.start : span.end], x.v[:, span.start : span.end]) for x in in_context.layers
                     ]
-                    self.store.put(self._key(span.chunk.token_ids), ChunkKV(cut, span.start))
+                    self.entries.put(span.chunk.token_ids, ChunkKV(cut, span.start))
 
         monkeypatch.setattr(engine_module.TransformersEngine, "_store_missing", from_the_prompt)
     before = engine.generate(scene.prompt, SamplingParams(max_tokens=4), BlendSettings(ratio=0.15))
@@ -181,7 +181,7 @@ def test_5_the_store_holds_only_kv_computed_behind_the_header(bug: bool, monkeyp
     clean.precompute(scene.chunks)
     with fails_if(bug):
         for chunk in scene.chunks:
-            got, want = (e.store.get(e._key(chunk.token_ids)) for e in (engine, clean))
+            got, want = (e.entries.get(chunk.token_ids, 5) for e in (engine, clean))
             assert got is not None
             assert got.start == want.start
             for layer in range(5):
@@ -191,7 +191,7 @@ def test_5_the_store_holds_only_kv_computed_behind_the_header(bug: bool, monkeyp
 
 def test_5_blending_leaves_the_stored_kv_as_it_was() -> None:
     _, engine, scene = ready_engine()
-    keys = [engine._key(c.token_ids) for c in scene.chunks]
+    keys = [engine.entries.own_key(c.token_ids) for c in scene.chunks]
     before = [[t.clone() for layer in range(5) for t in engine.store.get(key).layer(layer)] for key in keys]
     for ratio in (0.0, 0.3, 1.0):
         engine.generate(scene.prompt, SamplingParams(max_tokens=3), BlendSettings(ratio=ratio))

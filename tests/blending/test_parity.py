@@ -28,7 +28,8 @@ def model_of(family: str) -> Any:
 
 def blended_logits(engine: Any, scene: Scene, settings: BlendSettings) -> tuple[torch.Tensor, list[int], Any]:
     """The prompt's last logits and the recomputed positions, as the engine computes them."""
-    plan = engine._plan(scene.prompt, settings)
+    request = engine.request(scene.prompt, SamplingParams(max_tokens=1), settings)
+    plan, settings = engine._plan(request), request.settings
     from cacheblend_rag.blending.fusor import fuse
     from cacheblend_rag.blending.policies import policy
     from cacheblend_rag.engines.transformers.target import TransformersTarget
@@ -101,7 +102,7 @@ def test_sink_policy_recomputes_the_first_tokens_of_each_stale_chunk(family: str
     assert (got - want.logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("policy,ratio", [("none", 0.0), ("full", 1.0)])
+@pytest.mark.parametrize("policy,ratio", [("full-reuse", 0.0), ("full-recompute", 1.0)])
 def test_the_end_policies_are_the_end_ratios(policy: str, ratio: float) -> None:
     model, scene = model_of("llama"), Scene()
     engine = engine_for(model, scene)
@@ -135,7 +136,7 @@ def test_a_prompt_that_does_not_start_with_the_header_blends_all_its_chunks() ->
     other = Scene(seed=9)
     engine = engine_for(model, other)
     engine.precompute(scene.chunks)
-    plan = engine._plan(scene.prompt, BlendSettings())
+    plan = engine._plan(engine.request(scene.prompt, SamplingParams(max_tokens=1)))
     assert not plan.exact
     assert len(plan.stale) == len(scene.chunks)
     parts = scene.parts()

@@ -51,7 +51,7 @@ def test_ask_json_has_the_documented_fields(run, model_dir, store):
 
 def test_ask_ratio_1_recomputes_every_stale_token_and_policy_none_recomputes_none(run, model_dir, store):
     ask = ["ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 1, "--json"]
-    full, none = (as_json(run(*ask, *more))["usage"] for more in (["--ratio", 1], ["--policy", "none"]))
+    full, none = (as_json(run(*ask, *more))["usage"] for more in (["--ratio", 1], ["--policy", "full-reuse"]))
     assert none["recomputed_tokens"] == 0 < full["recomputed_tokens"]
 
 

@@ -10,10 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend_rag.blending.calibration.measurement import ANSWER_TOKENS, Case, Scored, top
-from cacheblend_rag.blending.calibration.rules import MIN_PROMPTS, PAPER_RATIO, RATIOS, _choose_ratio
+from cacheblend_rag.blending.calibration.rules import MIN_PROMPTS, PAPER_RATIO, RATIOS, _choose_ratio, calibrate
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.doctor import calibrate
 from cacheblend_rag.engines.transformers.loading import usable_attention
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner
@@ -61,8 +60,8 @@ def case(model):
 
 
 def test_recomputing_everything_has_no_divergence(case):
-    assert case.kl(policy("full"), 1.0, BlendSchedule()) == pytest.approx(0, abs=1e-9)
-    assert case.kl(policy("none"), 0.0, BlendSchedule()) > 1e-3
+    assert case.kl(policy("full-recompute"), 1.0, BlendSchedule()) == pytest.approx(0, abs=1e-9)
+    assert case.kl(policy("full-reuse"), 0.0, BlendSchedule()) > 1e-3
 
 
 def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(case):

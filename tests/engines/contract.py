@@ -25,7 +25,7 @@ TEXTS = [
     "Who runs the company now? The founder's daughter.",
 ]
 SHORT = SamplingParams(max_tokens=12)
-FULL = BlendSettings(reuse="nothing")
+FULL = BlendSettings(reuse="off")
 
 
 class EngineContract:

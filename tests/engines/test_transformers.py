@@ -55,7 +55,7 @@ class TestTransformersEngine(EngineContract):
 
         long = SamplingParams(max_tokens=300)
         got = engine.generate(prompt, long).token_ids
-        tokens = torch.tensor([engine._tokenize(prompt).token_ids])
+        tokens = torch.tensor([engine.tokenize(prompt).token_ids])
         with torch.no_grad():
             everything = torch.ones_like(tokens)
             want = engine.runner.model.generate(tokens, attention_mask=everything, max_new_tokens=300, do_sample=False)
@@ -65,7 +65,7 @@ class TestTransformersEngine(EngineContract):
         import torch
 
         got = engine.generate(prompt, SamplingParams(max_tokens=8, temperature=2.0, seed=4, logprobs=5))
-        ids = (*engine._tokenize(prompt).token_ids, *got.token_ids)
+        ids = (*engine.tokenize(prompt).token_ids, *got.token_ids)
         with torch.no_grad():
             want = engine.runner.model(torch.tensor([ids])).logits[0, -9:-1].log_softmax(-1)
         for row, mine in zip(want, got.logprobs, strict=True):
@@ -81,7 +81,7 @@ class TestTransformersEngine(EngineContract):
             prompt = rag_prompt(engine.tokenizer, chunks, "Who?")
             tiers = []
             for _ in range(2):
-                plan = engine._plan(engine._tokenize(prompt), BlendSettings())
+                plan = engine._plan(engine.request(prompt))
                 tiers.append({span.kv.tier for span in (*plan.exact, *plan.stale)})
                 del plan
                 engine.generate(prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.3, check_layers=(2,)))
@@ -103,7 +103,7 @@ def test_a_chat_template_is_honoured_and_its_header_is_exact(tmp_path: Path) -> 
     chunks = [make_chunk(text, tokenizer) for text in TEXTS]
     engine.precompute(chunks)
     prompt = rag_prompt(tokenizer, chunks, "Who?")
-    tokens = engine._tokenize(prompt)
+    tokens = engine.tokenize(prompt)
     assert tokenizer.decode(tokens.token_ids).rstrip().endswith("assistant")
     assert tokens.token_ids[: len(engine.header_ids)] == engine.header_ids
     assert tokens.spans[0].start == len(engine.header_ids)

@@ -13,7 +13,7 @@ import torch
 from cacheblend_rag.bench.sweeps import queue_ttft, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
 from cacheblend_rag.bench.throttled import ThrottledStore
 from cacheblend_rag.blending.fusor import BlendSchedule
-from cacheblend_rag.blending.policies import POLICIES, policy
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.evaluate import EvalSettings
@@ -33,7 +33,7 @@ def probe(engine):
 
 
 def test_watched_attention_is_the_models_own(engine, probe):
-    got = probe.attention(policy("full"), 1.0, BlendSchedule())
+    got = probe.attention(policy("full-recompute"), 1.0, BlendSchedule())
     ids = torch.tensor([probe.tokens.token_ids])
     model = engine.runner.model
     before = model.config._attn_implementation
@@ -48,7 +48,7 @@ def test_watched_attention_is_the_models_own(engine, probe):
 
 
 def test_attention_deviation_falls_as_more_is_recomputed(probe):
-    want = probe.attention(policy("full"), 1.0, BlendSchedule())
+    want = probe.attention(policy("full-recompute"), 1.0, BlendSchedule())
     deviations = [
         float(attention_deviation(probe.attention(policy("hkvd"), ratio, BlendSchedule()), want)[2:].mean())
         for ratio in (0.0, 0.5, 1.0)
@@ -73,15 +73,15 @@ def candidates(sizes=(5, 7, 3)):
 def test_random_selection_is_exact_in_number_repeatable_and_fair():
     found = candidates()
     for count in range(16):
-        mask = POLICIES["random"].select(found, count)
+        mask = policy("random").select(found, count)
         assert int(mask.sum()) == count
-        assert torch.equal(mask, POLICIES["random"].select(found, count))
+        assert torch.equal(mask, policy("random").select(found, count))
     often = torch.zeros(15)
     for shift in range(400):
         moved = Candidates(found.positions + shift, found.chunk, found.offset)
-        often += POLICIES["random"].select(moved, 5)
+        often += policy("random").select(moved, 5)
     assert (often / 400).sub(1 / 3).abs().max() < 0.12
-    assert len(POLICIES["random"].select(candidates(()), 3)) == 0
+    assert len(policy("random").select(candidates(()), 3)) == 0
 
 
 def test_a_queue_waits_longer_the_busier_it_is_and_has_no_answer_beyond_its_capacity():

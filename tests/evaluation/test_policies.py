@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.plan import make_plan
-from cacheblend_rag.blending.policies import POLICIES, policy
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -24,7 +24,7 @@ from tests.blending.prompts import Scene, engine_for
 from tests.evaluation.test_run import SAMPLES, TEXTS
 
 
-class Spy(type(POLICIES["query"])):
+class Spy(type(policy("query"))):
     """The query policy; remembers what it was shown."""
 
     def select(self, candidates, count):
@@ -36,7 +36,7 @@ def test_the_probed_attention_is_that_of_full_kv_reuse(engine):
     set_header(engine, SAMPLES)
     probe = Probe.of_case(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
     # Its own values are tested against the model's eager attention in test_figures.
-    want = probe.attention(policy("none"), 0.0, BlendSchedule()).mean((0, 1, 2))
+    want = probe.attention(policy("full-reuse"), 0.0, BlendSchedule()).mean((0, 1, 2))
     spy = Spy()
     probe.attention(spy, 0.4, BlendSchedule())
     torch.testing.assert_close(spy.seen.attention, want[spy.seen.positions], atol=1e-6, rtol=1e-4)
@@ -55,7 +55,7 @@ def test_the_ends_of_the_ratio_are_full_kv_reuse_and_the_full_prefill(name, fami
             engine.generate(scene.prompt, SamplingParams(1), settings)
             return found[0]
 
-        full, none = logits(BlendSettings(reuse="nothing")), logits(BlendSettings(0.0, "none"))
+        full, none = logits(BlendSettings(reuse="off")), logits(BlendSettings(0.0, "full-reuse"))
         torch.testing.assert_close(logits(BlendSettings(1.0, name)), full, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(logits(BlendSettings(0.0, name)), none, atol=1e-5, rtol=1e-5)
         between = logits(BlendSettings(0.3, name, (1, 2)))
@@ -73,7 +73,7 @@ def test_a_blend_by_attention_recomputes_exactly_the_tokens_it_chose(engine):
 
     tokens = tokenize(rag_prompt(engine.tokenizer, chunks, "What is on board?"), engine.tokenizer, engine.registry)
 
-    class Given(type(POLICIES["none"])):
+    class Given(type(policy("full-reuse"))):
         def select(self, candidates, count):
             return torch.isin(candidates.positions, chosen)
 
@@ -132,7 +132,7 @@ def scored(draw):
 def test_query_takes_the_most_read_and_hybrid_the_sinks_first(candidates, count):
     total = len(candidates.positions)
     count = min(count, total)
-    query, hybrid = (POLICIES[name].select(candidates, count) for name in ("query", "hybrid"))
+    query, hybrid = (policy(name).select(candidates, count) for name in ("query", "hybrid"))
     assert int(query.sum()) == int(hybrid.sum()) == count
     if 0 < count < total:
         assert candidates.attention[query].min() >= candidates.attention[~query].max()
@@ -147,5 +147,5 @@ def test_hybrid_prefers_what_deviates_and_is_read():
     attention[10], deviation[30] = 1.0, 1.0
     attention[20], deviation[20] = 1.0, 1.0
     found = Candidates(torch.arange(n), torch.zeros(n, dtype=torch.int64), torch.arange(n), deviation, attention)
-    chosen = POLICIES["hybrid"].select(found, 3).nonzero().squeeze(1).tolist()
+    chosen = policy("hybrid").select(found, 3).nonzero().squeeze(1).tolist()
     assert chosen == [0, 1, 20]

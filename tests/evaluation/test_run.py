@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
@@ -31,7 +32,7 @@ FEW = Preparation(k=6, max_tokens=4)
 
 
 def run(engine, names="full,prefix,reuse,blend", samples=SAMPLES, path=None, blend=None):
-    methods = make_methods(names.split(","), blend or BlendSettings(0.3), 0.15)
+    methods = make_methods(names.split(","), ModelProfile().resolve(blend or BlendSettings(0.3), 8))
     set_header(engine, samples)
     with AnswersFile(path, {"x": 1}) as answers:
         return answer_all(engine, Preparer(engine, FEW), samples, methods, answers)
@@ -182,7 +183,7 @@ def test_a_data_set_of_two_instructions_is_refused(engine):
 )
 def test_methods_that_do_not_exist_are_named(names, named):
     with pytest.raises(InputError, match=named):
-        make_methods([n for n in names.split(",") if n], BlendSettings(), 0.15)
+        make_methods([n for n in names.split(",") if n], ModelProfile().resolve(BlendSettings(), 8))
 
 
 def test_map_reduce_asks_every_chunk_and_then_their_answers(engine):

@@ -12,7 +12,8 @@ from cacheblend_rag.blending.fusor import BlendSchedule, fuse, kv_deviation
 from cacheblend_rag.blending.gate import GateSubject, first_token_kl
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import make_plan
-from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -44,7 +45,7 @@ class Case:
         if not self.usable:
             return
         self._answer: list[int] = []
-        self._truth = self._logits(policy("full"), 1.0, BlendSchedule(), end_token)
+        self._truth = self._logits(policy("full-recompute"), 1.0, BlendSchedule(), end_token)
         self.deviation = self._deviation()
         normed = self.deviation[1:] / self.deviation[1:].mean(1, keepdim=True).clamp_min(1e-30)
         self.oracle = normed.sum(0)

@@ -22,7 +22,7 @@ The rules that turn this into a profile:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ from scipy.stats import spearmanr
 from cacheblend_rag.blending.calibration.measurement import Case, Scored, top
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import GateSubject
-from cacheblend_rag.blending.policies import SelectionPolicy, policy
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.policies.base import SelectionPolicy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.errors import InputError
@@ -136,7 +137,7 @@ class _Calibrator:
         default = BlendSchedule()
         generator = torch.Generator().manual_seed(0)
         self._say("full KV reuse, random and oracle selection")
-        none = np.array([case.kl(policy("none"), 0.0, default) for case in self._cases])
+        none = np.array([case.kl(policy("full-reuse"), 0.0, default) for case in self._cases])
         ends = {
             "none": none,
             "random": np.array([case.kl(_random(case, generator), PAPER_RATIO, default) for case in self._cases]),
@@ -149,12 +150,12 @@ class _Calibrator:
             chosen, why = self._choose_schedule(schedules, none)
             ratios = {ratio: self._measure(chosen, ratio) for ratio in RATIOS}
             ratio, because = _choose_ratio(ratios, none)
-            profile = ModelProfile(ratio, chosen.check_layers, chosen.widths)
+            profile = ModelProfile(ratio, check_layers=chosen.check_layers, widths=chosen.widths)
             why = f"{why}; {because}"
         kl = {name: float(values.mean()) for name, values in ends.items()}
         summary = {"prompts": len(self._cases), "why": why, "kl": kl}
         return Calibration(
-            profile=ModelProfile(profile.ratio, profile.check_layers, profile.widths, summary),
+            profile=replace(profile, calibrated=summary),
             why=why,
             prompts=len(self._cases),
             kl=kl,

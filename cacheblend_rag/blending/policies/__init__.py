@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
-from cacheblend_rag.blending.policies.ends import FullPolicy, NonePolicy
-from cacheblend_rag.blending.policies.hkvd import HKVDPolicy
-from cacheblend_rag.blending.policies.hybrid import HybridPolicy
-from cacheblend_rag.blending.policies.query import QueryPolicy
-from cacheblend_rag.blending.policies.random import RandomPolicy
-from cacheblend_rag.blending.policies.sink import SinkPolicy
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from cacheblend_rag.errors import InputError
 
-__all__ = ["POLICIES", "Candidates", "SelectionPolicy", "policy"]
+if TYPE_CHECKING:
+    from cacheblend_rag.blending.policies.base import SelectionPolicy
 
-POLICIES: dict[str, SelectionPolicy] = {
-    p.name: p
-    for p in (HKVDPolicy(), SinkPolicy(), QueryPolicy(), HybridPolicy(), RandomPolicy(), NonePolicy(), FullPolicy())
+# Named, not imported: options are checked by programs that need no torch otherwise, such as the command line.
+POLICIES = {
+    "hkvd": "hkvd.HKVDPolicy",
+    "sink": "sink.SinkPolicy",
+    "query": "query.QueryPolicy",
+    "hybrid": "hybrid.HybridPolicy",
+    "random": "random.RandomPolicy",
+    "full-reuse": "ends.FullReusePolicy",
+    "full-recompute": "ends.FullRecomputePolicy",
 }
 
 
+def check_policy(name: str) -> None:
+    """Refuse a name that is no policy's.
+
+    Raises:
+        InputError: No such policy.
+    """
+    if name not in POLICIES:
+        raise InputError(f"There is no selection policy {name!r}; known ones: {', '.join(POLICIES)}.")
+
+
+@cache
 def policy(name: str) -> SelectionPolicy:
     """Return the policy called ``name``.
 
     Raises:
         InputError: No such policy.
     """
-    try:
-        return POLICIES[name]
-    except KeyError:
-        raise InputError(f"There is no selection policy {name!r}; known ones: {', '.join(POLICIES)}.") from None
+    check_policy(name)
+    module, kind = POLICIES[name].split(".")
+    made: SelectionPolicy = getattr(import_module(f"{__name__}.{module}"), kind)()
+    return made

@@ -7,20 +7,20 @@ import torch
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 
 
-class NonePolicy(SelectionPolicy):
+class FullReusePolicy(SelectionPolicy):
     """Recompute nothing: full KV reuse, with positions corrected."""
 
-    name = "none"
+    name = "full-reuse"
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return an empty selection."""
         return torch.zeros_like(candidates.positions, dtype=torch.bool)
 
 
-class FullPolicy(SelectionPolicy):
+class FullRecomputePolicy(SelectionPolicy):
     """Recompute everything: equal to the full prefill."""
 
-    name = "full"
+    name = "full-recompute"
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return all tokens."""

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.remote.answer import Answer
 from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
 from cacheblend_rag.engines.remote.tokenizers import checked, load_tokenizer
@@ -22,7 +22,7 @@ from cacheblend_rag.engines.remote.wire import Wire, with_version
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import last_generation
-from cacheblend_rag.errors import PromptTooLongError, ServerError
+from cacheblend_rag.errors import ServerError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
@@ -42,7 +42,6 @@ class RemoteEngine(BlendEngine):
 
     Attributes:
         model: What the server says of its model.
-        header_ids: Tokens that the server computes chunks behind.
     """
 
     supports_json_schema: ClassVar[bool] = True
@@ -95,7 +94,9 @@ class RemoteEngine(BlendEngine):
         self._name = model or self.model.served_as[0]
         self.tokenizer = checked(tokenizer or load_tokenizer(self.model.tokenizer), self.model)
         self.header_ids = self.model.header_ids
-        self.context_window = self.model.context_window
+        self.context_window, self.num_layers = self.model.context_window, self.model.num_layers
+        self.gate = GateReport(self.model.blended, self.model.reason)
+        self.profile = self.model.profile()
         self.registry = ChunkRegistry()
 
     def _model_info(self) -> ModelInfo:
@@ -131,17 +132,14 @@ class RemoteEngine(BlendEngine):
         return replace(total, seconds=time.perf_counter() - begin)
 
     def stream(
-        self,
-        prompt: BlendPrompt | str | TokenizedPrompt,
-        sampling: SamplingParams | None = None,
-        settings: BlendSettings | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
-        """See :class:`BlendEngine`. A :class:`TokenizedPrompt` is taken as it is.
+        """See :class:`BlendEngine`.
 
         Raises:
             ServerError: The server does not answer, refuses, or ends the answer early.
         """
-        return self._stream(self._request(prompt, sampling, settings))
+        return self._stream(completion_request(self._name, self.request(prompt, sampling, settings)))
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
         answer = Answer(self._wire.url, self.fingerprint.digest, request["logprobs"] or 0)
@@ -153,13 +151,11 @@ class RemoteEngine(BlendEngine):
         yield answer.end()
 
     async def astream(
-        self,
-        prompt: BlendPrompt | str | TokenizedPrompt,
-        sampling: SamplingParams | None = None,
-        settings: BlendSettings | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
         """Async twin of :meth:`stream`; a cancelled consumer ends the work on the server."""
-        request = await asyncio.to_thread(self._request, prompt, sampling, settings)
+        asked = await asyncio.to_thread(self.request, prompt, sampling, settings)
+        request = completion_request(self._name, asked)
         answer = Answer(self._wire.url, self.fingerprint.digest, request["logprobs"] or 0)
         with self._wire.explained(answer.begun):
             async with await self._wire.asynchronous().completions.create(**request) as pieces:
@@ -170,35 +166,21 @@ class RemoteEngine(BlendEngine):
         yield answer.end()
 
     async def agenerate(
-        self,
-        prompt: BlendPrompt | str | TokenizedPrompt,
-        sampling: SamplingParams | None = None,
-        settings: BlendSettings | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """Async twin of :meth:`generate`."""
         return await last_generation(self.astream(prompt, sampling, settings))
 
-    def _request(
-        self,
-        prompt: BlendPrompt | str | TokenizedPrompt,
-        sampling: SamplingParams | None,
-        settings: BlendSettings | None,
-    ) -> dict[str, Any]:
-        sampling, settings = sampling or SamplingParams(), settings or BlendSettings()
-        policy(settings.policy)
-        tokens = self._tokenize(prompt)
-        self._check_length(len(tokens.token_ids), sampling.max_tokens)
-        return completion_request(self._name, prompt if isinstance(prompt, str) else tokens, sampling, settings)
-
-    def _tokenize(self, prompt: BlendPrompt | str | TokenizedPrompt) -> TokenizedPrompt:
-        if isinstance(prompt, TokenizedPrompt):
-            return prompt
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """See :class:`BlendEngine`; a plain string is searched by the server, and unknown chunks are fetched from it."""
         if isinstance(prompt, str):
-            return tokenize(BlendPrompt((prompt,) if prompt else ()), self.tokenizer, self.registry)
-        for segment in prompt.segments:
-            if isinstance(segment, ChunkRef) and segment.id not in self.registry:
-                self.registry.add([self._fetch(segment.id)])
-        return tokenize(prompt, self.tokenizer, self.registry)
+            tokens = tokenize(BlendPrompt((prompt,) if prompt else ()), self.tokenizer, self.registry)
+            return replace(tokens, text=prompt)
+        if isinstance(prompt, BlendPrompt):
+            for segment in prompt.segments:
+                if isinstance(segment, ChunkRef) and segment.id not in self.registry:
+                    self.registry.add([self._fetch(segment.id)])
+        return super().tokenize(prompt)
 
     def _fetch(self, chunk_id: str) -> Chunk:
         """Return a chunk that the server knows; raises UnknownChunkError for one that it does not."""
@@ -212,17 +194,8 @@ class RemoteEngine(BlendEngine):
             raise self._not_ours()
         return answer
 
-    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
-        if not prompt_tokens:
-            raise PromptTooLongError("The prompt is empty; give at least one token.")
-        if prompt_tokens + max_tokens > self.context_window:
-            raise PromptTooLongError(
-                f"The prompt has {prompt_tokens} tokens; with max_tokens={max_tokens} that exceeds the server's context window "
-                f"of {self.context_window}. Retrieve fewer or smaller chunks, or lower max_tokens."
-            )
-
     def forget(self, chunk_ids: Iterable[str]) -> int:
-        """Drop chunks here and on the server, with their KV; unknown ids and chunks of the server's own index are left.
+        """Drop chunks here and on the server, and delete their KV; unknown ids and chunks of the server's own index are left.
 
         Returns:
             How many chunks the server has dropped.

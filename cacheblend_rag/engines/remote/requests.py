@@ -6,28 +6,23 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 _BATCH_CHUNKS, _BATCH_BYTES = 64, 4 << 20
 
 
-def completion_request(
-    model: str, prompt: TokenizedPrompt | str, sampling: SamplingParams, settings: BlendSettings
-) -> dict[str, Any]:
+def completion_request(model: str, request: Request) -> dict[str, Any]:
     """Return the arguments of a streamed completion.
 
     Raises:
         InputError: The JSON schema is no JSON.
     """
-    blend: dict[str, Any] = {"ratio": settings.ratio, "policy": settings.policy, "reuse": settings.reuse}
-    if settings.check_layers is not None:
-        blend["check_layers"] = settings.check_layers
-    if not isinstance(prompt, str):
+    prompt, sampling = request.prompt, request.sampling
+    blend = request.settings.to_params()
+    if prompt.text is None:
         blend["spans"] = [
             {"id": span.chunk.id, "start": span.start, "end": span.end, "text": span.chunk.text or None}
             for span in prompt.spans
@@ -41,7 +36,7 @@ def completion_request(
         extra["return_tokens_as_token_ids"] = True
     return {
         "model": model,
-        "prompt": prompt if isinstance(prompt, str) else list(prompt.token_ids),
+        "prompt": list(prompt.token_ids) if prompt.text is None else prompt.text,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -75,6 +75,54 @@ class TextStream:
         out, self._held = self._held[:count], self._held[count:]
         self.text += out
         return out
+
+
+class AnswerBuilder:
+    """An answer, token by token: sampled, ended, turned into text.
+
+    Attributes:
+        tokens: Generated token ids, the end-of-sequence token excluded.
+        logprobs: One for each of them, where asked for.
+        finished: Whether nothing more is to be generated.
+        finish_reason: Why.
+    """
+
+    def __init__(self, params: SamplingParams, tokenizer: Any, end_tokens: frozenset[int], device: torch.device):
+        """Start an empty answer; no tokenizer, no text."""
+        self._params, self._has_text, self._end_tokens = params, tokenizer is not None, end_tokens
+        self._sample, self._stream = Sampler(params, device), TextStream(tokenizer, params.stop)
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finished = False
+        self.finish_reason: Literal["stop", "length"] = "length"
+
+    @property
+    def text(self) -> str:
+        """The text that is certain so far."""
+        return self._stream.text
+
+    def push(self, logits: torch.Tensor) -> str | None:
+        """Sample from ``logits``, ``[vocab]``; return the text that is now certain, None if there is nothing to show."""
+        token = self._sample(logits)
+        if token in self._end_tokens:
+            self._finish("stop")
+            return None
+        self.tokens.append(token)
+        if self._params.logprobs is not None:
+            self.logprobs.append(token_logprob(logits, token, self._params.logprobs))
+        piece = self._stream.push(token)
+        if self._stream.stopped:
+            self._finish("stop")
+        elif len(self.tokens) == self._params.max_tokens:
+            self._finish("length")
+        return piece if piece or not self._has_text else None
+
+    def flush(self) -> str:
+        """Return what is still held back, at the end."""
+        return self._stream.flush()
+
+    def _finish(self, reason: Literal["stop", "length"]) -> None:
+        self.finished, self.finish_reason = True, reason
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,27 @@ from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.loader import DamagedSpanError
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.profile import ModelProfile, load_profile
+from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine, check_length
+from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.blendable import why_not_blendable
-from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, StreamEvent, Timings, TokenLogprob, Usage
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.request import Request
+from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, StreamEvent, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
-from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream, token_logprob
+from cacheblend_rag.engines.transformers.decoding import AnswerBuilder
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
-from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, chosen_header_ids, tokenize
+from cacheblend_rag.prompts.prompt import TokenizedPrompt, chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.kv import KVKey, StoredKV, kv_key
+from cacheblend_rag.store.kv import StoredKV
 
 
 class TransformersEngine(BlendEngine):
@@ -43,10 +46,8 @@ class TransformersEngine(BlendEngine):
     Requests from several threads share the model: their forwards take turns, token by token.
 
     Attributes:
-        store: Where chunk KV is kept.
-        header_ids: Tokens that chunks are precomputed behind.
-        profile: Check layers and ratio of this model.
-        gate: What the parity gate found; a model that fails it is served by ordinary prefill.
+        runner: The model's own forward.
+        rope: Its rotation; None where the gate found none.
         on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
     """
 
@@ -86,12 +87,13 @@ class TransformersEngine(BlendEngine):
         self.store: KVStore = store if isinstance(store, KVStore) else open_store(store)
         self.registry = ChunkRegistry()
         config = loaded.model.config.get_text_config()
+        self.num_layers = self.runner.num_layers
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         self.header_ids = chosen_header_ids(self.tokenizer, header)
-        self.profile: ModelProfile = load_profile(self.fingerprint.digest, loaded.directory)
-        self._ratio = self.profile.ratio if ratio is None else ratio
+        self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)
         self._write_back = write_back
         self._lock = threading.Lock()
+        self._closed = False
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self._end_tokens = _end_tokens(loaded.model)
         self.rope: Rope | None = None
@@ -102,6 +104,11 @@ class TransformersEngine(BlendEngine):
                 f"{self.fingerprint.name} is served by ordinary prefill, without blending: {self.gate.reason}.",
                 stacklevel=2,
             )
+
+    @property
+    def entries(self) -> Entries:
+        """See :class:`BlendEngine`; made for each use, since evaluations change header and store."""
+        return Entries(self.store, self.fingerprint, self.header_ids)
 
     def _run_gate(self) -> GateReport:
         report, self.rope = run_gate(self.subject())
@@ -117,135 +124,88 @@ class TransformersEngine(BlendEngine):
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         with self._lock:
-            return precompute(self.runner, self.store, self.fingerprint, self.header_ids, chunks, progress)
+            return precompute(self.runner, self.entries, chunks, self.context_window, progress)
 
     def stream(
-        self,
-        prompt: BlendPrompt | str | TokenizedPrompt,
-        sampling: SamplingParams | None = None,
-        settings: BlendSettings | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
-        """See :class:`BlendEngine`. A :class:`TokenizedPrompt` is taken as it is."""
+        """See :class:`BlendEngine`."""
         begin = time.perf_counter()
-        sampling, settings = sampling or SamplingParams(), settings or BlendSettings()
-        if sampling.json_schema is not None:
-            raise InputError("The transformers engine has no guided decoding; leave json_schema out or use VLLMEngine.")
-        tokens = prompt if isinstance(prompt, TokenizedPrompt) else self._tokenize(prompt)
-        check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)
-        policy(settings.policy)
-        return self._stream(tokens, sampling, settings, begin)
+        return self._stream(self.request(prompt, sampling, settings), begin)
 
-    def _tokenize(self, prompt: BlendPrompt | str) -> TokenizedPrompt:
-        if isinstance(prompt, str):
-            prompt = BlendPrompt(tuple(self.registry.find(prompt)))
-        return tokenize(prompt, self.tokenizer, self.registry)
-
-    def _stream(
-        self, prompt: TokenizedPrompt, sampling: SamplingParams, settings: BlendSettings, begin: float
-    ) -> Iterator[StreamEvent]:
-        prefill = self._prefill(prompt, settings)
-        sample, text = Sampler(sampling, self.runner.device), TextStream(self.tokenizer, sampling.stop)
-        tokens: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        finish = "length"
-        ttft = 0.0
-        logits = prefill.logits
+    def _stream(self, request: Request, begin: float) -> Iterator[StreamEvent]:
+        prefill = self._prefill(request)
+        answer = AnswerBuilder(request.sampling, self.tokenizer, self._end_tokens, self.runner.device)
+        logits, ttft = prefill.logits, 0.0
         try:
-            while True:
-                token = sample(logits)
+            while not answer.finished:
+                piece = answer.push(logits)
                 if not ttft:
                     ttft = time.perf_counter() - begin
                     if self.on_first_logits is not None:
                         self.on_first_logits(logits)
-                if token in self._end_tokens:
-                    finish = "stop"
-                    break
-                tokens.append(token)
-                if sampling.logprobs is not None:
-                    logprobs.append(token_logprob(logits, token, sampling.logprobs))
-                piece = text.push(token)
-                if piece or self.tokenizer is None:
+                if piece is not None:
                     yield StreamEvent(piece)
-                if text.stopped:
-                    finish = "stop"
-                    break
-                if len(tokens) == sampling.max_tokens:
-                    break
-                with self._lock:
-                    logits = self.runner.append(torch.tensor([[token]], device=self.runner.device), prefill.cache)[0]
-            rest = text.flush()
-            yield StreamEvent(
-                rest,
-                Generation(
-                    text=text.text,
-                    token_ids=tuple(tokens),
-                    finish_reason="stop" if finish == "stop" else "length",
-                    mode=prefill.mode,
-                    reason=prefill.plan.reason,
-                    usage=Usage(
-                        prompt_tokens=len(prompt.token_ids),
-                        reused_tokens=len(prompt.token_ids) - prefill.computed,
-                        recomputed_tokens=prefill.recomputed,
-                        computed_tokens=prefill.computed,
-                        completion_tokens=len(tokens),
-                    ),
-                    timings=Timings(prefill.load_s, ttft, time.perf_counter() - begin),
-                    missing=tuple(chunk.id for chunk in prefill.plan.missing),
-                    logprobs=tuple(logprobs),
-                ),
-            )
+                if not answer.finished:
+                    logits = self._decode(answer.tokens[-1], prefill)
+            timings = Timings(prefill.load_s, ttft, time.perf_counter() - begin)
+            yield StreamEvent(answer.flush(), _generation(request, prefill, answer, timings))
         finally:
             del prefill.cache
-            for span in (*prefill.plan.exact, *prefill.plan.stale):
-                span.kv.finish()
-            if self._write_back and prefill.plan.missing and self.gate.passed:
-                self._store_missing(prefill.plan.missing)
+            self._release(prefill.plan)
+
+    def _decode(self, token: int, prefill: _Prefill) -> torch.Tensor:
+        with self._lock:
+            return self.runner.append(torch.tensor([[token]], device=self.runner.device), prefill.cache)[0]
+
+    def _release(self, plan: BlendPlan) -> None:
+        """Let go of stored KV, and write back what was missing."""
+        for span in (*plan.exact, *plan.stale):
+            span.kv.finish()
+        if self._write_back and plan.missing and self.gate.passed:
+            self._store_missing(plan.missing)
 
     def _store_missing(self, chunks: Sequence[Chunk]) -> None:
-        # Computed anew behind the header: what the prompt left in its cache is coloured by its context.
+        # Computed anew behind the header: what the prompt left in its cache has attended to its context.
         try:
             self.precompute(chunks)
         except CacheBlendError as error:
             warnings.warn(f"The KV of {len(chunks)} chunks could not be written back: {error}", stacklevel=2)
 
-    def _prefill(self, prompt: TokenizedPrompt, settings: BlendSettings) -> _Prefill:
+    def _prefill(self, request: Request) -> _Prefill:
         with self._lock:
             while True:
-                plan = self._plan(prompt, settings)
+                plan = self._plan(request)
                 if not plan.uses_stored_kv:
-                    return self._full_prefill(prompt, plan)
+                    return self._full_prefill(request.prompt, plan)
                 try:
-                    return self._blend(prompt, plan, settings)
+                    return self._blend(request, plan)
                 except DamagedSpanError as error:
-                    # Damaged is missing: the store has dropped the entry, the next plan computes it in place.
-                    chunk = error.span.chunk if error.span is not None else None
-                    self.store.delete(self._key(chunk.token_ids if chunk is not None else ()))
+                    # Damaged is missing: without the entry, the next plan computes its chunk in place.
+                    self.entries.delete(error.token_ids or ())
 
-    def _plan(self, prompt: TokenizedPrompt, settings: BlendSettings) -> BlendPlan:
+    def _plan(self, request: Request) -> BlendPlan:
         if not self.gate.passed:
-            return BlendPlan(len(prompt.token_ids), (), (), (), f"this model is not blended: {self.gate.reason}")
-        return make_plan(prompt, self.header_ids, self._lookup, settings.reuse)
-
-    def _key(self, token_ids: Sequence[int]) -> KVKey:
-        return kv_key(self.fingerprint, self.header_ids, token_ids)
+            length = len(request.prompt.token_ids)
+            return BlendPlan(length, (), (), (), f"this model is not blended: {self.gate.reason}")
+        return make_plan(request.prompt, self.header_ids, self._lookup, request.settings.reuse)
 
     def _lookup(self, token_ids: Sequence[int]) -> StoredKV | None:
-        kv = self.store.get(self._key(token_ids))
-        wanted = len(token_ids) or len(self.header_ids)
-        return kv if kv is not None and kv.num_tokens == wanted and kv.num_layers == self.runner.num_layers else None
+        return self.entries.get(token_ids, self.num_layers)
 
     def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan) -> _Prefill:
         # A model that failed the gate may keep something else than KV: it gets its own kind of cache.
         cache = self.runner.new_cache(len(prompt.token_ids)) if self.gate.passed else ModelsOwnCache()
         ids = torch.tensor([prompt.token_ids], device=self.runner.device)
         logits = self.runner.append(ids, cache)[0]
-        return _Prefill(plan, logits, cache, len(prompt.token_ids), 0, 0.0)
+        return _Prefill(plan, logits, cache, len(prompt.token_ids))
 
-    def _blend(self, prompt: TokenizedPrompt, plan: BlendPlan, settings: BlendSettings) -> _Prefill:
+    def _blend(self, request: Request, plan: BlendPlan) -> _Prefill:
         assert self.rope is not None
-        target = TransformersTarget(self.runner, self.rope, prompt.token_ids)
-        ratio = self._ratio if settings.ratio is None else settings.ratio
-        result = fuse(plan, target, policy(settings.policy), ratio, self.profile.schedule(settings.check_layers))
+        settings = request.settings
+        target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids)
+        schedule = self.profile.schedule(settings.check_layers)
+        result = fuse(plan, target, policy(settings.policy), settings.ratio, schedule)
         assert target.logits is not None
         return _Prefill(
             plan, target.logits, target.cache, result.computed_tokens, len(result.recomputed), result.load_wait_s
@@ -254,27 +214,46 @@ class TransformersEngine(BlendEngine):
     def close(self) -> None:
         """Close the store and drop the model; closing twice is allowed."""
         self.store.close()
-        self.__dict__.pop("runner", None)
+        if not self._closed:
+            self._closed = True
+            del self.runner
 
 
+@dataclass
 class _Prefill:
-    """A prompt whose first token can be sampled."""
+    """A prompt whose first token can be sampled; ``cache`` goes with the answer."""
 
-    def __init__(
-        self,
-        plan: BlendPlan,
-        logits: torch.Tensor,
-        cache: PositionedCache | ModelsOwnCache,
-        computed: int,
-        recomputed: int,
-        load_s: float,
-    ):
-        self.plan, self.logits, self.cache = plan, logits, cache
-        self.computed, self.recomputed, self.load_s = computed, recomputed, load_s
+    plan: BlendPlan
+    logits: torch.Tensor
+    cache: PositionedCache | ModelsOwnCache
+    computed: int
+    recomputed: int = 0
+    load_s: float = 0.0
 
     @property
     def mode(self) -> Mode:
         return "blend" if self.plan.uses_stored_kv else "prefill"
+
+
+def _generation(request: Request, prefill: _Prefill, answer: AnswerBuilder, timings: Timings) -> Generation:
+    prompt_tokens = len(request.prompt.token_ids)
+    return Generation(
+        text=answer.text,
+        token_ids=tuple(answer.tokens),
+        finish_reason=answer.finish_reason,
+        mode=prefill.mode,
+        reason=prefill.plan.reason,
+        usage=Usage(
+            prompt_tokens=prompt_tokens,
+            reused_tokens=prompt_tokens - prefill.computed,
+            recomputed_tokens=prefill.recomputed,
+            computed_tokens=prefill.computed,
+            completion_tokens=len(answer.tokens),
+        ),
+        timings=timings,
+        missing=tuple(chunk.id for chunk in prefill.plan.missing),
+        logprobs=tuple(answer.logprobs),
+    )
 
 
 def _end_tokens(model: Any) -> frozenset[int]:

@@ -17,11 +17,10 @@ from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.gate import GateReport
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.profile import ModelProfile, load_profile
+from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import check_length
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import (
     Generation,
     Mode,
@@ -33,7 +32,8 @@ from cacheblend_rag.engines.results import (
     likeliest,
 )
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.vllm.messages import PARAMS
+from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob
+from cacheblend_rag.engines.vllm.precompute import Precompute
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -45,10 +45,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
     from cacheblend_rag.engines.vllm.arguments import Launch
-
-# Precompute requests in flight: enough for vLLM's scheduler to fill its batches.
-_IN_FLIGHT = 64
-_POLL_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,8 @@ class BlendClient:
         store: The store that the workers read and write, as this process sees it.
         entries: The model's entries in it.
         gate: What the parity gate found in the workers.
-        profile: Check layers and ratio of the model.
+        profile: The blend options that a request leaves open.
+        num_layers: Number of transformer layers.
         context_window: Most tokens of prompt and completion together.
     """
 
@@ -94,17 +91,16 @@ class BlendClient:
         self.llm, self.store, self.gate = llm, store, gate
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
         self.registry = ChunkRegistry()
-        self.profile: ModelProfile = load_profile(launch.fingerprint.digest, launch.directory)
+        self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio)
         self.context_window = int(llm.model_config.max_model_len)
-        self._ratio = self.profile.ratio if ratio is None else ratio
+        self.num_layers = int(llm.model_config.hf_text_config.num_hidden_layers)
         self._write_back = write_back
         ranks = llm.vllm_config.parallel_config.tensor_parallel_size
         self.entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks)
         self._end_tokens = _end_tokens(llm)
-        self._written: dict[str, str] = {}
-        self._computing: dict[tuple[int, ...], asyncio.Future[str]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._names = (f"cacheblend-{uuid4().hex[:8]}-{n}" for n in itertools.count())
+        self._precompute = Precompute(llm, self.entries, self.context_window, self._names)
 
     @classmethod
     async def connect(
@@ -140,23 +136,16 @@ class BlendClient:
             salt: A salt of the caller's own, kept apart as it would be without blending.
 
         Raises:
-            InputError: There is no such policy.
+            InputError: A check layer beyond the model.
         """
-        settings = settings or BlendSettings()
+        resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers)
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
         if salt is not None:
             tokens["cache_salt"] = salt
-        if not prompt.spans or settings.reuse == "nothing" or not self.gate.passed:
+        if not prompt.spans or resolved.reuse == "off" or not self.gate.passed:
             return tokens, {}
-        schedule = self.profile.schedule(settings.check_layers)
-        job = {
-            "spans": [[span.start, span.end, span.chunk.id] for span in prompt.spans],
-            "ratio": self._ratio if settings.ratio is None else settings.ratio,
-            "policy": settings.policy,
-            "check_layers": list(schedule.check_layers),
-            "widths": list(schedule.widths),
-            "reuse": settings.reuse,
-        }
+        spans = tuple((span.start, span.end, span.chunk.id) for span in prompt.spans)
+        job = BlendJob(spans, resolved, self.profile.schedule(resolved.check_layers).widths).to_params()
         tokens["cache_salt"] = _salt(job, salt)
         return tokens, {PARAMS: job}
 
@@ -198,84 +187,16 @@ class BlendClient:
     async def precompute(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
     ) -> PrecomputeReport:
-        """See :meth:`BlendEngine.precompute`; ordinary requests, batched by vLLM's scheduler."""
-        begin = time.perf_counter()
+        """See :meth:`BlendEngine.precompute`."""
         self.registry.add(chunks)
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
-        failed = {c.id: "it has no tokens" for c in chunks if not c.token_ids}
-        wanted: dict[tuple[int, ...], str] = {}
-        present = 0
-        for chunk in chunks:
-            if not chunk.token_ids or chunk.token_ids in wanted:
-                continue
-            if self.entries.contains(chunk.token_ids):
-                present += 1
-            elif len(self.header_ids) + len(chunk.token_ids) >= self.context_window:
-                failed[chunk.id] = "it does not fit the model's context window"
-            else:
-                wanted[chunk.token_ids] = chunk.id
-        if progress is not None and len(chunks) > len(wanted):
-            progress(len(chunks) - len(wanted))
-        jobs = list(wanted)
-        if self.header_ids and chunks and not self.entries.contains(()):
-            jobs.insert(0, ())
-        slots = asyncio.Semaphore(_IN_FLIGHT)
+        return await self._precompute.run(chunks, progress)
 
-        async def one(token_ids: tuple[int, ...]) -> None:
-            async with slots:
-                why = await self._precompute_one(token_ids)
-            if not token_ids:
-                return
-            if why:
-                failed[wanted[token_ids]] = why
-            if progress is not None:
-                progress(1)
-
-        async with asyncio.TaskGroup() as group:
-            for token_ids in jobs:
-                group.create_task(one(token_ids))
-        computed = sum(name not in failed for name in wanted.values())
-        return PrecomputeReport(computed, present, sum(map(len, jobs)), time.perf_counter() - begin, failed)
-
-    async def _precompute_one(self, token_ids: tuple[int, ...]) -> str:
-        """Compute one entry, once however many ask for it; return why it is not in the store, or an empty string."""
-        running = self._computing.get(token_ids)
-        if running is None:
-            running = self._computing[token_ids] = asyncio.ensure_future(self._compute(token_ids))
-            running.add_done_callback(lambda _: self._computing.pop(token_ids, None))
-        return await asyncio.shield(running)  # one caller that goes away does not end it for the others
-
-    async def _compute(self, token_ids: tuple[int, ...]) -> str:
-        header = self.header_ids
-        prompt = {"prompt_token_ids": [*header, *token_ids]}
-        save = {PARAMS: {"save": len(header) if token_ids else 0}}
-        sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args={"kv_transfer_params": save})
-        last: RequestOutput | None = None
-        async for output in self.llm.generate(prompt, sampling, next(self._names)):  # type: ignore[arg-type]
-            last = output
-        if last is None or last.outputs[0].finish_reason not in {"length", "stop"}:
-            return "vLLM ended its request before its KV was complete"
-        keys = [str(key) for key in self.entries.written_keys(token_ids)]
-        pause = 0.0
-        while not all(key in self._written for key in keys):
-            await asyncio.sleep(pause)
-            for rank in await self.llm.collective_rpc("cacheblend_written"):
-                self._written.update(rank)
-            pause = _POLL_S
-        return next(filter(None, [self._written.pop(key) for key in keys]), "")
-
-    async def stream(
-        self, prompt: TokenizedPrompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
-    ) -> AsyncIterator[StreamEvent]:
-        """See :meth:`BlendEngine.astream`; closing the iterator aborts the request.
-
-        Raises:
-            PromptTooLongError: Prompt and ``max_tokens`` exceed the context window.
-        """
+    async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
+        """See :meth:`BlendEngine.astream`; closing the iterator aborts the request."""
         begin = time.perf_counter()
-        sampling, settings = sampling or SamplingParams(), settings or BlendSettings()
-        self.check(prompt, sampling, settings)
+        prompt, sampling, settings = request.prompt, request.sampling, request.settings
         tokens, params = self.tokens_prompt(prompt, settings)
         wanted = self._sampling(sampling, settings, params)
         text, ttft = "", 0.0
@@ -304,7 +225,7 @@ class BlendClient:
         outcome = self.outcome(
             last.kv_transfer_params, len(prompt.token_ids), last.num_cached_tokens or 0, len(ids), asked=bool(params)
         )
-        reason = "reuse was switched off" if settings.reuse == "nothing" and self.gate.passed else outcome.reason
+        reason = "reuse was switched off" if settings.reuse == "off" and self.gate.passed else outcome.reason
         self.finished(outcome, prompt)
         yield StreamEvent(
             final.text,
@@ -345,18 +266,8 @@ class BlendClient:
         """Wait for what :meth:`finished` started."""
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    def check(self, prompt: TokenizedPrompt, sampling: SamplingParams, settings: BlendSettings) -> None:
-        """Refuse what cannot be served, before anything is sent.
-
-        Raises:
-            PromptTooLongError: Prompt and ``max_tokens`` exceed the context window, or there is no prompt.
-            InputError: There is no such policy.
-        """
-        policy(settings.policy)
-        check_length(len(prompt.token_ids), sampling.max_tokens, self.context_window)
-
     def _sampling(self, sampling: SamplingParams, settings: BlendSettings, params: dict[str, Any]) -> VLLMSampling:
-        schema = getattr(sampling, "json_schema", None)
+        schema = sampling.json_schema
         if isinstance(schema, str):
             try:
                 json.loads(schema)
@@ -369,9 +280,11 @@ class BlendClient:
             seed=sampling.seed,
             stop=list(sampling.stop),
             detokenize=self.tokenizer is not None,
-            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+            structured_outputs=None
+            if schema is None
+            else StructuredOutputsParams(json=schema if isinstance(schema, str) else dict(schema)),
             # The full prefill is the reference: it must not be served from the prefix cache.
-            skip_reading_prefix_cache=True if settings.reuse == "nothing" else None,
+            skip_reading_prefix_cache=True if settings.reuse == "off" else None,
             output_kind=RequestOutputKind.DELTA,
             logprobs=sampling.logprobs,
             extra_args={"kv_transfer_params": params} if params else None,

@@ -15,22 +15,19 @@ import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cacheblend_rag.blending.gate import GateReport
-from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.base import BlendEngine, Prompt
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.streaming import last_generation
+from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.versions import set_environment
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.kv import KVKey
 
 T = TypeVar("T")
 
@@ -40,9 +37,6 @@ class VLLMEngine(BlendEngine):
 
     Attributes:
         store: The store as this process sees it; vLLM's workers read and write the same directory.
-        header_ids: Tokens that chunks are precomputed behind.
-        profile: Check layers and ratio of this model.
-        gate: What the parity gate found; a model that fails it is served by ordinary prefill.
         client: What talks to vLLM; use it on :attr:`loop` only.
         loop: The event loop vLLM's client lives in.
     """
@@ -105,9 +99,8 @@ class VLLMEngine(BlendEngine):
             raise
         self.fingerprint, self.tokenizer = self.client.fingerprint, self.client.tokenizer
         self.context_window, self.header_ids = self.client.context_window, self.client.header_ids
-        self.registry: ChunkRegistry = self.client.registry
-        self.profile: ModelProfile = self.client.profile
-        self.gate: GateReport = self.client.gate
+        self.num_layers, self.registry = self.client.num_layers, self.client.registry
+        self.profile, self.gate = self.client.profile, self.client.gate
 
     async def _start(self, launch: Launch, ratio: float | None, write_back: bool) -> BlendClient:
         set_environment()
@@ -116,6 +109,11 @@ class VLLMEngine(BlendEngine):
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             raise ModelError(f"vLLM does not start with {launch.fingerprint.name!r}: {error}") from error
         return await BlendClient.connect(self._llm, launch, self.store, ratio=ratio, write_back=write_back)
+
+    @property
+    def entries(self) -> Entries:
+        """See :class:`BlendEngine`; with tensor parallelism every rank's shards."""
+        return self.client.entries
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
@@ -132,23 +130,14 @@ class VLLMEngine(BlendEngine):
         return await asyncio.wrap_future(work)
 
     def stream(
-        self,
-        prompt: BlendPrompt | str | TokenizedPrompt,
-        sampling: SamplingParams | None = None,
-        settings: BlendSettings | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
-        """See :class:`BlendEngine`. A :class:`TokenizedPrompt` is taken as it is."""
-        tokens = self._tokenize(prompt)
-        self.client.check(tokens, sampling or SamplingParams(), settings or BlendSettings())
-        return self._pump(tokens, sampling, settings)
+        """See :class:`BlendEngine`."""
+        return self._pump(self.request(prompt, sampling, settings))
 
-    def _pump(
-        self, prompt: TokenizedPrompt, sampling: SamplingParams | None, settings: BlendSettings | None
-    ) -> Iterator[StreamEvent]:
-        events: queue.Queue[StreamEvent | BaseException | None] = queue.Queue()
-        work = asyncio.run_coroutine_threadsafe(
-            _forward(self.client.stream(prompt, sampling, settings), events.put), self.loop
-        )
+    def _pump(self, request: Request) -> Iterator[StreamEvent]:
+        events: queue.Queue[Item] = queue.Queue()
+        work = asyncio.run_coroutine_threadsafe(_forward(self.client.stream(request), events.put), self.loop)
         try:
             while (item := events.get()) is not None:
                 if isinstance(item, BaseException):
@@ -158,36 +147,20 @@ class VLLMEngine(BlendEngine):
             work.cancel()
 
     async def astream(
-        self,
-        prompt: BlendPrompt | str | TokenizedPrompt,
-        sampling: SamplingParams | None = None,
-        settings: BlendSettings | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
         """See :class:`BlendEngine`; a consumer that goes away aborts the request."""
-        tokens = await asyncio.to_thread(self._tokenize, prompt)
-        own = asyncio.get_running_loop()
-        events: asyncio.Queue[StreamEvent | BaseException | None] = asyncio.Queue()
-
-        def put(item: StreamEvent | BaseException | None) -> None:
-            if not own.is_closed():
-                own.call_soon_threadsafe(events.put_nowait, item)
-
-        work = asyncio.run_coroutine_threadsafe(
-            _forward(self.client.stream(tokens, sampling, settings), put), self.loop
-        )
+        request = await asyncio.to_thread(self.request, prompt, sampling, settings)
+        arriving = EventQueue()
+        work = asyncio.run_coroutine_threadsafe(_forward(self.client.stream(request), arriving.put), self.loop)
         try:
-            while (item := await events.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
+            async for event in arriving.events():
+                yield event
         finally:
             work.cancel()
 
     async def agenerate(
-        self,
-        prompt: BlendPrompt | str | TokenizedPrompt,
-        sampling: SamplingParams | None = None,
-        settings: BlendSettings | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """Async twin of :meth:`generate`; no thread waits for it, so vLLM's scheduler sees all requests at once."""
         return await last_generation(self.astream(prompt, sampling, settings))
@@ -196,19 +169,9 @@ class VLLMEngine(BlendEngine):
         """See :class:`BlendEngine`."""
         self._run(self.client.drain())
 
-    def _store_keys(self, chunk: Chunk) -> Sequence[KVKey]:
-        return self.client.entries.keys(chunk.token_ids)
-
     def reset_prefix_cache(self) -> None:
         """Empty vLLM's own prefix cache, so that the next prompt finds the store alone (for measuring)."""
         self._run(self._llm.reset_prefix_cache())
-
-    def _tokenize(self, prompt: BlendPrompt | str | TokenizedPrompt) -> TokenizedPrompt:
-        if isinstance(prompt, TokenizedPrompt):
-            return prompt
-        if isinstance(prompt, str):
-            prompt = BlendPrompt(tuple(self.registry.find(prompt)))
-        return tokenize(prompt, self.tokenizer, self.registry)
 
     def close(self) -> None:
         """Stop vLLM, finish what is being written and close the store."""
@@ -241,9 +204,7 @@ class VLLMEngine(BlendEngine):
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-async def _forward(
-    events: AsyncIterator[StreamEvent], put: Callable[[StreamEvent | BaseException | None], None]
-) -> None:
+async def _forward(events: AsyncIterator[StreamEvent], put: Callable[[Item], None]) -> None:
     try:
         async for event in events:
             put(event)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from cacheblend_rag.blending.fusor import BlendSchedule
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import BlendSettings, Reuse
+from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
@@ -21,13 +20,48 @@ PARAMS = "cacheblend"
 
 @dataclass(frozen=True)
 class BlendJob:
-    """A request to blend: where its chunks are and how to treat them. Plain values, as they travel as JSON."""
+    """A request to blend: where its chunks are and how to treat them. :meth:`to_params` travels as JSON.
+
+    Attributes:
+        spans: Start, end and id of each chunk, ascending.
+        settings: How to treat stored KV, nothing left open.
+        widths: Of the set at each check layer, as multiples of the ratio.
+    """
 
     spans: tuple[tuple[int, int, str], ...]
-    ratio: float
-    policy: str
-    schedule: BlendSchedule
-    reuse: Reuse
+    settings: ResolvedSettings
+    widths: tuple[float, ...]
+
+    @property
+    def schedule(self) -> BlendSchedule:
+        """The check layers and their widths."""
+        return BlendSchedule(self.settings.check_layers, self.widths)
+
+    def to_params(self) -> dict[str, Any]:
+        """Return JSON values that :meth:`from_params` reads."""
+        spans = [list(span) for span in self.spans]
+        return {"spans": spans, "settings": self.settings.to_params(), "widths": list(self.widths)}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any], prompt_tokens: int) -> BlendJob:
+        """Read a job for a prompt of ``prompt_tokens``.
+
+        Raises:
+            KeyError, TypeError, ValueError, InputError: It is malformed.
+        """
+        job = cls(
+            tuple((int(a), int(b), str(name)) for a, b, name in params["spans"]),
+            ResolvedSettings.from_params({name: params["settings"][name] for name in OPTION_NAMES}),
+            tuple(float(width) for width in params["widths"]),
+        )
+        if len(job.widths) != len(job.settings.check_layers):
+            raise ValueError("widths and check_layers differ in number")
+        edges = [edge for a, b, _ in job.spans for edge in (a, b)]
+        if edges != sorted(edges) or any(a >= b for a, b, _ in job.spans):
+            raise ValueError("the spans are not ascending")
+        if edges and not 0 <= edges[0] <= edges[-1] <= prompt_tokens:
+            raise ValueError("a span lies outside the prompt")
+        return job
 
     def prompt(self, token_ids: tuple[int, ...]) -> TokenizedPrompt:
         """Return the prompt with the chunks in it."""
@@ -59,24 +93,9 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
             if not isinstance(start, int) or not 0 <= start < prompt_tokens:
                 raise ValueError("save is outside the prompt")
             return SaveJob(start)
-        job = BlendJob(
-            tuple((int(a), int(b), str(name)) for a, b, name in ours["spans"]),
-            float(ours["ratio"]),
-            str(ours["policy"]),
-            BlendSchedule(tuple(int(i) for i in ours["check_layers"]), tuple(float(w) for w in ours["widths"])),
-            ours["reuse"],
-        )
-        BlendSettings(ratio=job.ratio, policy=policy(job.policy).name)
-        if job.reuse not in get_args(Reuse) or len(job.schedule.check_layers) != len(job.schedule.widths):
-            raise ValueError("reuse, check_layers or widths are not what they should be")
-        edges = [edge for a, b, _ in job.spans for edge in (a, b)]
-        if edges != sorted(edges) or any(a >= b for a, b, _ in job.spans):
-            raise ValueError("the spans are not ascending")
-        if edges and not 0 <= edges[0] <= edges[-1] <= prompt_tokens:
-            raise ValueError("a span lies outside the prompt")
+        return BlendJob.from_params(ours, prompt_tokens)
     except (CacheBlendError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"kv_transfer_params[{PARAMS!r}] is malformed: {error}") from error
-    return job
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class SchedulerSide:
             return _PRESENT if self._entries.contains(token_ids) else None
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
-        return make_plan(prompt, self._entries.header_ids, lookup, job.reuse)
+        return make_plan(prompt, self._entries.header_ids, lookup, job.settings.reuse)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take note of the blocks that a blend is to fill, or that a precompute will be read from."""

@@ -186,8 +186,8 @@ class _Blend:
                 fused = yield from self._fuse(plan)
             except DamagedSpanError as error:
                 # Damaged is missing: the next plan computes it in place.
-                if error.span is not None:
-                    self._entries.delete(error.span.chunk.token_ids if error.span.chunk is not None else ())
+                if error.token_ids is not None:
+                    self._entries.delete(error.token_ids)
                 continue
             self.result = Blended(
                 fused.computed_tokens,
@@ -204,7 +204,7 @@ class _Blend:
         load, job = self.load, self.load.job
         target = PagedTarget(self._paged, self._rope, load.token_ids, load.block_ids)
         part = plan.within(load.start, load.end)
-        return fuse_stepwise(part, target, policy(job.policy), job.ratio, job.schedule)
+        return fuse_stepwise(part, target, policy(job.settings.policy), job.settings.ratio, job.schedule)
 
     def _plan(self) -> BlendPlan:
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
@@ -214,4 +214,4 @@ class _Blend:
             return kv if all_ranks(kv is not None) else None
 
         prompt = self.load.job.prompt(self.load.token_ids)
-        return make_plan(prompt, self._entries.header_ids, lookup, self.load.job.reuse)
+        return make_plan(prompt, self._entries.header_ids, lookup, self.load.job.settings.reuse)

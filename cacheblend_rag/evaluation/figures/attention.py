@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say, blend_ratio
+from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say
 from cacheblend_rag.evaluation.plotting import figure, style
 from cacheblend_rag.evaluation.probe import attention_deviation
 
@@ -24,12 +24,12 @@ _BINS: Final = 160
 
 def _measure_attention(context: Context, say: Say) -> list[Row]:
     probe = context.probes[0]
-    schedule = context.engine.profile.schedule(context.settings.blend.check_layers)
-    whole = probe.attention(policy("full"), 1.0, schedule)
+    schedule = context.engine.profile.schedule(context.blend.check_layers)
+    whole = probe.attention(policy("full-recompute"), 1.0, schedule)
     say(0.4, "attention after full KV reuse")
-    reuse = probe.attention(policy("none"), 0.0, schedule)
+    reuse = probe.attention(policy("full-reuse"), 0.0, schedule)
     say(0.7, "attention after the blend")
-    blend = probe.attention(policy(context.settings.blend.policy), blend_ratio(context), schedule)
+    blend = probe.attention(policy(context.blend.policy), context.blend.ratio, schedule)
     layer = int(attention_deviation(reuse, whole).argmax())
     rows = []
     for name, attention in (("full", whole), ("reuse", reuse), ("blend", blend)):
@@ -81,12 +81,12 @@ def _draw_attention(rows: Sequence[Row]) -> Drawing:
 
 
 def _measure_deviation(context: Context, say: Say) -> list[Row]:
-    schedule = context.engine.profile.schedule(context.settings.blend.check_layers)
-    compared = (context.settings.blend.policy, "random")
+    schedule = context.engine.profile.schedule(context.blend.check_layers)
+    compared = (context.blend.policy, "random")
     found: dict[tuple[str, float], list[Any]] = {}
     steps = len(context.probes)
     for number, probe in enumerate(context.probes):
-        want = probe.attention(policy("full"), 1.0, BlendSchedule())
+        want = probe.attention(policy("full-recompute"), 1.0, BlendSchedule())
         for at, ratio in enumerate(_RATIOS):
             say((number + at / len(_RATIOS)) / steps, f"prompt {number + 1} of {steps}")
             for name in compared if ratio else compared[:1]:

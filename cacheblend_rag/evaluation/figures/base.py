@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.bench.setup import Workbench
+from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.evaluation.datasets import load_samples
 from cacheblend_rag.evaluation.evaluate import EvalResult, EvalSettings, evaluate
@@ -63,6 +64,11 @@ class Context:
     repeat: int = 3
     _results: dict[Any, EvalResult] = field(default_factory=dict)
 
+    @property
+    def blend(self) -> ResolvedSettings:
+        """The run's blend, nothing left open."""
+        return self.engine.profile.resolve(self.settings.blend, self.engine.num_layers)
+
     def evaluate(self, methods: Sequence[str], say: Say, **changes: Any) -> EvalResult:
         """Evaluate the data set by ``methods``; what earlier figures have answered is not answered again."""
         settings = replace(self.settings, methods=tuple(methods), **changes)
@@ -104,9 +110,3 @@ class Context:
         chosen.sort(key=lambda sample: "cross" not in sample.kind)
         preparer = Preparer(self.engine, how)
         return [Probe.of_case(self.engine, preparer.case(sample)) for sample in chosen[:_PROBES]]
-
-
-def blend_ratio(context: Context) -> float:
-    """Return the recompute ratio of the run's blend."""
-    ratio = context.settings.blend.ratio
-    return context.engine.profile.ratio if ratio is None else ratio

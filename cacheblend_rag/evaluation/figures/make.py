@@ -113,11 +113,10 @@ def _make(context: Context, figure: Figure, say: Callable[[float, str], None]) -
 
 
 def _settings(context: Context, figure: Figure) -> dict[str, Any]:
-    blend = context.settings.blend
     text = {
         **identity(context.engine, context.settings, None),
         "limit": context.settings.limit,
-        "blend": [blend.ratio or context.engine.profile.ratio, blend.policy, blend.check_layers],
+        "blend": context.blend.to_params(),
         "repeat": context.repeat,
         "figure": figure.number,
     }

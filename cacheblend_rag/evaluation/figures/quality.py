@@ -117,7 +117,7 @@ def _draw_chunkwise(rows: Sequence[Row]) -> Drawing:
 
 
 def _measure_ratios(context: Context, say: Say) -> list[Row]:
-    policy = context.settings.blend.policy
+    policy = context.blend.policy
     names = {f"{policy}@{ratio:g}": ratio for ratio in _RATIOS}
     rows = []
     for row in _quality(context.evaluate(("full", "reuse", *names), say)):

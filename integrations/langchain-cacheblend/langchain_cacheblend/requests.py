@@ -74,7 +74,7 @@ class EngineFields(BaseModel):
         ratio: Recompute ratio in [0, 1]; None takes the engine's.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured; None takes the model profile's.
-        reuse: ``"chunks"``, ``"prefix"`` or ``"nothing"`` (full prefill).
+        reuse: ``"chunks"``, ``"prefix"`` or ``"off"`` (full prefill).
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

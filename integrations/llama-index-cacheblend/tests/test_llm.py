@@ -89,9 +89,9 @@ def test_settings_reach_the_engine_and_a_call_overrides_them(scripted: ScriptedE
     _, sampling, blend = scripted.asked[-1]
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (9, 0.5, 0.9, 3)
     assert (sampling.stop, blend.ratio) == (("\n",), 0.3)
-    llm.chat(user("x"), max_tokens=5, stop="!", blend=BlendSettings(reuse="nothing"), temperature=0.0)
+    llm.chat(user("x"), max_tokens=5, stop="!", blend=BlendSettings(reuse="off"), temperature=0.0)
     _, sampling, blend = scripted.asked[-1]
-    assert (sampling.max_tokens, sampling.stop, sampling.temperature, blend.reuse) == (5, ("!",), 0.0, "nothing")
+    assert (sampling.max_tokens, sampling.stop, sampling.temperature, blend.reuse) == (5, ("!",), 0.0, "off")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.blending.families import _BASE, make_model
 VOCABULARY = 300
 SHAPE = {**_BASE, "hidden_size": 128, "vocab_size": VOCABULARY, "eos_token_id": None}
 """Four heads of 32 dimensions, the smallest that vLLM's CPU kernels take."""
-FULL = BlendSettings(reuse="nothing")
+FULL = BlendSettings(reuse="off")
 
 
 def save_model(config: Any, directory: Path) -> Any:
@@ -53,7 +53,7 @@ async def _first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendS
         temperature=0,
         logprobs=VOCABULARY,
         detokenize=False,
-        skip_reading_prefix_cache=settings.reuse == "nothing" or None,
+        skip_reading_prefix_cache=settings.reuse == "off" or None,
         extra_args={"kv_transfer_params": params} if params else None,
     )
     async for output in client.llm.generate(tokens, sampling, f"test-{id(prompt)}-{id(params)}-{settings}"):

@@ -95,7 +95,7 @@ def test_two_hundred_mixed_requests_side_by_side_do_not_mix(engine, corpus, ques
         FULL,
         BlendSettings(ratio=1.0),
         BlendSettings(ratio=0.15),
-        BlendSettings(0.0, "none"),
+        BlendSettings(0.0, "full-reuse"),
         BlendSettings(0.1, "sink"),
     ]
     asked = prompts(engine, corpus[:12], questions, 8, chunks=3)
@@ -110,7 +110,7 @@ def test_two_hundred_mixed_requests_side_by_side_do_not_mix(engine, corpus, ques
         engine.reset_prefix_cache()
 
         async def ask(prompt: BlendPrompt, settings: BlendSettings) -> tuple[int, ...]:
-            async for event in client.stream(engine._tokenize(prompt), ANSWER, settings):
+            async for event in client.stream(engine.request(prompt, ANSWER, settings)):
                 last = event.generation
             return last.token_ids
 
@@ -147,7 +147,7 @@ def test_a_client_that_goes_away_leaves_no_block_behind(engine, corpus, question
     long = SamplingParams(max_tokens=400, stop=("never appears",))
 
     async def leave(prompt: BlendPrompt, after: int) -> None:
-        stream = engine.client.stream(engine._tokenize(prompt), long, BlendSettings(ratio=0.3))
+        stream = engine.client.stream(engine.request(prompt, long, BlendSettings(ratio=0.3)))
         if after == 0:
             task = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(0)
@@ -213,7 +213,7 @@ def test_a_store_deleted_under_a_running_engine_is_prefilled(engine, corpus, que
 def test_malformed_wishes_from_the_network_are_prefilled(engine, questions, params: Any) -> None:
     from vllm import SamplingParams as VLLMSampling
 
-    tokens = engine._tokenize(BlendPrompt((questions[0],)))
+    tokens = engine.tokenize(BlendPrompt((questions[0],)))
 
     async def ask() -> Any:
         sampling = VLLMSampling(max_tokens=3, temperature=0, extra_args={"kv_transfer_params": {"cacheblend": params}})
