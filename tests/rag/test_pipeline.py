@@ -274,8 +274,8 @@ def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_
 DIE = """
 import os, signal, sys
 from pathlib import Path
-from cacheblend_rag.index import ChunkIndex
-from cacheblend_rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.store import DiskStore
 from tests.fake_engine import FakeEngine
 
