@@ -1,13 +1,9 @@
-"""The small state that every tier keeps about itself: counters and pins."""
+"""The counters that every tier keeps about itself."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterator
 from typing import Literal, TypedDict
-
-from cacheblend_rag.store.kv import KVKey
 
 Event = Literal["hits", "misses", "puts", "evictions", "damaged"]
 
@@ -38,32 +34,3 @@ class Events:
         """Return all counts so far."""
         with self._lock:
             return self._counts.copy()
-
-
-class Pins:
-    """How often each key is pinned. Not locked: the owner's lock orders pins against evictions."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[KVKey] = Counter()
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._counts
-
-    def __iter__(self) -> Iterator[KVKey]:
-        return iter(self._counts)
-
-    def add(self, key: KVKey) -> None:
-        """Pin once more."""
-        self._counts[key] += 1
-
-    def drop(self, key: KVKey) -> None:
-        """Undo one pin.
-
-        Raises:
-            ValueError: There is none.
-        """
-        if key not in self._counts:
-            raise ValueError(f"KV entry {key} is not pinned: every unpin needs a pin before it")
-        self._counts[key] -= 1
-        if not self._counts[key]:
-            del self._counts[key]

@@ -77,16 +77,6 @@ class TieredStore(KVStore):
         removed = [tier.delete(key) for tier in self.tiers]
         return any(removed)
 
-    def pin(self, key: KVKey) -> None:
-        """See :meth:`KVStore.pin`; in every tier, so also where a promotion puts the entry later."""
-        for tier in self.tiers:
-            tier.pin(key)
-
-    def unpin(self, key: KVKey) -> None:
-        """See :meth:`KVStore.unpin`."""
-        for tier in self.tiers:
-            tier.unpin(key)
-
     def touch(self, key: KVKey) -> None:
         """See :meth:`KVStore.touch`."""
         for tier in self.tiers:
