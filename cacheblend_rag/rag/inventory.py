@@ -59,7 +59,7 @@ class Inventory:
         with self._index() as index:
             for chunk in index.chunks() if index is not None else ():
                 assert index is not None
-                key = kv_key(index.manifest.model, index.manifest.header_ids, chunk.token_ids)
+                key = kv_key(index.config.model, index.config.header_ids, chunk.token_ids)
                 entry = entries.pop(key, None)
                 path = str(chunk.metadata.get("source", ""))
                 nbytes, used = (entry.nbytes, entry.last_used) if entry is not None else (None, None)
