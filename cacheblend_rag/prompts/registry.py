@@ -1,4 +1,4 @@
-"""Chunks an engine knows, by id and by content."""
+"""The chunks that an engine knows while it runs, found by id and by content; nothing of it is kept on disk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _SLOTS_PER_OPENING = 16
 
 
 class ChunkRegistry:
-    """Chunks by id and by content. Thread-safe; :meth:`find` takes no lock.
+    """The known chunks, in memory; the index and a server's registered chunks are on disk.
 
+    Thread-safe; :meth:`find` takes no lock.
     Each chunk is indexed by a hash of its first :data:`MATCH_WINDOW` characters. A prompt's windows are hashed at once and
     looked up in a bit filter; where it says yes, the lengths of the chunks with that opening are known, and whole chunks are
     compared by one dictionary look-up a length. So neither the number of chunks nor a common opening costs much.

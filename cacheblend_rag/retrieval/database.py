@@ -1,4 +1,4 @@
-"""The SQLite file of an index: the single source of truth about documents, chunks and vectors."""
+"""The tables of an index: the single source of truth about documents, chunks and vectors. ``index.py`` says what for."""
 
 from __future__ import annotations
 

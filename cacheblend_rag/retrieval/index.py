@@ -58,10 +58,10 @@ class IndexStats:
 
 
 class ChunkIndex:
-    """Documents, chunks and vectors of one directory. Thread-safe; any number of processes may use it at once.
+    """What was indexed in one directory: documents, chunks, vectors, but no KV.
 
-    The embedding model and FAISS are loaded by the first call that needs them. Vectors are searched in memory and follow
-    what other processes change.
+    Thread-safe; any number of processes may use it at once. The embedding model and FAISS are loaded by the first call that
+    needs them. Vectors are searched in memory and follow what other processes change.
 
     Attributes:
         directory: Where the index is; the KV store's directory.

@@ -12,7 +12,7 @@ from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """One stored entry as ``cacheblend store ls`` lists it. Sizes in bytes, times in seconds since the epoch."""
+    """The KV of one key, as :meth:`KVStore.entries` lists it. Sizes in bytes, times in seconds since the epoch."""
 
     key: KVKey
     nbytes: int

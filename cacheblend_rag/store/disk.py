@@ -10,9 +10,9 @@ from pathlib import Path
 from cacheblend_rag.errors import DamagedKVError, StoreError
 from cacheblend_rag.store import kvfile
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
-from cacheblend_rag.store.bookkeeping import Events
 from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
+from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.faults import explain, explained
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.spool import Spool

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
-from cacheblend_rag.store.bookkeeping import Events
+from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 
 

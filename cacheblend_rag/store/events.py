@@ -1,4 +1,4 @@
-"""The counters that every tier keeps about itself."""
+"""Counters of what has happened in a tier: hits, misses, puts, evictions, damage."""
 
 from __future__ import annotations
 
