@@ -1,4 +1,4 @@
-"""Chunks an engine knows, by id and by content."""
+"""The chunks that an engine knows while it runs, found by id and by content; nothing of it is kept on disk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _SLOTS_PER_OPENING = 16
 
 
 class ChunkRegistry:
-    """Chunks by id and by content. Thread-safe; :meth:`find` takes no lock.
+    """The known chunks, in memory; the index and a server's registered chunks are on disk.
 
+    Thread-safe; :meth:`find` takes no lock.
     Each chunk is indexed by a hash of its first :data:`MATCH_WINDOW` characters. A prompt's windows are hashed at once and
     looked up in a bit filter; where it says yes, the lengths of the chunks with that opening are known, and whole chunks are
     compared by one dictionary look-up a length. So neither the number of chunks nor a common opening costs much.
@@ -34,7 +35,7 @@ class ChunkRegistry:
         self._by_id: dict[str, Chunk] = {}
         self._by_text: dict[str, Chunk] = {}
         self._lengths: dict[int, tuple[int, ...]] = {}  # descending; replaced, never changed, so readers need no lock
-        self._uses: Counter[tuple[int, int]] = Counter()
+        self._uses: Counter[tuple[int, int]] = Counter()  # chunks by (opening, length)
         self._filter: npt.NDArray[np.bool_] = np.zeros(1 << _MIN_FILTER_BITS, np.bool_)
         self._lock = threading.Lock()
         self.add(chunks)
@@ -49,7 +50,7 @@ class ChunkRegistry:
                 self._by_id[chunk.id] = chunk
                 if len(chunk.text) >= MATCH_WINDOW and chunk.text not in self._by_text:
                     self._by_text[chunk.text] = chunk
-                    self._count(opening, len(chunk.text), 1)
+                    self._add_length(opening, len(chunk.text))
 
     def remove(self, chunk_ids: Iterable[str]) -> None:
         """Forget chunks; unknown ids are ignored."""
@@ -107,22 +108,29 @@ class ChunkRegistry:
         chunk = self._by_id.pop(chunk_id, None)
         if chunk is not None and self._by_text.get(chunk.text) is chunk:
             del self._by_text[chunk.text]
-            self._count(_opening_hashes([chunk.text])[0], len(chunk.text), -1)
+            self._remove_length(_opening_hashes([chunk.text])[0], len(chunk.text))
 
-    def _count(self, opening: int, length: int, change: int) -> None:
-        uses = self._uses[opening, length] = self._uses[opening, length] + change
-        if uses > (change > 0):
-            return  # the length was known before and still is
-        lengths = set(self._lengths.get(opening, ())) ^ {length}
-        if not uses:
-            del self._uses[opening, length]
-        if lengths:
-            self._lengths[opening] = tuple(sorted(lengths, reverse=True))
-            self._filter[_slot(np.uint64(opening), len(self._filter))] = True
-        else:
-            del self._lengths[opening]  # its bit stays: a false alarm at worst
+    def _add_length(self, opening: int, length: int) -> None:
+        """Count one more chunk of that length with that opening; :meth:`find` looks for the lengths counted."""
+        self._uses[opening, length] += 1
+        if self._uses[opening, length] > 1:
+            return  # find knows the length already
+        self._lengths[opening] = tuple(sorted((*self._lengths.get(opening, ()), length), reverse=True))
+        self._filter[_slot(np.uint64(opening), len(self._filter))] = True
         if len(self._lengths) * _SLOTS_PER_OPENING > len(self._filter):
             self._grow()
+
+    def _remove_length(self, opening: int, length: int) -> None:
+        """Count one chunk of that length with that opening less."""
+        self._uses[opening, length] -= 1
+        if self._uses[opening, length] > 0:
+            return  # other chunks have the same opening and length
+        del self._uses[opening, length]
+        remaining = tuple(known for known in self._lengths[opening] if known != length)
+        if remaining:
+            self._lengths[opening] = remaining
+        else:
+            del self._lengths[opening]  # its bit stays: a false alarm at worst
 
     def _grow(self) -> None:
         slots = np.zeros(4 * len(self._filter), np.bool_)

@@ -86,7 +86,7 @@ class _Run:
         self, engine: BlendEngine, index: ChunkIndex, progress: Callable[[IndexProgress], None] | None
     ) -> None:
         self.engine, self.index, self.progress = engine, index, progress
-        self.manifest = index.manifest
+        self.config = index.config
         self.report = IndexReport()
         self.at = IndexProgress("", 0, 0)
 
@@ -130,8 +130,8 @@ class _Run:
             iter_chunks(
                 document.text,
                 self.engine.tokenizer,
-                self.manifest.chunk_tokens,
-                self.manifest.overlap,
+                self.config.chunk_tokens,
+                self.config.overlap,
                 document.metadata,
             )
         )

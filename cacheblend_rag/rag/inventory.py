@@ -37,7 +37,10 @@ class InventoryItem:
 
 
 class Inventory:
-    """A store directory opened for looking at and tidying up. Changes KV only, never the index."""
+    """A store directory opened for looking at and tidying up, as ``cacheblend store`` does.
+
+    The index knows chunks, the KV store entries by key; this joins the two. Changes KV only, never the index.
+    """
 
     def __init__(self, directory: Path | str):
         """Open the store in ``directory``.
@@ -59,12 +62,13 @@ class Inventory:
         with self._index() as index:
             for chunk in index.chunks() if index is not None else ():
                 assert index is not None
-                key = kv_key(index.manifest.model, index.manifest.header_ids, chunk.token_ids)
+                key = kv_key(index.config.model, index.config.header_ids, chunk.token_ids)
                 entry = entries.pop(key, None)
                 path = str(chunk.metadata.get("source", ""))
                 nbytes, used = (entry.nbytes, entry.last_used) if entry is not None else (None, None)
                 found.append(InventoryItem(chunk.id, path, len(chunk.token_ids), key, nbytes, used))
-        return found + [InventoryItem(e.key, "", 0, e.key, e.nbytes, e.last_used) for e in entries.values()]
+        without_chunk = [InventoryItem(e.key, "", 0, e.key, e.nbytes, e.last_used) for e in entries.values()]
+        return found + without_chunk
 
     def remove(self, item_id: str) -> InventoryItem:
         """Remove the KV of one item, named by its id or KV key or an unambiguous beginning of either.

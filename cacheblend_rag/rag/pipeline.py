@@ -17,8 +17,8 @@ from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, BlendPrompt, rag_prompt, tokenize
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, index_documents
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
-from cacheblend_rag.retrieval.manifest import IndexManifest
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ class RagPipeline:
         if isinstance(store, ChunkIndex):
             self.chunks = store
         else:
-            own = _manifest_in(store)
+            own = _config_in(store)
             if chunk_tokens is None:
                 chunk_tokens = own.chunk_tokens if own else DEFAULT_CHUNK_TOKENS
             if overlap is None:
                 overlap = own.overlap if own else 0
-            manifest = IndexManifest(engine.fingerprint, engine.header_ids, chunk_tokens, overlap, embedding)
-            self.chunks = ChunkIndex.open(store, manifest)
+            config = IndexConfig(engine.fingerprint, engine.header_ids, chunk_tokens, overlap, embedding)
+            self.chunks = ChunkIndex.open(store, config)
         engine.registry.add(self.chunks.chunks())
 
     def index(
@@ -293,8 +293,8 @@ class RagPipeline:
         self.close()
 
 
-def _manifest_in(directory: str | Path) -> IndexManifest | None:
+def _config_in(directory: str | Path) -> IndexConfig | None:
     if not ChunkIndex.exists(directory):
         return None
     with ChunkIndex.open(directory) as index:
-        return index.manifest
+        return index.config

@@ -1,33 +1,31 @@
-"""The SQLite file of an index: the single source of truth about documents, chunks and vectors."""
+"""The tables of an index: the single source of truth about documents, chunks and vectors. ``index.py`` says what for."""
 
 from __future__ import annotations
 
 import json
 import os
 import sqlite3
-import threading
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from array import array
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import xxhash
 from filelock import FileLock
 
-from cacheblend_rag.errors import StoreError, StoreMismatchError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.tokens import pack_ids
+from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Vectors
-from cacheblend_rag.retrieval.manifest import IndexManifest
+from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
 
 FILE_NAME = "index.sqlite3"
-FORMAT = 1
-BUSY_TIMEOUT_S = 60.0
 
-_SCHEMA = f"""
+# "manifest" is the table of the index's config: files that exist call it so.
+_SCHEMA = """
 CREATE TABLE manifest (json TEXT NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE documents (id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, digest TEXT NOT NULL);
 CREATE TABLE chunks (
@@ -48,35 +46,43 @@ CREATE TABLE vectors (
     checksum BLOB NOT NULL
 );
 CREATE INDEX vectors_of_chunk ON vectors (chunk);
-PRAGMA user_version = {FORMAT};
 """
+_CHUNK = "c.name, c.text, c.token_ids, c.checksum"
+_METADATA_OF_CHUNK = (
+    "(SELECT o.metadata FROM occurrences o JOIN documents d ON d.id = o.document WHERE o.chunk = c.id "
+    "ORDER BY d.path, o.ordinal LIMIT 1)"
+)
 
 
-class IndexDatabase:
-    """A connection to the file, for one process. Hold :attr:`lock` around everything; see the module for what is in it.
+class IndexDatabase(SQLiteFile):
+    """What :class:`~cacheblend_rag.retrieval.index.ChunkIndex` keeps, as rows; "row" is a chunk's number in its table.
 
-    Attributes:
-        path: The file.
-        lock: Serialises the threads of this process.
-        db: The connection; autocommit, transactions by :meth:`transaction`.
+    Methods that change something need a transaction around them.
     """
 
-    def __init__(self, directory: Path, manifest: IndexManifest | None):
-        """Open the file in ``directory``; create it for ``manifest`` where there is none.
+    name = "the index"
+    kind = "an index"
+    start_over = (
+        f"Delete {FILE_NAME}* in that directory and index the documents again; the stored KV is kept and reused."
+    )
+    format = 1
+    schema = _SCHEMA
+
+    def __init__(self, directory: Path, config: IndexConfig | None):
+        """Open the file in ``directory``; create it for ``config`` where there is none.
 
         Raises:
-            StoreError: There is none and no manifest is given, or it cannot be opened.
+            StoreError: There is none and no config is given, or it cannot be opened.
             StoreMismatchError: It was made for something else.
         """
-        self.path = directory / FILE_NAME
-        self.lock = threading.RLock()
+        super().__init__(directory / FILE_NAME)
         self._snapshot: tuple[int, int] | None = None  # of a file read without locks
-        with self._explained("open"):
-            if manifest is not None and not self.path.exists():
+        with self.explained("open"):
+            if config is not None and not self.path.exists():
                 directory.mkdir(parents=True, exist_ok=True)
-            self.db = self._connect(create=manifest is not None)
+            self.db = self._connect(create=config is not None)
             try:
-                self._prepare(manifest)
+                self._prepare(config)
             except BaseException:
                 self.db.close()
                 raise
@@ -87,13 +93,13 @@ class IndexDatabase:
             raise self._absent()
         target = self.path if self.path.exists() else directory
         if os.access(target, os.W_OK) and os.access(directory, os.W_OK):
-            return self._open("rwc" if create else "rw")
+            return self.connect("rwc" if create else "rw")
         if not self.path.exists():
             raise StoreError(f"Cannot make an index in {directory}: no permission. Use another store directory.")
-        wal = self.path.with_name(FILE_NAME + "-wal")
+        wal = self._wal()
         before = self._stamp()
         try:
-            db = self._open("ro")
+            db = self.connect("ro")
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.OperationalError:
             # Without permission to write, SQLite reads a file with a log only beside a process that has it open.
@@ -103,143 +109,175 @@ class IndexDatabase:
                     "Open it once as a user who has it."
                 ) from None
             self._snapshot = before
-            return self._open("ro&immutable=1")
+            return self.connect("ro&immutable=1")
         self._snapshot = None
         return db
 
-    def _open(self, mode: str) -> sqlite3.Connection:
-        db = sqlite3.connect(
-            f"file:{quote(str(self.path.absolute()))}?mode={mode}",
-            uri=True,
-            timeout=BUSY_TIMEOUT_S,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        db.execute("PRAGMA foreign_keys = ON")
-        return db
-
-    def _prepare(self, manifest: IndexManifest | None) -> None:
-        version = self._format()
-        if version == 0 and manifest is not None:
-            with FileLock(str(self.path) + ".lock", timeout=BUSY_TIMEOUT_S):
+    def _prepare(self, config: IndexConfig | None) -> None:
+        if config is not None and self.stored_format() == 0:
+            with FileLock(str(self.path) + ".lock", timeout=self.busy_timeout_s):
                 if self.db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
                     self.db.execute("PRAGMA journal_mode = WAL")
                 with self.transaction():
-                    version = self._format()
-                    if version == 0:
-                        for statement in _SCHEMA.split(";\n"):
-                            self.db.execute(statement)
-                        self.put_manifest(replace(manifest, embedding=manifest.embedding or DEFAULT_EMBEDDING))
-                        version = FORMAT
-        if version == 0:
+                    if self.make_tables():
+                        self.put_config(replace(config, embedding=config.embedding or DEFAULT_EMBEDDING))
+        if self.stored_format() == 0:
             raise self._absent()
-        if version != FORMAT:
-            raise StoreMismatchError(
-                f"The index {self.path} has format {version}; this version reads format {FORMAT}. "
-                "Index into another directory, or use the version that made it."
-            )
-        if manifest is not None:
-            self.manifest().check(manifest, self.path.parent)
-
-    def _format(self) -> int:
-        version = int(self.db.execute("PRAGMA user_version").fetchone()[0])
-        if version == 0 and self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise StoreError(f"{self.path} is not an index of this library. Use another store directory.")
-        return version
+        self.check_format()
+        if config is not None:
+            self.config().check(config, self.path.parent)
 
     def _absent(self) -> StoreError:
         return StoreError(
             f"There is no index in {self.path.parent}. Make one with: cacheblend index FILES --store DIRECTORY"
         )
 
-    def manifest(self) -> IndexManifest:
-        """Return what the index was made with."""
-        for text, stored in self.rows("SELECT json, checksum FROM manifest"):
-            if isinstance(text, str) and checksum(text.encode()) == stored:
-                return IndexManifest.from_json(text)
-        raise self.damaged("its manifest fails its checksum")
-
-    def put_manifest(self, manifest: IndexManifest) -> None:
-        """Write what the index was made with."""
-        text = manifest.to_json()
-        self.db.execute("DELETE FROM manifest")
-        self.db.execute("INSERT INTO manifest VALUES (?, ?)", (text, checksum(text.encode())))
+    @contextmanager
+    def access(self) -> Iterator[None]:
+        """See :meth:`SQLiteFile.access`; a file that is read without locks and has changed is reopened first."""
+        with super().access():
+            if self._snapshot is not None and not self.db.in_transaction and self._snapshot != self._stamp():
+                self.db.close()
+                self.db = self._connect(create=False)
+            yield
 
     def generation(self) -> Hashable:
         """Return a value that is another one after every change of the contents, by this process or by others."""
         with self.access():
-            return self._snapshot or (self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes)
+            return self._snapshot or (self.others_commits(), self.db.total_changes)
 
-    def _refresh(self) -> None:
-        """Reopen a file that is read without locks and has changed."""
-        if self._snapshot is not None and not self.db.in_transaction and self._snapshot != self._stamp():
-            self.db.close()
-            self.db = self._connect(create=False)
+    def nbytes(self) -> int:
+        """Return the size of the file and its log."""
+        return sum(file.stat().st_size for file in (self.path, self._wal()) if file.exists())
+
+    def _wal(self) -> Path:
+        return self.path.with_name(FILE_NAME + "-wal")
 
     def _stamp(self) -> tuple[int, int]:
         status = self.path.stat()
         return status.st_mtime_ns, status.st_size
 
-    @contextmanager
-    def access(self) -> Iterator[None]:
-        """Hold the lock and turn SQLite's errors into ours."""
-        with self.lock, self._explained("use"):
-            self._refresh()
-            yield
+    def config(self) -> IndexConfig:
+        """Return what the index was made with."""
+        for text, stored in self.rows("SELECT json, checksum FROM manifest"):
+            if isinstance(text, str) and _checksum(text.encode()) == stored:
+                return IndexConfig.from_json(text)
+        raise self.damaged("its configuration fails its checksum")
 
-    @contextmanager
-    def transaction(self, write: bool = True) -> Iterator[None]:
-        """Run the block on one consistent state; with ``write``, all of it is kept or, after an exception, nothing."""
-        with self.access():
-            self.db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
-            try:
-                yield
-                self.db.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):  # the first error is the one to tell
-                    self.db.execute("ROLLBACK")
-                raise
+    def put_config(self, config: IndexConfig) -> None:
+        """Write what the index was made with."""
+        text = config.to_json()
+        self.db.execute("DELETE FROM manifest")
+        self.db.execute("INSERT INTO manifest (json, checksum) VALUES (?, ?)", (text, _checksum(text.encode())))
 
-    @contextmanager
-    def _explained(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.ProgrammingError:  # a mistake in the calling code, such as use after close
-            raise
-        except sqlite3.Error as error:
-            raise self._explain(error, action) from error
-        except OSError as error:
-            raise StoreError(f"Cannot {action} the index {self.path}: {error.strerror or error}.") from error
+    def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of documents, of distinct chunks, and of their tokens."""
+        documents = self.rows("SELECT count(*) FROM documents")[0][0]
+        chunks, tokens = self.rows("SELECT count(*), ifnull(sum(length(token_ids)), 0) / 4 FROM chunks")[0]
+        return documents, chunks, tokens
 
-    def _explain(self, error: sqlite3.Error, action: str) -> StoreError:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
-            return self.damaged(str(error))
-        what = {
-            sqlite3.SQLITE_BUSY: f"another process has kept it locked for {BUSY_TIMEOUT_S:.0f} s; stop it or try again",
-            sqlite3.SQLITE_FULL: "the disk is full; free some space (nothing that was indexed is lost)",
-            sqlite3.SQLITE_READONLY: "no write permission; searching works, changing does not",
-            sqlite3.SQLITE_CANTOPEN: "it cannot be opened; check the permissions of the file and its directory",
-            sqlite3.SQLITE_IOERR: f"the disk reports an error ({error}); check it and the space left",
-        }.get(code, str(error))
-        return StoreError(f"Cannot {action} the index {self.path}: {what}.")
-
-    def damaged(self, why: str) -> StoreError:
-        """Return the error for contents that cannot be right."""
-        return StoreError(
-            f"The index {self.path} is damaged ({why}). Delete {FILE_NAME}* in that directory and index the documents again; "
-            "the stored KV is kept and reused."
+    def documents(self) -> list[tuple[str, str, int]]:
+        """Return path, digest and number of chunks of every document, in path order."""
+        query = (
+            "SELECT d.path, d.digest, count(o.ordinal) FROM documents d LEFT JOIN occurrences o ON o.document = d.id "
+            "GROUP BY d.id ORDER BY d.path"
         )
+        return self.rows(query)
 
-    def close(self) -> None:
-        """Close the connection."""
-        with self.lock:
-            self.db.close()
+    def digest_of(self, path: str) -> str | None:
+        """Return the digest of a document, None where it is not in the index."""
+        rows = self.rows("SELECT digest FROM documents WHERE path = ?", path)
+        return rows[0][0] if rows else None
 
-    def rows(self, query: str, *parameters: object) -> list[Any]:
-        """Return all rows of a query."""
-        with self.access():
-            return self.db.execute(query, parameters).fetchall()
+    def replace_document(
+        self, path: str, digest: str, chunks: Sequence[Chunk], vectors: Mapping[str, Vectors]
+    ) -> list[str]:
+        """Enter a document in place of what has its path; return the ids of the chunks that no document holds any more.
+
+        ``vectors`` (``[windows, dimension]`` by chunk id) are kept for the chunks that have none yet.
+        """
+        before = self._clear_document(path)
+        query = "INSERT INTO documents (path, digest) VALUES (?, ?) ON CONFLICT (path) DO UPDATE SET digest = excluded.digest"
+        self.db.execute(query, (path, digest))
+        document = self.rows("SELECT id FROM documents WHERE path = ?", path)[0][0]
+        for ordinal, chunk in enumerate(chunks):
+            self._put_occurrence(document, ordinal, chunk, vectors.get(chunk.id))
+        return self._remove_orphans(before)
+
+    def delete_document(self, path: str) -> list[str]:
+        """Remove a document; return the ids of the chunks that no document holds any more."""
+        before = self._clear_document(path)
+        self.db.execute("DELETE FROM documents WHERE path = ?", (path,))
+        return self._remove_orphans(before)
+
+    def _clear_document(self, path: str) -> list[int]:
+        """Empty a document; return the rows of the chunks it held, in order."""
+        query = "SELECT o.chunk FROM occurrences o JOIN documents d ON d.id = o.document WHERE d.path = ? ORDER BY o.ordinal"
+        held = [row for (row,) in self.rows(query, path)]
+        self.db.execute("DELETE FROM occurrences WHERE document = (SELECT id FROM documents WHERE path = ?)", (path,))
+        return held
+
+    def _put_occurrence(self, document: int, ordinal: int, chunk: Chunk, vectors: Vectors | None) -> None:
+        name, text, token_ids, metadata = chunk_row(chunk)
+        query = "INSERT INTO chunks (name, text, token_ids, checksum) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO NOTHING"
+        self.db.execute(query, (name, text, token_ids, _chunk_checksum(name, text, token_ids)))
+        row = self.rows("SELECT id FROM chunks WHERE name = ?", name)[0][0]
+        if vectors is not None and not self.rows("SELECT 1 FROM vectors WHERE chunk = ? LIMIT 1", row):
+            self._put_vectors(row, vectors)
+        query = "INSERT INTO occurrences (document, ordinal, chunk, metadata) VALUES (?, ?, ?, ?)"
+        self.db.execute(query, (document, ordinal, row, metadata))
+
+    def _remove_orphans(self, rows: Iterable[int]) -> list[str]:
+        """Remove those of these chunks that no document holds; return their ids."""
+        query = (
+            "DELETE FROM chunks AS c WHERE c.id = ? AND NOT EXISTS (SELECT 1 FROM occurrences WHERE chunk = c.id) "
+            "RETURNING name"
+        )
+        return [name for row in rows for (name,) in self.rows(query, row)]
+
+    def chunk_rows(self) -> dict[str, int]:
+        """Return the row of every chunk by its id."""
+        return dict(self.rows("SELECT name, id FROM chunks"))
+
+    def chunks_after(self, row: int, count: int) -> list[tuple[int, Chunk]]:
+        """Return rows and chunks of the first ``count`` behind a row, each with the metadata of its first place."""
+        query = f"SELECT c.id, {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE c.id > ? ORDER BY c.id LIMIT ?"
+        return [(found, self._chunk(values)) for found, *values in self.rows(query, row, count)]
+
+    def chunk(self, name: str) -> Chunk | None:
+        """Return the chunk of that id with the metadata of its first place."""
+        rows = self.rows(f"SELECT {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE c.name = ?", name)
+        return self._chunk(rows[0]) if rows else None
+
+    def first_place(self, row: int) -> tuple[str, int, Chunk]:
+        """Return a chunk's first place by path: the document's path, the ordinal there, and the chunk."""
+        query = (
+            f"SELECT d.path, o.ordinal, {_CHUNK}, o.metadata FROM chunks c JOIN occurrences o ON o.chunk = c.id "
+            "JOIN documents d ON d.id = o.document WHERE c.id = ? ORDER BY d.path, o.ordinal LIMIT 1"
+        )
+        for path, ordinal, *values in self.rows(query, row):
+            return path, ordinal, self._chunk(values)
+        raise self.damaged(f"a vector belongs to chunk {row}, which is in no document")
+
+    def chunks_between(self, path: str, first: int, last: int) -> list[tuple[int, Chunk]]:
+        """Return ordinals and chunks of a document from the ordinal ``first`` to ``last``, both included."""
+        query = (
+            f"SELECT o.ordinal, {_CHUNK}, o.metadata FROM documents d JOIN occurrences o ON o.document = d.id "
+            "JOIN chunks c ON c.id = o.chunk WHERE d.path = ? AND o.ordinal BETWEEN ? AND ? ORDER BY o.ordinal"
+        )
+        return [(ordinal, self._chunk(values)) for ordinal, *values in self.rows(query, path, first, last)]
+
+    def _chunk(self, values: Sequence[Any]) -> Chunk:
+        """Return the chunk of the columns ``_CHUNK`` and a metadata column.
+
+        Raises:
+            StoreError: It does not match its checksum.
+        """
+        name, text, token_ids, stored, metadata = values
+        with self.decoding():
+            if _chunk_checksum(name, text, token_ids) == stored:
+                return row_chunk(name, text, token_ids, metadata)
+        raise self.damaged(f"chunk {name} fails its checksum")
 
     def embedded(self, names: Iterable[str]) -> set[str]:
         """Return which of these chunks are stored with their vectors."""
@@ -249,74 +287,45 @@ class IndexDatabase:
         )
         return {name for (name,) in self.rows(query, json.dumps(list(names)))}
 
-    def clear_document(self, path: str) -> list[int]:
-        """Empty a document; return the rows of the chunks it held, in order."""
-        query = "SELECT o.chunk FROM occurrences o JOIN documents d ON d.id = o.document WHERE d.path = ? ORDER BY o.ordinal"
-        held = [chunk for (chunk,) in self.rows(query, path)]
-        self.db.execute("DELETE FROM occurrences WHERE document = (SELECT id FROM documents WHERE path = ?)", (path,))
-        return held
+    def vector_rows(self) -> dict[int, int]:
+        """Return the chunk's row by the id of each vector."""
+        return dict(self.rows("SELECT id, chunk FROM vectors"))
 
-    def put_document(self, path: str, digest: str) -> int:
-        """Enter a document or its new digest; return its row."""
-        query = "INSERT INTO documents (path, digest) VALUES (?, ?) ON CONFLICT (path) DO UPDATE SET digest = excluded.digest"
-        self.db.execute(query, (path, digest))
-        return int(self.rows("SELECT id FROM documents WHERE path = ?", path)[0][0])
+    def vectors_from(self, first: int) -> Vectors:
+        """Return the vectors with ids from ``first`` on, in the order of their ids: ``[vectors, dimension]``.
 
-    def put_occurrence(self, document: int, ordinal: int, chunk: Chunk, vectors: Vectors | None) -> None:
-        """Enter a chunk at its place in a document. ``vectors`` (``[windows, dimension]``) are kept if it has none yet."""
-        query = "INSERT INTO chunks (name, text, token_ids, checksum) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO NOTHING"
-        self.db.execute(query, chunk_row(chunk))
-        row = self.rows("SELECT id FROM chunks WHERE name = ?", chunk.id)[0][0]
-        if vectors is not None and not self.rows("SELECT 1 FROM vectors WHERE chunk = ? LIMIT 1", row):
-            self.put_vectors(row, vectors)
-        metadata = json.dumps(dict(chunk.metadata), default=str)
-        self.db.execute("INSERT INTO occurrences VALUES (?, ?, ?, ?)", (document, ordinal, row, metadata))
+        Raises:
+            StoreError: One does not match its checksum or the others.
+        """
+        values = array("b")
+        length = 0
+        count = 0
+        with self.access():
+            query = "SELECT vector, checksum FROM vectors WHERE id >= ? ORDER BY id"
+            for data, stored in self.db.execute(query, (first,)):
+                if _checksum(data) != stored or len(data) != (length or len(data)):
+                    raise self.damaged("a vector fails its checksum; rebuilding the index repairs that")
+                values.frombytes(data)
+                length, count = len(data), count + 1
+        return np.frombuffer(values, "<f4").reshape(count, length // 4).astype(np.float32, copy=False)
 
-    def put_vectors(self, chunk: int, vectors: Vectors) -> None:
-        """Enter the vectors of a chunk's windows."""
+    def replace_vectors(self, vectors: Iterable[tuple[int, Vectors]]) -> None:
+        """Remove all vectors and enter those of these chunks (by row), ``[windows, dimension]`` each."""
+        self.db.execute("DELETE FROM vectors")
+        for row, windows in vectors:
+            self._put_vectors(row, windows)
+
+    def _put_vectors(self, row: int, vectors: Vectors) -> None:
+        stored = [vector.astype("<f4").tobytes() for vector in vectors]
         query = "INSERT INTO vectors (chunk, vector, checksum) VALUES (?, ?, ?)"
-        self.db.executemany(query, ((chunk, *vector_row(vector)) for vector in vectors))
-
-    def remove_orphans(self, chunks: Iterable[int]) -> list[str]:
-        """Remove those of these chunks that no document holds; return their ids."""
-        query = (
-            "DELETE FROM chunks AS c WHERE c.id = ? AND NOT EXISTS (SELECT 1 FROM occurrences WHERE chunk = c.id) "
-            "RETURNING name"
-        )
-        return [name for chunk in chunks for (name,) in self.rows(query, chunk)]
+        self.db.executemany(query, ((row, data, _checksum(data)) for data in stored))
 
 
-CHUNK_COLUMNS = "c.name, c.text, c.token_ids, c.checksum"
+def _chunk_checksum(name: str, text: str, token_ids: bytes) -> bytes:
+    return _checksum(name.encode(), text.encode(), token_ids)
 
 
-def chunk_row(chunk: Chunk) -> tuple[str, str, bytes, bytes]:
-    """Return a chunk as stored: little-endian 32-bit token ids, and a checksum."""
-    ids = np.asarray(chunk.token_ids, dtype="<i4").tobytes()
-    return chunk.id, chunk.text, ids, checksum(chunk.id.encode(), chunk.text.encode(), ids)
-
-
-def read_chunk(database: IndexDatabase, row: tuple[Any, ...]) -> Chunk:
-    """Return the chunk of ``CHUNK_COLUMNS`` and a metadata column.
-
-    Raises:
-        StoreError: It does not match its checksum.
-    """
-    name, text, ids, stored, metadata = row
-    try:
-        if checksum(name.encode(), text.encode(), ids) == stored:
-            return Chunk(name, text, pack_ids(np.frombuffer(ids, "<i4").tolist()), json.loads(metadata or "{}"))
-    except (AttributeError, TypeError, ValueError) as error:  # a value of another type, or no JSON
-        raise database.damaged(str(error)) from error
-    raise database.damaged(f"chunk {name} fails its checksum")
-
-
-def vector_row(vector: Vectors) -> tuple[bytes, bytes]:
-    """Return a vector as stored."""
-    data = vector.astype("<f4").tobytes()
-    return data, checksum(data)
-
-
-def checksum(*parts: bytes) -> bytes:
+def _checksum(*parts: bytes) -> bytes:
     """Return a checksum of the parts in a row; SQLite keeps none."""
     state = xxhash.xxh3_64()
     for part in parts:

@@ -1,27 +1,23 @@
-"""Documents, their chunks and their embeddings: retrieval with FAISS, kept in one SQLite file beside the KV store."""
+"""The index: documents, their chunks and embeddings, searched by meaning and kept in one file beside the KV store."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.retrieval.database import CHUNK_COLUMNS, FILE_NAME, IndexDatabase, read_chunk
+from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
-from cacheblend_rag.retrieval.manifest import IndexManifest
 from cacheblend_rag.retrieval.search import VectorSearch
 
-__all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexManifest", "IndexStats", "IndexedDocument"]
+__all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexConfig", "IndexStats", "IndexedDocument"]
 
 _PAGE = 256
-_METADATA_OF_CHUNK = (
-    "(SELECT o.metadata FROM occurrences o JOIN documents d ON d.id = o.document WHERE o.chunk = c.id "
-    "ORDER BY d.path, o.ordinal LIMIT 1)"
-)
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,10 @@ class IndexStats:
 
 
 class ChunkIndex:
-    """Documents, chunks and vectors of one directory. Thread-safe; any number of processes may use it at once.
+    """What was indexed in one directory: documents, chunks, vectors, but no KV.
 
-    The embedding model and FAISS are loaded by the first call that needs them. Vectors are searched in memory and follow
-    what other processes change.
+    Thread-safe; any number of processes may use it at once. The embedding model and FAISS are loaded by the first call that
+    needs them. Vectors are searched in memory and follow what other processes change.
 
     Attributes:
         directory: Where the index is; the KV store's directory.
@@ -80,14 +76,14 @@ class ChunkIndex:
         self._loading = threading.Lock()
 
     @classmethod
-    def open(cls, directory: Path | str, manifest: IndexManifest | None = None) -> Self:
-        """Open the index in ``directory``; with a manifest, create it where there is none.
+    def open(cls, directory: Path | str, config: IndexConfig | None = None) -> Self:
+        """Open the index in ``directory``; with a config, create it where there is none.
 
         Raises:
             StoreMismatchError: The index was made with another model or other settings.
-            StoreError: There is none (and no manifest), it is damaged, or the directory cannot be used.
+            StoreError: There is none (and no config), it is damaged, or the directory cannot be used.
         """
-        return cls(IndexDatabase(Path(directory).expanduser(), manifest))
+        return cls(IndexDatabase(Path(directory).expanduser(), config))
 
     @staticmethod
     def exists(directory: Path | str) -> bool:
@@ -95,9 +91,9 @@ class ChunkIndex:
         return (Path(directory).expanduser() / FILE_NAME).is_file()
 
     @property
-    def manifest(self) -> IndexManifest:
+    def config(self) -> IndexConfig:
         """What the index was made with."""
-        return self._database.manifest()
+        return self._database.config()
 
     @property
     def generation(self) -> Hashable:
@@ -131,15 +127,7 @@ class ChunkIndex:
                 if self._embedding() != name:
                     known.clear()  # another process has rebuilt the index with another model meanwhile
                 elif distinct.keys() <= known.keys() | self._database.embedded(distinct):
-                    return self._replace(document_path, digest, ordered, known)
-
-    def _replace(self, path: str, digest: str, chunks: Sequence[Chunk], vectors: Mapping[str, Vectors]) -> list[str]:
-        database = self._database
-        before = database.clear_document(path)
-        document = database.put_document(path, digest)
-        for ordinal, chunk in enumerate(chunks):
-            database.put_occurrence(document, ordinal, chunk, vectors.get(chunk.id))
-        return database.remove_orphans(before)
+                    return self._database.replace_document(document_path, digest, ordered, known)
 
     def delete(self, path: str) -> list[str]:
         """Remove a document; return the ids of the chunks that no document holds any more.
@@ -151,30 +139,25 @@ class ChunkIndex:
         with self._database.transaction():
             if self.digest_of(path) is None:
                 raise InputError(f"{path} is not in the index {self.directory}. `documents()` lists what is.")
-            before = self._database.clear_document(path)
-            self._database.db.execute("DELETE FROM documents WHERE path = ?", (path,))
-            return self._database.remove_orphans(before)
+            return self._database.delete_document(path)
 
     def documents(self) -> list[IndexedDocument]:
         """List the documents in path order."""
-        query = (
-            "SELECT d.path, d.digest, count(o.ordinal) FROM documents d LEFT JOIN occurrences o ON o.document = d.id "
-            "GROUP BY d.id ORDER BY d.path"
-        )
-        return [IndexedDocument(*row) for row in self._database.rows(query)]
+        return [
+            IndexedDocument(path=path, digest=digest, chunks=chunks)
+            for path, digest, chunks in self._database.documents()
+        ]
 
     def digest_of(self, path: str) -> str | None:
         """Return the digest a document was indexed with, or None where it is not in the index."""
-        rows = self._database.rows("SELECT digest FROM documents WHERE path = ?", path)
-        return rows[0][0] if rows else None
+        return self._database.digest_of(path)
 
     def chunks(self) -> Iterator[Chunk]:
         """Iterate over every distinct chunk, in the order they came; each has the metadata of its first place."""
-        query = f"SELECT {CHUNK_COLUMNS}, {_METADATA_OF_CHUNK}, c.id FROM chunks c WHERE c.id > ? ORDER BY c.id LIMIT {_PAGE}"
         last = 0
-        while page := self._database.rows(query, last):
-            yield from (read_chunk(self._database, row[:-1]) for row in page)
-            last = page[-1][-1]
+        while page := self._database.chunks_after(last, _PAGE):
+            yield from (chunk for _, chunk in page)
+            last, _ = page[-1]
 
     def chunk(self, chunk_id: str) -> Chunk:
         """Return a chunk by id.
@@ -182,11 +165,10 @@ class ChunkIndex:
         Raises:
             UnknownChunkError: There is none with that id.
         """
-        query = f"SELECT {CHUNK_COLUMNS}, {_METADATA_OF_CHUNK} FROM chunks c WHERE c.name = ?"
-        rows = self._database.rows(query, chunk_id)
-        if not rows:
+        chunk = self._database.chunk(chunk_id)
+        if chunk is None:
             raise UnknownChunkError(f"There is no chunk {chunk_id} in the index {self.directory}.")
-        return read_chunk(self._database, rows[0])
+        return chunk
 
     def search(self, question: str, k: int) -> list[Hit]:
         """Return the ``k`` chunks nearest to the question, best first.
@@ -204,26 +186,16 @@ class ChunkIndex:
             vector = self._load(name).question(question)
             with self._database.transaction(write=False):
                 if self._embedding() == name:
-                    return [self._hit(chunk, score) for chunk, score in self._vectors.search(vector, k)]
+                    return [self._hit(row, score) for row, score in self._vectors.search(vector, k)]
 
-    def _hit(self, chunk: int, score: float) -> Hit:
-        query = (
-            f"SELECT d.path, o.ordinal, {CHUNK_COLUMNS}, o.metadata FROM chunks c JOIN occurrences o ON o.chunk = c.id "
-            "JOIN documents d ON d.id = o.document WHERE c.id = ? ORDER BY d.path, o.ordinal LIMIT 1"
-        )
-        for path, ordinal, *row in self._database.rows(query, chunk):
-            return Hit(read_chunk(self._database, tuple(row)), score, path, ordinal)
-        raise self._database.damaged(f"a vector belongs to chunk {chunk}, which is in no document")
+    def _hit(self, row: int, score: float) -> Hit:
+        path, ordinal, chunk = self._database.first_place(row)
+        return Hit(chunk, score, path, ordinal)
 
     def neighbours(self, hit: Hit, before: int = 0, after: int = 1) -> list[Hit]:
         """Return the chunks that stand before and after a hit in its document, in document order, without the hit."""
-        query = (
-            f"SELECT o.ordinal, {CHUNK_COLUMNS}, o.metadata FROM documents d JOIN occurrences o ON o.document = d.id "
-            "JOIN chunks c ON c.id = o.chunk WHERE d.path = ? AND o.ordinal BETWEEN ? AND ? AND o.ordinal <> ? "
-            "ORDER BY o.ordinal"
-        )
-        rows = self._database.rows(query, hit.path, hit.ordinal - before, hit.ordinal + after, hit.ordinal)
-        return [Hit(read_chunk(self._database, row), None, hit.path, ordinal) for ordinal, *row in rows]
+        around = self._database.chunks_between(hit.path, hit.ordinal - before, hit.ordinal + after)
+        return [Hit(chunk, None, hit.path, ordinal) for ordinal, chunk in around if ordinal != hit.ordinal]
 
     def rebuild(self, embedding: str | None = None, progress: Callable[[int], None] | None = None) -> None:
         """Embed every chunk again, with another embedding model if one is named. Searches see all old or all new.
@@ -242,24 +214,19 @@ class ChunkIndex:
         while True:
             self._embed(name, (chunk for chunk in self.chunks() if chunk.id not in known), known, progress)
             with self._database.transaction():
-                rows = self._database.rows("SELECT id, name FROM chunks")
-                if all(chunk in known for _, chunk in rows):  # else another process has added some meanwhile
-                    self._database.db.execute("DELETE FROM vectors")
-                    for row, chunk in rows:
-                        self._database.put_vectors(row, known[chunk])
-                    changed = replace(self.manifest, embedding=name)
-                    self._database.put_manifest(changed)
+                rows = self._database.chunk_rows()
+                if rows.keys() <= known.keys():  # else another process has added some meanwhile
+                    self._database.replace_vectors((row, known[chunk_id]) for chunk_id, row in rows.items())
+                    self._database.put_config(replace(self.config, embedding=name))
                     return
 
     def stats(self) -> IndexStats:
         """Count what is in the index."""
         with self._database.transaction(write=False):
-            documents = self._database.rows("SELECT count(*) FROM documents")[0][0]
-            chunks, nbytes = self._database.rows("SELECT count(*), ifnull(sum(length(token_ids)), 0) FROM chunks")[0]
-            name = self._embedding()
-        files = (self._database.path.with_name(FILE_NAME + suffix) for suffix in ("", "-wal"))
-        size = sum(file.stat().st_size for file in files if file.exists())
-        return IndexStats(documents, chunks, nbytes // 4, size, name)
+            documents, chunks, tokens = self._database.counts()
+            embedding = self._embedding()
+        nbytes = self._database.nbytes()
+        return IndexStats(documents=documents, chunks=chunks, tokens=tokens, nbytes=nbytes, embedding=embedding)
 
     def close(self) -> None:
         """Close the database. The index must not be used afterwards."""
@@ -274,7 +241,7 @@ class ChunkIndex:
         self.close()
 
     def _embedding(self) -> str:
-        return self.manifest.embedding or DEFAULT_EMBEDDING
+        return self.config.embedding or DEFAULT_EMBEDDING
 
     def _load(self, name: str) -> Embedder:
         with self._loading:

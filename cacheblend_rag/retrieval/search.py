@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.retrieval.database import IndexDatabase, checksum
+from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Vectors
 
 
@@ -50,7 +49,7 @@ class VectorSearch:
         generation = self._database.generation()
         if generation == self._generation:
             return
-        now = dict(self._database.rows("SELECT id, chunk FROM vectors"))
+        now = self._database.vector_rows()
         gone, new = self._chunk_of.keys() - now.keys(), sorted(now.keys() - self._chunk_of.keys())
         if len(gone) == len(self._chunk_of):
             self._faiss = None  # a rebuilt index may have vectors of another length
@@ -58,28 +57,10 @@ class VectorSearch:
             self._faiss.remove_ids(np.array(sorted(gone), np.int64))
         self._chunk_of = {row: chunk for row, chunk in self._chunk_of.items() if row in now}
         if new:
-            query = "SELECT vector, checksum FROM vectors WHERE id >= ? ORDER BY id"
-            vectors = _read(self._database, self._database.db.execute(query, (new[0],)))
+            vectors = self._database.vectors_from(new[0])
             if self._faiss is None:
                 self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
             self._faiss.add_with_ids(vectors, np.array(new, np.int64))
             self._chunk_of = now
         self._chunks = len(set(self._chunk_of.values()))
         self._generation = generation
-
-
-def _read(database: IndexDatabase, rows: Iterable[tuple[bytes, bytes]]) -> Vectors:
-    """Return stored vectors as one array.
-
-    Raises:
-        StoreError: One does not match its checksum or the others.
-    """
-    values = array("b")
-    length = 0
-    count = 0
-    for data, stored in rows:
-        if checksum(data) != stored or len(data) != (length or len(data)):
-            raise database.damaged("a vector fails its checksum; rebuilding the index repairs that")
-        values.frombytes(data)
-        length, count = len(data), count + 1
-    return np.frombuffer(values, "<f4").reshape(count, length // 4).astype(np.float32, copy=False)

@@ -1,4 +1,4 @@
-"""What ``/v1/chunks`` does, without HTTP."""
+"""What the routes of ``/v1/chunks`` do, without HTTP: between a request and the catalogue, registry and KV store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ConflictError(InputError):
 
 
 class ServedChunks:
-    """The chunks a server knows, and their KV. Blocking; called off the event loop."""
+    """Reads, lists and deletes chunks together with their KV; the catalogue knows chunks alone. Blocking."""
 
     def __init__(self, client: BlendClient, catalogue: ChunkCatalogue):
         self._client, self._catalogue = client, catalogue

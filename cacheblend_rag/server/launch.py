@@ -80,8 +80,8 @@ async def _serve_engine(
 
     client = await BlendClient.connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
     catalogue = ChunkCatalogue(launch.store, client.registry, client.fingerprint)
-    for note in catalogue.notes:
-        _log.warning(note)
+    for warning in catalogue.warnings:
+        _log.warning(warning)
     try:
         app = await build_app(options, args, llm, client, catalogue)
         known = f"{len(client.registry)} chunks known"

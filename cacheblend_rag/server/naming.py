@@ -66,6 +66,7 @@ class ChunkNaming:
             if isinstance(block, Mapping) and block.get("type") == "text" and block.get("id") is not None:
                 name = str(block["id"])
                 text = str(block.get("text") or "") or self._resolve(name).text
+                self._note_if_new(name, text.strip())
                 if self._is_chunk(name, text.strip()):
                     named.append(name)
                 blocks.append({**{key: value for key, value in block.items() if key != "id"}, "text": text})
@@ -73,12 +74,14 @@ class ChunkNaming:
                 blocks.append(block)
         return {**copied, "content": blocks}
 
+    def _note_if_new(self, name: str, text: str) -> None:
+        """Make a chunk known that is named by its content and that nobody has registered."""
+        if self._registry.get(name) is None and text and name == chunk_id(text):
+            self._note(make_chunk(text, self._tokenizer))
+
     def _is_chunk(self, name: str, text: str) -> bool:
-        """Say whether ``name`` is the chunk of that text; one that is not known yet becomes known."""
+        """Say whether ``name`` is the chunk of that text."""
         known = self._registry.get(name)
-        if known is None and text and name == chunk_id(text):
-            known = make_chunk(text, self._tokenizer)
-            self._note(known)
         return known is not None and known.text == text
 
     def _absent(self, chunk_ids: Sequence[str], texts: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``/v1/chunks``: precompute, list, inspect and delete chunks."""
+"""The HTTP routes of ``/v1/chunks``: precompute, list, inspect and delete chunks. What they do is in ``chunks.py``."""
 
 from __future__ import annotations
 
@@ -31,18 +31,37 @@ _Route = Callable[..., Awaitable[Response]]
 
 
 def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
-    """Return the routes."""
+    """Return the routes of :class:`ChunkRoutes`, with errors as responses."""
+    routes = ChunkRoutes(client, catalogue, metrics, model)
     router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
-    chunks = ServedChunks(client, catalogue)
+    table: list[tuple[str, str, _Route]] = [
+        ("POST", "", routes.precompute),
+        ("GET", "", routes.list_chunks),
+        ("GET", "/stats", routes.stats),  # before /{chunk_id}: the first path that fits is taken
+        ("POST", "/flush", routes.flush),
+        ("GET", "/{chunk_id}", routes.inspect),
+        ("DELETE", "/{chunk_id}", routes.delete),
+        ("DELETE", "", routes.delete_several),
+    ]
+    for method, path, route in table:
+        router.add_api_route(path, _explained(route), methods=[method])
+    return router
 
-    @router.post("")
-    @_explained
-    async def precompute(request: Request) -> Response:
+
+class ChunkRoutes:
+    """Requests to ``/v1/chunks`` and their responses; what is done is in :class:`ServedChunks`."""
+
+    def __init__(self, client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseMetrics, model: ModelInfo):
+        """Serve the chunks of ``catalogue``, whose KV is the client's."""
+        self._client, self._catalogue, self._metrics, self._model = client, catalogue, metrics, model
+        self._chunks = ServedChunks(client, catalogue)
+
+    async def precompute(self, request: Request) -> Response:
         """Compute and store the KV of texts, and register them; texts that are stored already cost nothing."""
-        wanted = await asyncio.to_thread(chunks.read, await request.body())
-        report = await client.precompute(wanted)
-        metrics.precomputed(report)
-        await asyncio.to_thread(catalogue.add, list({chunk.id: chunk for chunk in wanted}.values()))
+        wanted = await asyncio.to_thread(self._chunks.read, await request.body())
+        report = await self._client.precompute(wanted)
+        self._metrics.precomputed(report)
+        await asyncio.to_thread(self._catalogue.add, list({chunk.id: chunk for chunk in wanted}.values()))
         return JSONResponse(
             {
                 "object": "list",
@@ -59,52 +78,40 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
             }
         )
 
-    @router.get("")
-    @_explained
-    async def list_chunks(request: Request) -> Response:
+    async def list_chunks(self, request: Request) -> Response:
         """List chunks in the order of their ids, a page at a time: ``?limit=100&after=ID``."""
         query = read_query(PageQuery, request.query_params)
-        found, more = await asyncio.to_thread(chunks.page, query.limit, query.after)
+        found, more = await asyncio.to_thread(self._chunks.page, query.limit, query.after)
         return JSONResponse(
             {"object": "list", "data": found, "has_more": more, "last_id": found[-1]["id"] if found else None}
         )
 
-    @router.get("/stats")
-    @_explained
-    async def stats() -> Response:
+    async def stats(self) -> Response:
         """Say what the store holds, how many chunks are known, and which model this is."""
-        await asyncio.to_thread(catalogue.refresh)
-        held = await asyncio.to_thread(client.store.stats)
+        await asyncio.to_thread(self._catalogue.refresh)
+        held = await asyncio.to_thread(self._client.store.stats)
         return JSONResponse(
-            {"chunks": len(client.registry), "kv": asdict(held), "model": model.model_dump(mode="json")}
+            {"chunks": len(self._client.registry), "kv": asdict(held), "model": self._model.model_dump(mode="json")}
         )
 
-    @router.post("/flush")
-    @_explained
-    async def flush() -> Response:
+    async def flush(self) -> Response:
         """Wait until the chunks that finished answers found missing have been stored."""
-        await client.drain()
+        await self._client.drain()
         return JSONResponse({"object": "flush", "done": True})
 
-    @router.get("/{chunk_id}")
-    @_explained
-    async def inspect(chunk_id: str) -> Response:
+    async def inspect(self, chunk_id: str) -> Response:
         """Return one chunk with its text, tokens and metadata."""
-        chunk = await asyncio.to_thread(chunks.known, chunk_id)
-        described = await asyncio.to_thread(chunks.describe, chunk)
+        chunk = await asyncio.to_thread(self._chunks.known, chunk_id)
+        described = await asyncio.to_thread(self._chunks.describe, chunk)
         detail = {"text": chunk.text, "token_ids": list(chunk.token_ids), "metadata": dict(chunk.metadata)}
         return JSONResponse({**described, **json.loads(json.dumps(detail, default=str))})
 
-    @router.delete("/{chunk_id}")
-    @_explained
-    async def delete(chunk_id: str) -> Response:
+    async def delete(self, chunk_id: str) -> Response:
         """Forget a chunk and drop its KV."""
-        await asyncio.to_thread(lambda: chunks.delete([chunks.known(chunk_id)]))
+        await asyncio.to_thread(lambda: self._chunks.delete([self._chunks.known(chunk_id)]))
         return JSONResponse({"id": chunk_id, "object": "chunk", "deleted": True})
 
-    @router.delete("")
-    @_explained
-    async def delete_several(request: Request) -> Response:
+    async def delete_several(self, request: Request) -> Response:
         """Forget several chunks (``?id=…&id=…``), or all (``?all=true``); not those of the index, nor unknown ids."""
         everything = read_query(DeleteQuery, request.query_params).all
         chunk_ids = request.query_params.getlist("id")
@@ -112,12 +119,10 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
             raise InputError(
                 "Name the chunks to delete, as ?id=...&id=..., or give ?all=true for every registered one."
             )
-        gone = await asyncio.to_thread(chunks.delete_named, chunk_ids, everything)
+        gone = await asyncio.to_thread(self._chunks.delete_named, chunk_ids, everything)
         return JSONResponse(
             {"object": "list", "data": [{"id": name, "object": "chunk", "deleted": True} for name in gone]}
         )
-
-    return router
 
 
 def _explained(route: _Route) -> _Route:

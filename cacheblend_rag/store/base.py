@@ -12,13 +12,12 @@ from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """One stored entry as ``cacheblend store ls`` lists it. Sizes in bytes, times in seconds since the epoch."""
+    """The KV of one key, as :meth:`KVStore.entries` lists it. Sizes in bytes, times in seconds since the epoch."""
 
     key: KVKey
     nbytes: int
     tier: str
     last_used: float
-    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class KVStore(ABC):
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Store ``kv``; a key that is present is only marked as used. Return whether it is in the store afterwards.
 
-        False means that it cannot fit the budget (larger than it, or everything else is pinned).
+        False means that it is larger than the budget.
 
         Raises:
             StoreError: The medium refuses (disk full, read-only). Existing entries are untouched.
@@ -79,21 +78,6 @@ class KVStore(ABC):
     def delete(self, key: KVKey) -> bool:
         """Remove an entry; readers that hold it finish undisturbed. Return whether it was there."""
 
-    @abstractmethod
-    def pin(self, key: KVKey) -> None:
-        """Keep an entry from eviction until :meth:`unpin` is called as often (in this process).
-
-        A pin belongs to the key, present or not. It does not stand in the way of :meth:`delete`.
-        """
-
-    @abstractmethod
-    def unpin(self, key: KVKey) -> None:
-        """Undo one :meth:`pin`.
-
-        Raises:
-            ValueError: The key is not pinned.
-        """
-
     def touch(self, key: KVKey) -> None:  # noqa: B027 - not every tier has a cheap way
         """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
 
@@ -103,7 +87,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def evict(self, to_bytes: int) -> int:
-        """Evict least recently used, unpinned entries until at most ``to_bytes`` remain. Return the bytes freed."""
+        """Evict least recently used entries until at most ``to_bytes`` remain. Return the bytes freed."""
 
     @abstractmethod
     def stats(self) -> StoreStats:

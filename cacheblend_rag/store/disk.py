@@ -10,9 +10,9 @@ from pathlib import Path
 from cacheblend_rag.errors import DamagedKVError, StoreError
 from cacheblend_rag.store import kvfile
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
-from cacheblend_rag.store.bookkeeping import Events, Pins
 from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
+from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.faults import explain, explained
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.spool import Spool
@@ -43,7 +43,6 @@ class DiskStore(KVStore):
         self._codec = get_codec(codec)
         self._directory = EntryDirectory(self.root / "kv")
         self._spool = Spool(self.root / "tmp")
-        self._pins = Pins()
         self._events = Events()
         self._condemned: set[tuple[KVKey, int]] = set()
         self._prepare()
@@ -64,7 +63,7 @@ class DiskStore(KVStore):
             self._directory.touch(path)
             return True
         encoded = kvfile.encode(key, kv, self._codec)
-        if not self._fits(key, encoded.nbytes):
+        if not self._fits(encoded.nbytes):
             return False
         with self._writing(), self._temporary() as temporary:
             kvfile.write(encoded, temporary)
@@ -76,7 +75,7 @@ class DiskStore(KVStore):
                 if self.contains(key):  # another writer was faster
                     self._directory.touch(path)
                     return True
-                if not self._fits(key, size):
+                if not self._fits(size):
                     return False
                 if self.budget is not None:
                     self._evict(self.budget - size)
@@ -105,16 +104,6 @@ class DiskStore(KVStore):
         with self._writing(), self._directory.exclusive():
             return self._directory.remove(key) is not None
 
-    def pin(self, key: KVKey) -> None:
-        """See :meth:`KVStore.pin`. Other processes do not see the pin; a handle survives their evictions anyway."""
-        with self._directory.mutex:
-            self._pins.add(key)
-
-    def unpin(self, key: KVKey) -> None:
-        """See :meth:`KVStore.unpin`."""
-        with self._directory.mutex:
-            self._pins.drop(key)
-
     def touch(self, key: KVKey) -> None:
         """See :meth:`KVStore.touch`."""
         self._directory.touch(self._directory.file(key))
@@ -122,7 +111,7 @@ class DiskStore(KVStore):
     def entries(self) -> Iterator[EntryInfo]:
         """See :meth:`KVStore.entries`; sizes are those of the files."""
         for file in self._directory.scan():
-            yield EntryInfo(file.key, file.nbytes, "disk", file.mtime_ns / 1e9, file.key in self._pins)
+            yield EntryInfo(file.key, file.nbytes, "disk", file.mtime_ns / 1e9)
 
     def evict(self, to_bytes: int) -> int:
         """See :meth:`KVStore.evict`.
@@ -204,15 +193,11 @@ class DiskStore(KVStore):
         finally:
             path.unlink(missing_ok=True)
 
-    def _fits(self, key: KVKey, nbytes: int) -> bool:
-        if self.budget is None:
-            return True
-        with self._directory.mutex:
-            pinned = sum(self._directory.size(other) or 0 for other in self._pins if other != key)
-        return pinned + nbytes <= self.budget
+    def _fits(self, nbytes: int) -> bool:
+        return self.budget is None or nbytes <= self.budget
 
     def _evict(self, to_bytes: int) -> int:
-        freed = self._directory.evict(to_bytes, self._pins.__contains__)
+        freed = self._directory.evict(to_bytes)
         self._events.add("evictions", len(freed))
         return sum(freed)
 

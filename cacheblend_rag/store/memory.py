@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
-from cacheblend_rag.store.bookkeeping import Events, Pins
+from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 
 
@@ -30,7 +30,6 @@ class MemoryStore(KVStore):
         self._lock = threading.Lock()
         self._held: OrderedDict[KVKey, _Held] = OrderedDict()
         self._nbytes = 0
-        self._pins = Pins()
         self._events = Events()
 
     def get(self, key: KVKey) -> ChunkKV | None:
@@ -51,8 +50,6 @@ class MemoryStore(KVStore):
         with self._lock:
             if self._use(key):
                 return True
-            if not self._fits(owned.nbytes):
-                return False
             if self.budget is not None:
                 self._evict(self.budget - owned.nbytes)
             self._held[key] = _Held(owned, time.time())
@@ -70,16 +67,6 @@ class MemoryStore(KVStore):
         with self._lock:
             return self._remove(key) is not None
 
-    def pin(self, key: KVKey) -> None:
-        """See :meth:`KVStore.pin`."""
-        with self._lock:
-            self._pins.add(key)
-
-    def unpin(self, key: KVKey) -> None:
-        """See :meth:`KVStore.unpin`."""
-        with self._lock:
-            self._pins.drop(key)
-
     def touch(self, key: KVKey) -> None:
         """See :meth:`KVStore.touch`."""
         with self._lock:
@@ -88,10 +75,7 @@ class MemoryStore(KVStore):
     def entries(self) -> Iterator[EntryInfo]:
         """See :meth:`KVStore.entries`; a snapshot."""
         with self._lock:
-            snapshot = [
-                EntryInfo(key, held.kv.nbytes, "ram", held.last_used, key in self._pins)
-                for key, held in self._held.items()
-            ]
+            snapshot = [EntryInfo(key, held.kv.nbytes, "ram", held.last_used) for key, held in self._held.items()]
         return iter(snapshot)
 
     def evict(self, to_bytes: int) -> int:
@@ -123,10 +107,7 @@ class MemoryStore(KVStore):
         return held
 
     def _fits(self, nbytes: int) -> bool:
-        if self.budget is None:
-            return True
-        pinned = sum(self._held[key].kv.nbytes for key in self._pins if key in self._held)
-        return pinned + nbytes <= self.budget
+        return self.budget is None or nbytes <= self.budget
 
     def _remove(self, key: KVKey) -> _Held | None:
         held = self._held.pop(key, None)
@@ -136,12 +117,9 @@ class MemoryStore(KVStore):
 
     def _evict(self, to_bytes: int) -> int:
         before = self._nbytes
-        for key in list(self._held):
-            if self._nbytes <= to_bytes:
-                break
-            if key not in self._pins:
-                self._remove(key)
-                self._events.add("evictions")
+        while self._held and self._nbytes > to_bytes:
+            self._remove(next(iter(self._held)))
+            self._events.add("evictions")
         return before - self._nbytes
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
-from cacheblend_rag.store.bookkeeping import Events
+from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 
 _log = logging.getLogger(__name__)
@@ -76,16 +76,6 @@ class TieredStore(KVStore):
         """See :meth:`KVStore.delete`; from every tier."""
         removed = [tier.delete(key) for tier in self.tiers]
         return any(removed)
-
-    def pin(self, key: KVKey) -> None:
-        """See :meth:`KVStore.pin`; in every tier, so also where a promotion puts the entry later."""
-        for tier in self.tiers:
-            tier.pin(key)
-
-    def unpin(self, key: KVKey) -> None:
-        """See :meth:`KVStore.unpin`."""
-        for tier in self.tiers:
-            tier.unpin(key)
 
     def touch(self, key: KVKey) -> None:
         """See :meth:`KVStore.touch`."""

@@ -243,7 +243,7 @@ def test_opening_an_index_registers_its_chunks_so_that_plain_text_is_matched(
     with RagPipeline(fresh, tmp_path / "store") as reopened:
         chunk = next(reopened.chunks.chunks())
         assert fresh.registry.find(f"Notes: {chunk.text} Thanks.") == ["Notes: ", chunk, " Thanks."]
-        assert reopened.chunks.manifest.chunk_tokens == 24
+        assert reopened.chunks.config.chunk_tokens == 24
 
 
 def test_what_another_process_indexes_is_found_without_reopening(

@@ -17,11 +17,11 @@ import numpy as np
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.retrieval.embedding import Embedder, Vectors
-from cacheblend_rag.retrieval.index import ChunkIndex, IndexManifest
+from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.store.kv import ModelFingerprint
 from tests.store.workers import NOBODY
 
-MANIFEST = IndexManifest(ModelFingerprint("ab" * 16, "small-model"), (1, 2, 3), 64, 0, "words")
+CONFIG = IndexConfig(ModelFingerprint("ab" * 16, "small-model"), (1, 2, 3), 64, 0, "words")
 
 
 class WordEmbedder(Embedder):
@@ -55,7 +55,7 @@ def chunks(*texts: str) -> list[Chunk]:
 
 def add_many(connection: Connection, directory: Path, prefix: str, count: int) -> None:
     """Add documents that share a chunk with those of every other process."""
-    with patch.object(Embedder, "load", load), ChunkIndex.open(directory, MANIFEST) as index:
+    with patch.object(Embedder, "load", load), ChunkIndex.open(directory, CONFIG) as index:
         for number in range(count):
             index.add(f"/{prefix}{number}", "d", chunks(f"own text {prefix} {number}", "shared by all"))
             connection.send(number)
@@ -63,7 +63,7 @@ def add_many(connection: Connection, directory: Path, prefix: str, count: int) -
 
 def replace_and_die(connection: Connection, directory: Path, statement: int) -> None:
     """Replace document /a, killed just before the ``statement``-th statement; tell "done" if there are fewer."""
-    with patch.object(Embedder, "load", load), ChunkIndex.open(directory, MANIFEST) as index:
+    with patch.object(Embedder, "load", load), ChunkIndex.open(directory, CONFIG) as index:
         seen = 0
 
         def count(_: str) -> None:
@@ -86,7 +86,7 @@ def read_only(connection: Connection, directory: Path) -> None:
         os.setuid(NOBODY)
     with patch.object(Embedder, "load", load):
         try:
-            with ChunkIndex.open(directory, MANIFEST) as index:
+            with ChunkIndex.open(directory, CONFIG) as index:
                 found = [hit.chunk.text for hit in index.search("blue anchor", 1)]
                 try:
                     index.add("/b", "d", chunks("another"))

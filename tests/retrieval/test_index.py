@@ -20,7 +20,7 @@ from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.kv import ModelFingerprint
 from tests.retrieval import index_workers
-from tests.retrieval.index_workers import MANIFEST, chunk, chunks
+from tests.retrieval.index_workers import CONFIG, chunk, chunks
 from tests.store.samples import memory_directory
 from tests.store.workers import call, start
 
@@ -38,7 +38,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def index(words: None, directory: Path) -> Iterator[ChunkIndex]:
-    with ChunkIndex.open(directory, MANIFEST) as opened:
+    with ChunkIndex.open(directory, CONFIG) as opened:
         yield opened
 
 
@@ -59,8 +59,8 @@ def test_the_packaged_embedding_finds_what_a_question_is_about(
         "/sea.md": "The brig lost her anchor in a northern storm.\n\nThe crew ate dried cod for eleven weeks.",
         "/town.md": "Bread is baked before dawn and sold by noon.\n\nThe mayor of the town is Oda Fenwick.",
     }
-    with ChunkIndex.open(tmp_path, replace(MANIFEST, embedding=None)) as index:
-        assert index.manifest.embedding == DEFAULT_EMBEDDING
+    with ChunkIndex.open(tmp_path, replace(CONFIG, embedding=None)) as index:
+        assert index.config.embedding == DEFAULT_EMBEDDING
         for path, text in documents.items():
             index.add(path, "d", split_text(text, tokenizer, 40, metadata={"source": path}))
         best = index.search("Who governs the place?", 4)
@@ -90,7 +90,7 @@ def test_windows_cover_the_text_and_fit_the_model(real_embedder: Embedder) -> No
 
 
 def test_an_unknown_embedding_model_is_a_model_error(directory: Path) -> None:
-    with ChunkIndex.open(directory, replace(MANIFEST, embedding="/nowhere/model")) as index:
+    with ChunkIndex.open(directory, replace(CONFIG, embedding="/nowhere/model")) as index:
         with pytest.raises(ModelError, match="/nowhere/model"):
             index.add("/a", "d", chunks("text"))
         assert index.documents() == []
@@ -176,7 +176,7 @@ def test_rebuilding_changes_the_embedding_of_everything(index: ChunkIndex, direc
         index.rebuild("more words", done.append)
         assert sum(done) == 2
         for each in (index, other):
-            assert each.manifest.embedding == "more words" and texts(each, "two", 1) == ["two"]
+            assert each.config.embedding == "more words" and texts(each, "two", 1) == ["two"]
 
 
 def test_chunks_added_while_another_process_rebuilds_get_the_new_embedding(
@@ -199,21 +199,21 @@ def test_chunks_added_while_another_process_rebuilds_get_the_new_embedding(
     ("wanted", "message"),
     [
         (
-            replace(MANIFEST, model=ModelFingerprint("cd" * 16, "big-model")),
+            replace(CONFIG, model=ModelFingerprint("cd" * 16, "big-model")),
             r"small-model.*big-model.*--model small-model",
         ),
-        (replace(MANIFEST, chunk_tokens=512), r"chunks of 64 tokens \(overlap 0\), not 512 \(overlap 0\)"),
-        (replace(MANIFEST, overlap=8), r"not 64 \(overlap 8\)"),
-        (replace(MANIFEST, header_ids=(1,)), r"another prompt header \(3 tokens, now 1\)"),
-        (replace(MANIFEST, embedding="others"), r"embedding model is words, not others"),
+        (replace(CONFIG, chunk_tokens=512), r"chunks of 64 tokens \(overlap 0\), not 512 \(overlap 0\)"),
+        (replace(CONFIG, overlap=8), r"not 64 \(overlap 8\)"),
+        (replace(CONFIG, header_ids=(1,)), r"another prompt header \(3 tokens, now 1\)"),
+        (replace(CONFIG, embedding="others"), r"embedding model is words, not others"),
     ],
 )
 def test_an_index_made_for_something_else_is_refused(
-    index: ChunkIndex, directory: Path, wanted: index_workers.IndexManifest, message: str
+    index: ChunkIndex, directory: Path, wanted: index_workers.IndexConfig, message: str
 ) -> None:
     with pytest.raises(StoreMismatchError, match=f"{message}.*another directory"):
         ChunkIndex.open(directory, wanted)
-    renamed = replace(MANIFEST, model=ModelFingerprint(MANIFEST.model.digest, "moved"), embedding=None)
+    renamed = replace(CONFIG, model=ModelFingerprint(CONFIG.model.digest, "moved"), embedding=None)
     ChunkIndex.open(directory, renamed).close()
 
 
@@ -225,7 +225,7 @@ def test_opening_what_is_not_there_or_not_ours_is_refused(directory: Path) -> No
     (directory / FILE_NAME).touch()  # what is left of a creation that was cut short
     with pytest.raises(StoreError, match="There is no index"):
         ChunkIndex.open(directory)
-    ChunkIndex.open(directory, MANIFEST).close()
+    ChunkIndex.open(directory, CONFIG).close()
     with sqlite3.connect(directory / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
     database.close()
@@ -233,7 +233,7 @@ def test_opening_what_is_not_there_or_not_ours_is_refused(directory: Path) -> No
         ChunkIndex.open(directory)
     (directory / "file").touch()
     with pytest.raises(StoreError):
-        ChunkIndex.open(directory / "file" / "below", MANIFEST)
+        ChunkIndex.open(directory / "file" / "below", CONFIG)
 
 
 def test_a_foreign_database_is_left_alone(directory: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_foreign_database_is_left_alone(directory: Path) -> None:
         database.execute("CREATE TABLE theirs (x)")
     database.close()
     with pytest.raises(StoreError, match="not an index of this library"):
-        ChunkIndex.open(directory, MANIFEST)
+        ChunkIndex.open(directory, CONFIG)
 
 
 def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: Path) -> None:
@@ -271,7 +271,7 @@ def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: P
 def test_a_file_that_is_no_database_says_how_to_start_over(directory: Path, content: bytes) -> None:
     (directory / FILE_NAME).write_bytes(content)
     with pytest.raises(StoreError, match=r"damaged.*Delete index\.sqlite3\*.*index the documents again"):
-        ChunkIndex.open(directory, MANIFEST)
+        ChunkIndex.open(directory, CONFIG)
 
 
 def test_damaged_vectors_are_repaired_by_rebuilding(index: ChunkIndex) -> None:
@@ -287,7 +287,7 @@ def test_a_writer_may_die_before_any_statement(words: None, directory: Path) -> 
     versions = {"old": ["kept in both", "old one"], "new": ["kept in both", "new one", "new two"]}
     seen = set()
     for statement in range(1, 200):
-        with ChunkIndex.open(directory, MANIFEST) as index:
+        with ChunkIndex.open(directory, CONFIG) as index:
             index.add("/a", "old", chunks("old one", "kept in both"))
         process, connection = start(index_workers.replace_and_die, directory, statement)
         try:
@@ -295,7 +295,7 @@ def test_a_writer_may_die_before_any_statement(words: None, directory: Path) -> 
         except EOFError:
             finished = False
         process.join()
-        with ChunkIndex.open(directory, MANIFEST) as index:
+        with ChunkIndex.open(directory, CONFIG) as index:
             digest = index.digest_of("/a")
             assert digest is not None
             assert sorted(texts(index, "one", 9)) == sorted(c.text for c in index.chunks()) == versions[digest]
@@ -309,7 +309,7 @@ def test_processes_add_at_once_and_see_each_other(words: None, directory: Path) 
     workers = [start(index_workers.add_many, directory, prefix, 15) for prefix in "xyz"]
     for _, connection in workers:
         connection.recv()  # all are at work, and the index exists
-    with ChunkIndex.open(directory, MANIFEST) as index:
+    with ChunkIndex.open(directory, CONFIG) as index:
         before = index.generation
         while index.stats().documents < 45:
             paths = {document.path for document in index.documents()}
@@ -343,7 +343,7 @@ def test_threads_share_an_index(index: ChunkIndex) -> None:
 
 @pytest.mark.parametrize("writer_is_open", [False, True])
 def test_an_index_that_cannot_be_written_can_be_searched(words: None, directory: Path, writer_is_open: bool) -> None:
-    writer = ChunkIndex.open(directory, MANIFEST)
+    writer = ChunkIndex.open(directory, CONFIG)
     writer.add("/a", "d", chunks("blue anchor", "red lantern"))
     if not writer_is_open:
         writer.close()
@@ -358,7 +358,7 @@ def test_an_index_that_cannot_be_written_can_be_searched(words: None, directory:
     assert found == ["blue anchor"]
     assert "no write permission" in refusal
     if not writer_is_open:
-        writer = ChunkIndex.open(directory, MANIFEST)
+        writer = ChunkIndex.open(directory, CONFIG)
     writer.add("/b", "d", chunks("green bottle"))
     writer.close()
     connection.send("look again")
@@ -369,7 +369,7 @@ def test_an_index_that_cannot_be_written_can_be_searched(words: None, directory:
 
 def test_an_index_left_open_by_a_dead_process_is_not_read_without_its_log(words: None, directory: Path) -> None:
     with memory_directory() as copy:
-        writer = ChunkIndex.open(directory, MANIFEST)
+        writer = ChunkIndex.open(directory, CONFIG)
         writer.add("/a", "d", chunks("blue anchor"))
         for name in (FILE_NAME, FILE_NAME + "-wal"):
             (copy / name).write_bytes((directory / name).read_bytes())
@@ -392,7 +392,7 @@ def test_an_index_holds_what_its_documents_hold(words: None, steps: list[tuple[s
     model: dict[str, list[str]] = {}
     with (
         memory_directory() as root,
-        ChunkIndex.open(root, MANIFEST) as index,
+        ChunkIndex.open(root, CONFIG) as index,
         ChunkIndex.open(root) as reader,
     ):
         for number, (path, content) in enumerate(steps):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.retrieval.index import ChunkIndex, IndexManifest
-from cacheblend_rag.server.catalogue import FILE_NAME, ChunkCatalogue
+from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
+from cacheblend_rag.retrieval.registered import FILE_NAME
+from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.store.kv import ModelFingerprint
 from tests.conftest import tokenizer_named
 
@@ -65,9 +66,9 @@ def test_what_one_server_registers_and_removes_reaches_the_other(tmp_path: Path)
 
 
 def test_chunks_of_the_index_are_known_followed_and_not_removed(tmp_path: Path) -> None:
-    manifest = IndexManifest(MODEL)
+    config = IndexConfig(MODEL)
     first, later = chunk("The index holds this text."), chunk("And this one came while the server ran.")
-    with ChunkIndex.open(tmp_path, manifest) as index:
+    with ChunkIndex.open(tmp_path, config) as index:
         index.add("a.md", "1", [first])
         mine, registry = catalogue(tmp_path)
         assert registry.get(first.id) is not None
@@ -84,12 +85,12 @@ def test_chunks_of_the_index_are_known_followed_and_not_removed(tmp_path: Path) 
 
 
 def test_an_index_of_another_model_is_left_alone_and_noted(tmp_path: Path) -> None:
-    with ChunkIndex.open(tmp_path, IndexManifest(OTHER)) as index:
+    with ChunkIndex.open(tmp_path, IndexConfig(OTHER)) as index:
         index.add("a.md", "1", [chunk("The index holds this text.")])
     mine, registry = catalogue(tmp_path)
     assert len(registry) == 0
-    assert "another model" in mine.notes[0]
-    assert "two" in mine.notes[0]
+    assert "another model" in mine.warnings[0]
+    assert "two" in mine.warnings[0]
 
 
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
 def test_an_index_that_breaks_under_a_running_server_does_not_stop_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ChunkIndex.open(tmp_path, IndexManifest(MODEL)) as index:
+    with ChunkIndex.open(tmp_path, IndexConfig(MODEL)) as index:
         index.add("a.md", "1", [chunk("The index holds this text.")])
     mine, registry = catalogue(tmp_path)
 

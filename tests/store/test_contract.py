@@ -152,33 +152,7 @@ def test_what_cannot_fit_is_refused_and_evicts_nothing(open_with: Open) -> None:
     store.put(key_of(1), kv_of(1))
     store.put(key_of(2), kv_of(2))
     assert not store.put(key_of(3), kv_of(3, tokens=1000))
-    store.pin(key_of(1))
-    store.pin(key_of(2))
-    assert not store.put(key_of(3), kv_of(3))
     assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
-
-
-def test_pinned_entries_outlast_eviction_until_unpinned_as_often(store: KVStore) -> None:
-    store.put(key_of(1), kv_of(1))
-    store.put(key_of(2), kv_of(2))
-    store.pin(key_of(1))
-    store.pin(key_of(1))
-    store.unpin(key_of(1))
-    assert store.evict(0) > 0
-    assert [(entry.key, entry.pinned) for entry in store.entries()] == [(key_of(1), True)]
-    store.unpin(key_of(1))
-    store.evict(0)
-    assert store.stats().entries == 0
-    with pytest.raises(ValueError, match="not pinned"):
-        store.unpin(key_of(1))
-
-
-def test_a_pin_waits_for_its_entry_and_does_not_prevent_deletion(store: KVStore) -> None:
-    store.pin(key_of(1))
-    store.put(key_of(1), kv_of(1))
-    store.evict(0)
-    assert store.contains(key_of(1))
-    assert store.delete(key_of(1))
 
 
 def test_evict_frees_no_more_than_it_must(store: KVStore) -> None:

@@ -1,8 +1,8 @@
-"""Random sequences of operations against a dict that does the same: contents, order of eviction, budget, pins."""
+"""Random sequences of operations against a dict that does the same: contents, order of eviction, budget."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,13 +26,12 @@ def entry(number: int) -> ChunkKV:
 class MemoryModel(RuleBasedStateMachine):
     """One store, and the model of it. Sizes are the store's own, measured once without a budget."""
 
-    views = 1  # how many stores share the contents, each with pins of its own
+    views = 1  # how many stores share the contents
 
     def __init__(self) -> None:
         super().__init__()
         self.cleanup = ExitStack()
         self.held: OrderedDict[int, None] = OrderedDict()
-        self.pins: list[Counter[int]] = [Counter() for _ in range(self.views)]
         self.handles: list[tuple[int, StoredKV]] = []
 
     def open(self, budget: int | None, view: int = 0) -> KVStore:
@@ -47,23 +46,21 @@ class MemoryModel(RuleBasedStateMachine):
     def used(self) -> int:
         return sum(self.sizes[number] for number in self.held)
 
-    def shrink(self, limit: int, view: int) -> int:
+    def shrink(self, limit: int) -> int:
         before = self.used()
         for number in list(self.held):
             if self.used() <= limit:
                 break
-            if not self.pins[view][number]:
-                del self.held[number]
+            del self.held[number]
         return before - self.used()
 
     @rule(number=NUMBERS, view=VIEWS)
     def put(self, number: int, view: int) -> None:
         view %= self.views
-        pinned = sum(self.sizes[n] for n in self.held if self.pins[view][n])
-        fits = number in self.held or pinned + self.sizes[number] <= self.budget
+        fits = number in self.held or self.sizes[number] <= self.budget
         if fits:
             if number not in self.held:
-                self.shrink(self.budget - self.sizes[number], view)
+                self.shrink(self.budget - self.sizes[number])
             self.held[number] = None
             self.held.move_to_end(number)
         assert self.stores[view].put(key_of(number), entry(number)) == fits
@@ -93,29 +90,17 @@ class MemoryModel(RuleBasedStateMachine):
         assert self.stores[view % self.views].delete(key_of(number)) == (number in self.held)
         self.held.pop(number, None)
 
-    @rule(number=NUMBERS, view=VIEWS)
-    def pin(self, number: int, view: int) -> None:
-        self.stores[view % self.views].pin(key_of(number))
-        self.pins[view % self.views][number] += 1
-
-    @rule(number=NUMBERS, view=VIEWS)
-    def unpin(self, number: int, view: int) -> None:
-        view %= self.views
-        if self.pins[view][number]:
-            self.stores[view].unpin(key_of(number))
-            self.pins[view][number] -= 1
-
     @rule(share=st.floats(0, 1), view=VIEWS)
     def evict(self, share: float, view: int) -> None:
         limit = int(self.used() * share)
         freed = self.stores[view % self.views].evict(limit)
-        assert freed == self.shrink(limit, view % self.views)
+        assert freed == self.shrink(limit)
 
     @invariant()
     def contents_and_order_agree(self) -> None:
-        for store, pins in zip(getattr(self, "stores", []), self.pins, strict=False):
-            listed = [(info.key, info.nbytes, info.pinned) for info in store.entries()]
-            assert listed == [(key_of(n), self.sizes[n], pins[n] > 0) for n in self.held]
+        for store in getattr(self, "stores", []):
+            listed = [(info.key, info.nbytes) for info in store.entries()]
+            assert listed == [(key_of(n), self.sizes[n]) for n in self.held]
             assert store.stats().nbytes == self.used() <= self.budget
 
     def teardown(self) -> None:
@@ -141,7 +126,6 @@ class DiskModel(MemoryModel):
     def reopen(self, view: int) -> None:
         self.stores[view].close()
         self.stores[view] = DiskStore(self.root, self.budget)
-        self.pins[view].clear()
 
 
 def _file_sizes(known: dict[int, int] = {}) -> dict[int, int]:  # noqa: B006 - measured once for all examples

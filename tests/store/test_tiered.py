@@ -78,18 +78,6 @@ def test_a_hit_in_ram_counts_as_use_on_disk(root: Path) -> None:
     assert [entry.key for entry in disk.entries()] == [key_of(2), key_of(1)]
 
 
-def test_a_pin_protects_what_is_promoted_later(root: Path) -> None:
-    DiskStore(root).put(key_of(1), kv_of(1))
-    ram = MemoryStore()
-    store = TieredStore([ram, DiskStore(root)])
-    store.pin(key_of(1))
-    found = store.get(key_of(1))
-    assert found is not None
-    assert same(found, kv_of(1))
-    store.evict(0)
-    assert ram.contains(key_of(1))
-
-
 def test_an_entry_in_two_tiers_is_one_entry(root: Path) -> None:
     store = TieredStore([MemoryStore(), DiskStore(root)])
     store.put(key_of(1), kv_of(1))

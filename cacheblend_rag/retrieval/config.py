@@ -1,4 +1,4 @@
-"""What an index was made with."""
+"""What an index was made with: kept in its file, and compared with what it is opened for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_rag.store.kv import ModelFingerprint
 
 
 @dataclass(frozen=True)
-class IndexManifest:
+class IndexConfig:
     """What an index was made with; opening it with anything else is refused.
 
     Attributes:
@@ -34,13 +34,13 @@ class IndexManifest:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> IndexManifest:
+    def from_json(cls, text: str) -> IndexConfig:
         """Read the stored form."""
         fields = json.loads(text)
         model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
         return cls(model=model, header_ids=header, **fields)
 
-    def check(self, wanted: IndexManifest, directory: Path) -> None:
+    def check(self, wanted: IndexConfig, directory: Path) -> None:
         """Refuse to be used as ``wanted``.
 
         Raises:
