@@ -43,7 +43,7 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         """Refuse what no model could be blended with; raises InputError as :class:`BlendSettings` does."""
-        BlendSettings(self.ratio, self.policy, self.check_layers)
+        ResolvedSettings(self.ratio, self.policy, self.check_layers)
         if len(self.widths) != len(self.check_layers):
             raise InputError(f"A profile has {len(self.check_layers)} check layers and {len(self.widths)} widths.")
 

@@ -71,6 +71,13 @@ class ResolvedSettings(BlendSettings):
     policy: str
     check_layers: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        """Refuse an option left open, too."""
+        for name in OPTION_NAMES:
+            if getattr(self, name) is None:
+                raise InputError(f"{name} is left open; give a value.")
+        super().__post_init__()
+
 
 OPTION_NAMES = tuple(option.name for option in fields(BlendSettings))
 

@@ -94,6 +94,23 @@ class EngineContract:
         assert prefix.usage.reused_tokens == len(engine.header_ids) + len(chunks[0].token_ids)
         assert prefix.token_ids == full.token_ids
 
+    @pytest.mark.parametrize("layers", [(99,), (1, 99), (10**30,)])
+    def test_a_check_layer_beyond_the_model_is_refused_by_name(self, engine, prompt, layers) -> None:
+        with pytest.raises(InputError, match=str(layers[-1])):
+            engine.generate(prompt, SHORT, BlendSettings(check_layers=layers))
+
+    def test_a_tokenised_prompt_is_taken_as_it_is(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        tokens = engine.tokenize(prompt)
+        assert [span.chunk.id for span in tokens.spans] == [chunk.id for chunk in chunks]
+        assert engine.tokenize(tokens) is tokens
+        assert engine.generate(tokens, SHORT).token_ids == engine.generate(prompt, SHORT).token_ids
+
+    def test_it_says_how_its_model_is_blended(self, engine) -> None:
+        assert engine.gate.passed, engine.gate.reason
+        assert engine.num_layers > max(engine.profile.check_layers)
+        assert 0 <= engine.profile.ratio <= 1
+
     def test_precompute_skips_what_is_stored_and_reports_progress(self, engine, chunks) -> None:
         seen: list[int] = []
         first = engine.precompute([*chunks, chunks[0]], seen.append)

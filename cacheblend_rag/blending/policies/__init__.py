@@ -29,7 +29,7 @@ def check_policy(name: str) -> None:
     Raises:
         InputError: No such policy.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise InputError(f"There is no selection policy {name!r}; known ones: {', '.join(POLICIES)}.")
 
 

@@ -1,0 +1,103 @@
+"""Blend options: one list, checked in one place, the same after a trip through JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.blending.policies import POLICIES, policy
+from cacheblend_rag.blending.profile import ModelProfile, load_profile
+from cacheblend_rag.blending.settings import OPTION_NAMES, BlendSettings, ResolvedSettings
+from cacheblend_rag.errors import InputError
+
+LAYERS = st.sets(st.integers(1, 200), min_size=1, max_size=4).map(lambda layers: tuple(sorted(layers)))
+SETTINGS = st.builds(
+    BlendSettings,
+    ratio=st.none() | st.floats(0, 1),
+    policy=st.none() | st.sampled_from(sorted(POLICIES)),
+    check_layers=st.none() | LAYERS,
+    reuse=st.sampled_from(["chunks", "prefix", "off"]),
+)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"ratio": -0.1}, "-0.1"),
+    ({"ratio": 1.5}, "1.5"),
+    ({"ratio": float("nan")}, "nan"),
+    ({"ratio": "0.3"}, "'0.3'"),
+    ({"ratio": True}, "True"),
+    ({"policy": "best"}, "'best'"),
+    ({"policy": ["hkvd"]}, "hkvd"),
+    ({"check_layers": (3, 1)}, r"\(3, 1\)"),
+    ({"check_layers": [2, 2]}, r"\[2, 2\]"),
+    ({"check_layers": (-1,)}, "-1"),
+    ({"check_layers": (0, 1)}, r"\(0, 1\)"),
+    ({"check_layers": ()}, r"\(\)"),
+    ({"check_layers": 1}, "is 1;"),
+    ({"check_layers": "1"}, "'1'"),
+    ({"check_layers": (1.0,)}, "1.0"),
+    ({"check_layers": (True,)}, "True"),
+    ({"reuse": "nothing"}, "'nothing'"),
+    ({"reuse": ["chunks"]}, "chunks"),
+    ({"widths": (1.0,)}, "'widths'"),
+]
+
+
+@given(SETTINGS)
+def test_options_survive_a_trip_through_json(settings: BlendSettings) -> None:
+    assert BlendSettings.from_params(json.loads(json.dumps(settings.to_params()))) == settings
+
+
+@given(SETTINGS)
+def test_a_profile_fills_in_what_is_left_open_and_changes_nothing_else(settings: BlendSettings) -> None:
+    profile = ModelProfile(0.05, "sink", (2,), (1.0,))
+    resolved = profile.resolve(settings, num_layers=1000)
+    for name in OPTION_NAMES:
+        given = getattr(settings, name)
+        assert getattr(resolved, name) == (getattr(profile, name) if given is None else given)
+    assert ResolvedSettings.from_params(json.loads(json.dumps(resolved.to_params()))) == resolved
+
+
+@pytest.mark.parametrize(("params", "named"), WRONG)
+def test_a_wrong_value_is_named(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        BlendSettings.from_params(params)
+
+
+@pytest.mark.parametrize("layers", [(8,), (1, 8), (10**30,)])
+def test_a_layer_that_the_model_does_not_have_is_named(layers: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=f"{layers[-1]}.*layers 1 to 7"):
+        ModelProfile().resolve(BlendSettings(check_layers=layers), num_layers=8)
+
+
+def test_check_layers_may_be_a_list() -> None:
+    assert BlendSettings(check_layers=[1, 3]) == BlendSettings(check_layers=(1, 3))  # type: ignore[arg-type]
+
+
+def test_a_broken_profile_is_as_good_as_none(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
+    good = {"ratio": 0.05, "check_layers": [2], "widths": [1.0]}
+    file = tmp_path / "cacheblend.json"
+    for wrong in ({"ratio": 2}, {"check_layers": [2, 1]}, {"widths": [1.0, 1.0]}, {"policy": "best"}, {"ratio": None}):
+        file.write_text(json.dumps({**good, **wrong}))
+        assert load_profile("0" * 32, tmp_path) == ModelProfile()
+    file.write_text(json.dumps(good))
+    assert load_profile("0" * 32, tmp_path).check_layers == (2,)
+    with pytest.raises(InputError, match=r"1\.5"):
+        load_profile("0" * 32, tmp_path, ratio=1.5)
+
+
+def test_every_policy_is_what_its_name_says() -> None:
+    assert [policy(name).name for name in POLICIES] == list(POLICIES)
+
+
+def test_checking_options_needs_no_torch() -> None:
+    code = (
+        "import sys; from cacheblend_rag.blending.settings import BlendSettings; BlendSettings(0.1, 'hkvd', (1,));"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
