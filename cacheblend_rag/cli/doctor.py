@@ -9,7 +9,8 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import ModelOptions, open_engine
+from cacheblend_rag.cli.engines import open_engine
+from cacheblend_rag.cli.groups import ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 
 if TYPE_CHECKING:
@@ -18,11 +19,10 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@takes_groups
 def doctor(
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
+    model: ModelOptions,
     store: Annotated[
         Path | None,
         typer.Option("--store", "-s", help="Also measure this store's disk, or calibrate on its documents."),
@@ -47,7 +47,7 @@ def doctor(
     as_json: options.AsJSON = False,
 ) -> None:
     """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
-    with open_engine(ModelOptions(model, device, dtype, threads)) as engine:
+    with open_engine(model) as engine:
         if calibrate:
             from cacheblend_rag.doctor import calibrate_engine, collect_prompts
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options
-from cacheblend_rag.cli.bench import RandomWeights, Repeat, bench
+from cacheblend_rag.cli.bench import METHOD_NAMES, BenchOptions, Repeat, bench
+from cacheblend_rag.cli.groups import BlendOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
     from cacheblend_rag.bench.setup import Workbench
     from cacheblend_rag.bench.sweeps import Point
-
-_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
 
 Sweep = Callable[["Workbench", Callable[[str], None]], "list[Point]"]
 
@@ -32,12 +31,10 @@ def _numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]
 
 
 @bench.command()
+@takes_groups
 def chunks(
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
+    model: BenchOptions,
     counts: Annotated[str, typer.Option(help="Numbers of chunks of 512 tokens.")] = "2,4,6,8",
     lengths: Annotated[str, typer.Option(help="Lengths of 6 chunks, in tokens; empty for none.")] = "128,256,512,768",
     repeat: Repeat = 3,
@@ -52,17 +49,14 @@ def chunks(
 
         return [*sweep_chunks(place, wanted, repeat, say), *(sweep_lengths(place, sizes, repeat, say) if sizes else [])]
 
-    place = (random_weights, model, device, dtype, threads)
-    _run(place, sweep, as_json, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
+    _run(model, sweep, as_json, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
 
 
 @bench.command()
+@takes_groups
 def batch(
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
+    model: BenchOptions,
     sizes: Annotated[str, typer.Option(help="Requests that arrive together.")] = "1,2,4",
     repeat: Repeat = 3,
     as_json: options.AsJSON = False,
@@ -75,18 +69,16 @@ def batch(
 
         return sweep_batch(place, wanted, repeat, say)
 
-    _run((random_weights, model, device, dtype, threads), sweep, as_json, {"batch": "requests at once"})
+    _run(model, sweep, as_json, {"batch": "requests at once"})
 
 
 @bench.command()
+@takes_groups
 def ratio(
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
+    model: BenchOptions,
     ratios: Annotated[str, typer.Option(help="Recompute ratios.")] = "0.05,0.1,0.15,0.2,0.3,0.5",
-    policy: options.Policy = "hkvd",
+    policy: options.Policy = BlendOptions.policy,
     repeat: Repeat = 3,
     as_json: options.AsJSON = False,
 ) -> None:
@@ -98,16 +90,14 @@ def ratio(
 
         return sweep_ratio(place, wanted, policy, repeat, say)
 
-    _run((random_weights, model, device, dtype, threads), sweep, as_json, {"ratio": "recompute ratio"})
+    _run(model, sweep, as_json, {"ratio": "recompute ratio"})
 
 
 @bench.command()
+@takes_groups
 def devices(
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
+    model: BenchOptions,
     bandwidths: Annotated[str, typer.Option(help="GB per second.")] = "0.05,0.1,0.2,0.5,1,2,4.8",
     repeat: Repeat = 3,
     as_json: options.AsJSON = False,
@@ -122,21 +112,14 @@ def devices(
         place.engine.store = ThrottledStore(wanted[0])
         return sweep_devices(place, wanted, repeat, say)
 
-    _run((random_weights, model, device, dtype, threads), sweep, as_json, {"bytes_per_s": "bandwidth"})
+    _run(model, sweep, as_json, {"bytes_per_s": "bandwidth"})
 
 
-def _run(
-    place: tuple[str | None, str | None, str | None, str | None, int | None],
-    sweep: Sweep,
-    as_json: bool,
-    axes: dict[str, str],
-) -> None:
-    from cacheblend_rag.bench import BenchModel, Workbench
+def _run(model: BenchOptions, sweep: Sweep, as_json: bool, axes: dict[str, str]) -> None:
+    from cacheblend_rag.bench import Workbench
     from cacheblend_rag.bench.measure import machine
 
-    random_weights, model, device, dtype, threads = place
-    choice = BenchModel(model, random_weights, device, dtype, threads)
-    with status("Measuring") as say, Workbench.open(choice) as opened:
+    with status("Measuring") as say, Workbench.open(model.choice()) as opened:
         points = sweep(opened, say)
         about = {"engine": "transformers", "model": opened.label, "machine": machine(opened.device)}
     if as_json:
@@ -150,8 +133,8 @@ def _run(
 
 
 def _rows(points: Sequence[Point], key: str, label: str) -> list[list[str]]:
-    names = [name for name in _NAMES if any(point["method"] == name for point in points)]
-    rows = [[label, *(_NAMES[name] for name in names)]]
+    names = [name for name in METHOD_NAMES if any(point["method"] == name for point in points)]
+    rows = [[label, *(METHOD_NAMES[name] for name in names)]]
     for value in sorted({point[key] for point in points}, key=float):
         found = {point["method"]: point["ttft_s"] for point in points if point[key] == value}
         cells = ["-" if found.get(name) is None else seconds(found[name]) for name in names]
