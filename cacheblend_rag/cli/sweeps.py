@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,10 +18,20 @@ if TYPE_CHECKING:
     from cacheblend_rag.bench.setup import Workbench
     from cacheblend_rag.bench.sweeps import Point
 
-Sweep = Callable[["Workbench", Callable[[str], None]], "list[Point]"]
+Say = Callable[[str], None]
+Sweep = Callable[["Workbench", Say], "list[Point]"]
 
 
-def _numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
+@dataclass(frozen=True)
+class SweepOptions:
+    """What every sweep takes."""
+
+    model: BenchOptions = field(default_factory=BenchOptions)
+    repeat: Repeat = 3
+    as_json: options.AsJSON = False
+
+
+def _parse_numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -34,95 +45,80 @@ def _numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]
 @takes_groups
 def chunks(
     *,
-    model: BenchOptions,
     counts: Annotated[str, typer.Option(help="Numbers of chunks of 512 tokens.")] = "2,4,6,8",
     lengths: Annotated[str, typer.Option(help="Lengths of 6 chunks, in tokens; empty for none.")] = "128,256,512,768",
-    repeat: Repeat = 3,
-    as_json: options.AsJSON = False,
+    how: SweepOptions,
 ) -> None:
     """Measure the TTFT against the number and the length of chunks."""
-    wanted = _numbers(counts, "--counts", int)
-    sizes = _numbers(lengths, "--lengths", int) if lengths else []
+    wanted = _parse_numbers(counts, "--counts", int)
+    sizes = _parse_numbers(lengths, "--lengths", int) if lengths else []
+    from cacheblend_rag.bench.sweeps import sweep_chunks, sweep_lengths
 
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import sweep_chunks, sweep_lengths
+    def sweep(place: Workbench, say: Say) -> list[Point]:
+        return [
+            *sweep_chunks(place, wanted, how.repeat, say),
+            *(sweep_lengths(place, sizes, how.repeat, say) if sizes else []),
+        ]
 
-        return [*sweep_chunks(place, wanted, repeat, say), *(sweep_lengths(place, sizes, repeat, say) if sizes else [])]
-
-    _run(model, sweep, as_json, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
+    _run(how, sweep, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
 
 
 @bench.command()
 @takes_groups
 def batch(
     *,
-    model: BenchOptions,
     sizes: Annotated[str, typer.Option(help="Requests that arrive together.")] = "1,2,4",
-    repeat: Repeat = 3,
-    as_json: options.AsJSON = False,
+    how: SweepOptions,
 ) -> None:
     """Measure the last TTFT of requests that arrive together (this engine computes one at a time)."""
-    wanted = _numbers(sizes, "--sizes", int)
+    wanted = _parse_numbers(sizes, "--sizes", int)
+    from cacheblend_rag.bench.sweeps import sweep_batch
 
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import sweep_batch
-
-        return sweep_batch(place, wanted, repeat, say)
-
-    _run(model, sweep, as_json, {"batch": "requests at once"})
+    _run(how, lambda place, say: sweep_batch(place, wanted, how.repeat, say), {"batch": "requests at once"})
 
 
 @bench.command()
 @takes_groups
 def ratio(
     *,
-    model: BenchOptions,
     ratios: Annotated[str, typer.Option(help="Recompute ratios.")] = "0.05,0.1,0.15,0.2,0.3,0.5",
+    how: SweepOptions,
     policy: options.Policy = BlendOptions.policy,
-    repeat: Repeat = 3,
-    as_json: options.AsJSON = False,
 ) -> None:
     """Measure the TTFT against the recompute ratio, between full KV reuse (0) and full recompute (1)."""
-    wanted = _numbers(ratios, "--ratios", float)
+    wanted = _parse_numbers(ratios, "--ratios", float)
+    from cacheblend_rag.bench.sweeps import sweep_ratio
 
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import sweep_ratio
-
-        return sweep_ratio(place, wanted, policy, repeat, say)
-
-    _run(model, sweep, as_json, {"ratio": "recompute ratio"})
+    _run(how, lambda place, say: sweep_ratio(place, wanted, policy, how.repeat, say), {"ratio": "recompute ratio"})
 
 
 @bench.command()
 @takes_groups
 def devices(
     *,
-    model: BenchOptions,
     bandwidths: Annotated[str, typer.Option(help="GB per second.")] = "0.05,0.1,0.2,0.5,1,2,4.8",
-    repeat: Repeat = 3,
-    as_json: options.AsJSON = False,
+    how: SweepOptions,
 ) -> None:
     """Measure the TTFT against the storage device's bandwidth, simulated by a throttled RAM store."""
-    wanted = [rate * 1e9 for rate in _numbers(bandwidths, "--bandwidths", float)]
+    wanted = [rate * 1e9 for rate in _parse_numbers(bandwidths, "--bandwidths", float)]
+    from cacheblend_rag.bench.sweeps import sweep_devices
+    from cacheblend_rag.bench.throttled import ThrottledStore
 
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import sweep_devices
-        from cacheblend_rag.bench.throttled import ThrottledStore
-
+    def sweep(place: Workbench, say: Say) -> list[Point]:
         place.engine.store = ThrottledStore(wanted[0])
-        return sweep_devices(place, wanted, repeat, say)
+        return sweep_devices(place, wanted, how.repeat, say)
 
-    _run(model, sweep, as_json, {"bytes_per_s": "bandwidth"})
+    _run(how, sweep, {"bytes_per_s": "bandwidth"})
 
 
-def _run(model: BenchOptions, sweep: Sweep, as_json: bool, axes: dict[str, str]) -> None:
+def _run(how: SweepOptions, sweep: Sweep, axes: dict[str, str]) -> None:
     from cacheblend_rag.bench import Workbench
     from cacheblend_rag.bench.measure import machine
 
-    with status("Measuring") as say, Workbench.open(model.choice()) as opened:
+    with status("Measuring") as say, Workbench.open(how.model.choice()) as opened:
         points = sweep(opened, say)
         about = {"engine": "transformers", "model": opened.label, "machine": machine(opened.device)}
-    if as_json:
+    if how.as_json:
         print_json({**about, "points": points})
         return
     typer.echo(f"{about['model']}; medians, TTFT\n")
