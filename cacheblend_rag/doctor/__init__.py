@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.blending.calibration.rules import Calibration, LayerAgreement, calibrate
 from cacheblend_rag.doctor.calibrate import calibrate_engine
 from cacheblend_rag.doctor.calibration_prompts import collect_prompts
 
-__all__ = ["Calibration", "LayerAgreement", "calibrate", "calibrate_engine", "collect_prompts"]
+__all__ = ["calibrate_engine", "collect_prompts"]

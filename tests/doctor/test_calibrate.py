@@ -10,10 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend_rag.blending.calibration.measurement import ANSWER_TOKENS, Case, Scored, top
-from cacheblend_rag.blending.calibration.rules import MIN_PROMPTS, PAPER_RATIO, RATIOS, _choose_ratio
+from cacheblend_rag.blending.calibration.rules import MIN_PROMPTS, PAPER_RATIO, RATIOS, _choose_ratio, calibrate
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.doctor import calibrate
 from cacheblend_rag.engines.transformers.loading import usable_attention
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner
