@@ -97,7 +97,7 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine and the libraries; holds no host or user name."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",

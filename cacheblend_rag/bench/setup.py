@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from cacheblend_rag.bench.measure import machine
+from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.loading import device_named, dtype_named, random_config, random_model
@@ -105,7 +105,7 @@ class Workbench:
             "engine": self.name,
             "model": self.label,
             "settings": {**given, **more, **placed},
-            "machine": machine(self.device),
+            "machine": describe_machine(self.device),
         }
 
     def files(self) -> list[Path]:

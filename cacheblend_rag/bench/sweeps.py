@@ -95,7 +95,7 @@ def sweep_devices(
     return points
 
 
-def queue_ttft(
+def simulate_queue(
     service_s: Mapping[str, Sequence[tuple[float, float]]], rates: Sequence[float], seed: int = 0
 ) -> list[Point]:
     """Return the TTFT at given request rates, simulated from measured requests.
@@ -129,7 +129,7 @@ def queue_ttft(
     return points
 
 
-def request_rates(service_s: Mapping[str, Sequence[tuple[float, float]]], count: int = 12) -> list[float]:
+def choose_rates(service_s: Mapping[str, Sequence[tuple[float, float]]], count: int = 12) -> list[float]:
     """Return rates up to what the fastest method can serve."""
     best = max(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
     slowest = min(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())

@@ -85,7 +85,7 @@ class EvalOptions:
             blend=self.blend.settings(),
             limit=self.limit,
             seed=self.seed,
-            kinds=None if self.kinds is None else _names(self.kinds),
+            kinds=None if self.kinds is None else _split_names(self.kinds),
             preparation=Preparation(self.k, self.chunk_tokens, max_tokens=max_tokens),
             **more,
         )
@@ -116,7 +116,7 @@ def evaluate_command(
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer a data set by several methods: how well, how soon, how much computed, with 95% intervals."""
-    settings = what.settings(max_tokens, methods=_names(methods))
+    settings = what.settings(max_tokens, methods=_split_names(methods))
     with what.open() as engine:
         from cacheblend_rag.evaluation.evaluate import evaluate
         from cacheblend_rag.evaluation.report import write_report
@@ -157,7 +157,7 @@ def figures(
     typer.echo(page)
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 

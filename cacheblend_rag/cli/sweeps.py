@@ -113,11 +113,11 @@ def devices(
 
 def _run(how: SweepOptions, sweep: Sweep, axes: dict[str, str]) -> None:
     from cacheblend_rag.bench import Workbench
-    from cacheblend_rag.bench.measure import machine
+    from cacheblend_rag.bench.measure import describe_machine
 
     with status("Measuring") as say, Workbench.open(how.model.choice()) as opened:
         points = sweep(opened, say)
-        about = {"engine": "transformers", "model": opened.label, "machine": machine(opened.device)}
+        about = {"engine": "transformers", "model": opened.label, "machine": describe_machine(opened.device)}
     if how.as_json:
         print_json({**about, "points": points})
         return
