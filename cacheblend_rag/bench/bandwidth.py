@@ -17,14 +17,14 @@ _BLOCK = 256 << 20
 _REPEAT = 3
 
 
-def ram_copy() -> float:
+def measure_ram_copy() -> float:
     """Return the rate of copying 256 MiB from RAM to RAM."""
     source = torch.ones(_BLOCK, dtype=torch.uint8)
     target = torch.empty_like(source)
     return _rate(lambda: target.copy_(source), _BLOCK)
 
 
-def to_device(device: torch.device) -> float:
+def measure_device_copy(device: torch.device) -> float:
     """Return the rate of copying 256 MiB of pinned memory to a CUDA device."""
     source = torch.ones(_BLOCK, dtype=torch.uint8).pin_memory()
     target = torch.empty(_BLOCK, dtype=torch.uint8, device=device)
@@ -36,7 +36,7 @@ def to_device(device: torch.device) -> float:
     return _rate(copy, _BLOCK)
 
 
-def disk_read(directory: Path, cold: bool) -> float | None:
+def measure_disk_read(directory: Path, cold: bool) -> float | None:
     """Return the rate of reading up to 256 MiB of the files in ``directory``; of a temporary one if there are few.
 
     None where nothing can be read: a directory that is empty and cannot be written to.

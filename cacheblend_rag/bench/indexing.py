@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cacheblend_rag.bench.measure import median
+from cacheblend_rag.bench.measure import check_positive, count_rounds, median
 from cacheblend_rag.bench.setup import Workbench, own_attention
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
-from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import kv_key
@@ -38,9 +37,7 @@ class IndexSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        for name in ("chunks", "chunk_tokens", "repeat"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
+        check_positive(self, "chunks", "chunk_tokens", "repeat")
 
 
 def bench_index(
@@ -54,8 +51,8 @@ def bench_index(
     say = progress or (lambda line: None)
     plain_s: list[float] = []
     index_s: list[float] = []
-    for number in range(settings.repeat + 1):
-        say("warm-up" if not number else f"round {number} of {settings.repeat}")
+    for number, name in count_rounds(settings.repeat):
+        say(name)
         chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed + number)
         steps = [(plain_s, _plain_prefill), (index_s, _index)]
         for seconds, step in steps if number % 2 else reversed(steps):
@@ -64,7 +61,7 @@ def bench_index(
                 seconds.append(took)
     tokens = settings.chunks * settings.chunk_tokens
     return {
-        **place.head({**asdict(settings), "warmup_rounds": 1, "rows_per_batch": _rows(place, settings.chunk_tokens)}),
+        **place.head(settings, warmup_rounds=1, rows_per_batch=_rows(place, settings.chunk_tokens)),
         "methods": {
             "plain": {"seconds": plain_s, "tokens_per_s": tokens / median(plain_s)},
             "index": {"seconds": index_s, "tokens_per_s": tokens / median(index_s)},

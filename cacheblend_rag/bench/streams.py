@@ -6,14 +6,13 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_rag.bench.measure import median
+from cacheblend_rag.bench.measure import check_positive, count_rounds, median
 from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 
@@ -43,9 +42,7 @@ class StreamsSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        for name in ("streams", "prompts", "chunks", "chunk_tokens", "question_tokens", "repeat"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
+        check_positive(self, "streams", "prompts", "chunks", "chunk_tokens", "question_tokens", "repeat")
 
 
 def bench_streams(
@@ -66,9 +63,9 @@ def bench_streams(
     ]
     methods = {"full": FULL_RECOMPUTE, "blend": BlendSettings(settings.ratio)}
     rounds: dict[str, list[list[float]]] = {name: [] for name in methods}
-    for index in range(settings.repeat + 1):
+    for index, round_name in count_rounds(settings.repeat):
         for name, how in methods.items():
-            say(f"{name}, {'warm-up' if not index else f'round {index} of {settings.repeat}'}")
+            say(f"{name}, {round_name}")
             place.forget()
             gaps = asyncio.run(_round(place, settings.streams, prompts, how))
             if index:
@@ -82,9 +79,8 @@ def bench_streams(
         }
         for name, each in rounds.items()
     }
-    used = settings.ratio if settings.ratio is not None else place.engine.profile.ratio
     return {
-        **place.head(asdict(replace(settings, ratio=used))),
+        **place.head(settings),
         "methods": found,
         "p99_blend_vs_full": found["blend"]["p99_s"] / found["full"]["p99_s"],
     }

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from cacheblend_rag.bench.measure import median
-from cacheblend_rag.bench.setup import Workbench
+from cacheblend_rag.bench.measure import median, take_turns
+from cacheblend_rag.bench.setup import Workbench, name_methods
 from cacheblend_rag.bench.throttled import ThrottledStore
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -24,30 +24,21 @@ Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512
 QUESTION_TOKENS: Final = 32
 _SIMULATED_REQUESTS: Final = 4000
-
-
-def methods(ratio: float | None = None, policy: str = "hkvd") -> dict[str, BlendSettings]:
-    """Return the methods that are timed."""
-    return {
-        "full": FULL_RECOMPUTE,
-        "prefix": PREFIX_CACHING,
-        "reuse": FULL_REUSE,
-        "blend": BlendSettings(ratio, policy),
-    }
+_METHODS: Final = name_methods(BlendSettings())
 
 
 def sweep_chunks(
     place: Workbench, counts: Sequence[int] = (2, 4, 6, 8), repeat: int = 3, say: Progress = lambda line: None
 ) -> list[Point]:
     """Vary the number of chunks of 512 tokens."""
-    return [p for n in counts for p in _point(place, {"chunks": n}, n, CHUNK_TOKENS, methods(), repeat, say)]
+    return [p for n in counts for p in _point(place, {"chunks": n}, n, CHUNK_TOKENS, _METHODS, repeat, say)]
 
 
 def sweep_lengths(
     place: Workbench, lengths: Sequence[int] = (128, 256, 512, 768), repeat: int = 3, say: Progress = lambda line: None
 ) -> list[Point]:
     """Vary the length of six chunks."""
-    return [p for n in lengths for p in _point(place, {"chunk_tokens": n}, 6, n, methods(), repeat, say)]
+    return [p for n in lengths for p in _point(place, {"chunk_tokens": n}, 6, n, _METHODS, repeat, say)]
 
 
 def sweep_ratio(
@@ -80,7 +71,7 @@ def sweep_batch(
     This engine computes one request's tokens at a time, so the TTFT of the last of them, which is what is given, is the sum
     of their prefills: nothing is measured here that a loop would not show.
     """
-    return [p for n in sizes for p in _point(place, {"batch": n}, 6, CHUNK_TOKENS, methods(), repeat, say, n)]
+    return [p for n in sizes for p in _point(place, {"batch": n}, 6, CHUNK_TOKENS, _METHODS, repeat, say, n)]
 
 
 def sweep_devices(
@@ -100,11 +91,11 @@ def sweep_devices(
     points = []
     for rate in bandwidths:
         store.bytes_per_s = rate
-        points += _point(place, {"bytes_per_s": rate}, 6, CHUNK_TOKENS, methods(), repeat, say)
+        points += _point(place, {"bytes_per_s": rate}, 6, CHUNK_TOKENS, _METHODS, repeat, say)
     return points
 
 
-def queue_ttft(
+def simulate_queue(
     service_s: Mapping[str, Sequence[tuple[float, float]]], rates: Sequence[float], seed: int = 0
 ) -> list[Point]:
     """Return the TTFT at given request rates, simulated from measured requests.
@@ -138,26 +129,11 @@ def queue_ttft(
     return points
 
 
-def request_rates(service_s: Mapping[str, Sequence[tuple[float, float]]], count: int = 12) -> list[float]:
+def choose_rates(service_s: Mapping[str, Sequence[tuple[float, float]]], count: int = 12) -> list[float]:
     """Return rates up to what the fastest method can serve."""
     best = max(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
     slowest = min(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
     return [float(rate) for rate in np.geomspace(slowest / 4, best * 0.97, count)]
-
-
-def service_times(
-    place: Workbench, answer_tokens: int = 8, repeat: int = 5
-) -> dict[str, Sequence[tuple[float, float]]]:
-    """Measure TTFT and total time of answers of ``answer_tokens`` to a prompt of 6 chunks, for :func:`queue_ttft`."""
-    prompt = _prompt(place, 6, CHUNK_TOKENS)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods()}
-    for number in range(repeat + 1):
-        for name, settings in methods().items():
-            timings = place.engine.generate(prompt, SamplingParams(answer_tokens), settings).timings
-            free = timings.load_s if name == "prefix" else 0.0
-            if number:
-                found[name].append((timings.ttft_s - free, timings.total_s - free))
-    return dict(found)
 
 
 def _prompt(place: Workbench, chunks: int, chunk_tokens: int) -> TokenizedPrompt:
@@ -181,9 +157,7 @@ def _point(
     seconds: dict[str, list[float]] = {name: [] for name in compared}
     computed = {}
     for number in range(repeat + 1):
-        names = list(compared)
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in take_turns(compared, number):
             total = 0.0
             for _ in range(batch):
                 *_, last = place.engine.stream(prompt, SamplingParams(1), compared[name])

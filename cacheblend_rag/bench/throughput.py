@@ -6,11 +6,11 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from cacheblend_rag.bench.measure import median
+from cacheblend_rag.bench.measure import check_positive, median
 from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -54,9 +54,7 @@ class ThroughputSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        for name in ("corpus", "chunks", "chunk_tokens", "question_tokens", "answer_tokens", "requests"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
+        check_positive(self, "corpus", "chunks", "chunk_tokens", "question_tokens", "answer_tokens", "requests")
         if self.chunks > self.corpus:
             raise InputError(
                 f"A prompt of {self.chunks} chunks needs a corpus of as many; give --corpus {self.chunks}."
@@ -98,9 +96,8 @@ def bench_throughput(
             rate *= _STEP
         found[name] = {"idle_ttft_s": idle[name], "points": points, "requests_per_s": _rate_at(points, target)}
     rates = {name: method["requests_per_s"] for name, method in found.items()}
-    used = settings.ratio if settings.ratio is not None else place.engine.profile.ratio
     return {
-        **place.head(asdict(replace(settings, ratio=used, target_ttft_s=target))),
+        **place.head(settings, target_ttft_s=target),
         "methods": found,
         "blend_vs_full": rates["blend"] / rates["full"],
         "blend_vs_prefix": rates["blend"] / rates["prefix"],

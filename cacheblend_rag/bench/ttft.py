@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache, median
-from cacheblend_rag.bench.setup import Workbench, own_attention
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.bench.measure import PeakMemory, check_positive, count_rounds, drop_page_cache, median, take_turns
+from cacheblend_rag.bench.setup import Workbench, name_methods, own_attention
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -48,9 +48,7 @@ class TTFTSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        for name in ("chunks", "chunk_tokens", "question_tokens", "repeat"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
+        check_positive(self, "chunks", "chunk_tokens", "question_tokens", "repeat")
 
 
 @dataclass
@@ -96,63 +94,39 @@ def bench_ttft(
     chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed)
     prompt = place.prompt(chunks, settings.question_tokens, settings.seed)
     blend = BlendSettings(settings.ratio, settings.policy, settings.check_layers)
-    methods = {
-        "full": _Method(FULL_RECOMPUTE),
-        "prefix": _Method(PREFIX_CACHING),
-        "reuse": _Method(FULL_REUSE),
-        "blend": _Method(blend),
-    }
+    methods = {name: _Method(how) for name, how in name_methods(blend).items()}
     say("computing the chunks' KV")
     engine.precompute(chunks)
     bench = _Bench(place, prompt, methods, settings.cold)
-    for index in range(settings.repeat + 1):
-        say("warm-up" if not index else f"round {index} of {settings.repeat}")
-        bench.round(index, timed=index > 0)
-    kv_bytes = sum(entry.nbytes for entry in engine.store.entries())
-    full, fast = median(methods["full"].ttft_s), median(methods["blend"].ttft_s)
+    for number, name in count_rounds(settings.repeat):
+        say(name)
+        bench.run_round(number)
     schedule = engine.profile.schedule(settings.check_layers)
-    result: dict[str, Any] = {
-        **place.head(
-            {
-                **asdict(replace(settings, ratio=engine.profile.ratio if settings.ratio is None else settings.ratio)),
-                "check_layers": schedule.check_layers,
-                "widths": schedule.widths,
-                "warmup_rounds": 1,
-                "prompt_tokens": len(prompt.token_ids),
-            }
-        ),
-        "methods": {name: method.result() for name, method in methods.items()},
-        "speedup_blend_vs_full": full / fast,
-        "chunk_kv_bytes": kv_bytes,
-    }
-    if place.model is not None:
-        result["plain_transformers"] = {"ttft_s": bench.plain_s, "peak_memory_bytes": bench.plain_peak}
-        result["full_vs_plain_transformers"] = full / median(bench.plain_s)
-    if settings.cold:
-        read = median(bench.read_s)
-        result["cold_read"] = {
-            "bytes": bench.read_bytes,
-            "read_s": bench.read_s,
-            "bytes_per_s": bench.read_bytes / read,
-            "speedup_if_reading_were_all": full / read,
-        }
-    return result
+    head = place.head(
+        settings,
+        check_layers=schedule.check_layers,
+        widths=schedule.widths,
+        warmup_rounds=1,
+        prompt_tokens=len(prompt.token_ids),
+    )
+    return {**head, **bench.sum_up()}
 
 
 class _Bench:
     def __init__(self, place: Workbench, prompt: TokenizedPrompt, methods: dict[str, _Method], cold: bool):
         self._place, self._prompt, self._methods = place, prompt, methods
         self._memory = PeakMemory(place.device)
+        self._cold = cold
         self._files = place.files() if cold else []
-        self.plain_s: list[float] = []
-        self.plain_peak: int | None = None
-        self.read_s: list[float] = []
-        self.read_bytes = sum(file.stat().st_size for file in self._files)
+        self._plain_s: list[float] = []
+        self._plain_peak: int | None = None
+        self._read_s: list[float] = []
 
-    def round(self, index: int, timed: bool) -> None:
+    def run_round(self, number: int) -> None:
+        """Run every method once; round 0 measures peak memory, the others time."""
+        timed = number > 0
         plain = [_PLAIN] if self._place.model is not None else []
-        names = [*self._methods, *plain, *([_READ] if self._files else [])]
-        for name in names[index % len(names) :] + names[: index % len(names)]:
+        for name in take_turns([*self._methods, *plain, *([_READ] if self._files else [])], number):
             drop_page_cache(self._files)
             self._place.forget()
             if not timed:
@@ -160,14 +134,39 @@ class _Bench:
             if name == _PLAIN:
                 seconds = self._plain_prefill()
                 if timed:
-                    self.plain_s.append(seconds)
+                    self._plain_s.append(seconds)
                 else:
-                    self.plain_peak = self._memory.nbytes()
+                    self._plain_peak = self._memory.nbytes()
             elif name == _READ:
                 if timed:
-                    self.read_s.append(_plain_read(self._files))
+                    self._read_s.append(_plain_read(self._files))
             else:
                 self._run(self._methods[name], timed)
+
+    def sum_up(self) -> dict[str, Any]:
+        """Return what all rounds found, as plain data for JSON."""
+        full = median(self._methods["full"].ttft_s)
+        result: dict[str, Any] = {
+            "methods": {name: method.result() for name, method in self._methods.items()},
+            "speedup_blend_vs_full": full / median(self._methods["blend"].ttft_s),
+            "chunk_kv_bytes": sum(entry.nbytes for entry in self._place.engine.store.entries()),
+        }
+        if self._place.model is not None:
+            result["plain_transformers"] = {"ttft_s": self._plain_s, "peak_memory_bytes": self._plain_peak}
+            result["full_vs_plain_transformers"] = full / median(self._plain_s)
+        if self._cold:
+            result["cold_read"] = self._sum_up_reads(full)
+        return result
+
+    def _sum_up_reads(self, full_s: float) -> dict[str, Any]:
+        nbytes = sum(file.stat().st_size for file in self._files)
+        read = median(self._read_s)
+        return {
+            "bytes": nbytes,
+            "read_s": self._read_s,
+            "bytes_per_s": nbytes / read,
+            "speedup_if_reading_were_all": full_s / read,
+        }
 
     def _run(self, method: _Method, timed: bool) -> None:
         *_, last = self._place.engine.stream(self._prompt, SamplingParams(max_tokens=1), method.settings)

@@ -12,7 +12,8 @@ import typer
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
-from cacheblend_rag.cli.engines import ModelOptions, open_pipeline
+from cacheblend_rag.cli.engines import open_pipeline
+from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, QuestionOptions, SamplingOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds
 
 if TYPE_CHECKING:
@@ -20,30 +21,26 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@takes_groups
 def index(
     paths: Annotated[list[Path], typer.Argument(help="Files and directories: txt, md, html, pdf.")],
+    *,
     store: options.Store = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
-    engine: options.Engine = "transformers",
-    server: options.Server = None,
+    model: EngineOptions,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk (default: 512).")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share (default: 0).")] = None,
     embedding: Annotated[
         str | None, typer.Option(help="sentence-transformers model for retrieval (default: all-MiniLM-L6-v2).")
     ] = None,
-    ram_budget: options.RamBudget = None,
-    disk_budget: options.DiskBudget = None,
+    budgets: BudgetOptions,
     as_json: options.AsJSON = False,
 ) -> None:
     """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped."""
     with (
         open_pipeline(
-            ModelOptions(model, device, dtype, threads, server, engine),
+            model,
             store,
-            (ram_budget, disk_budget),
+            budgets,
             must_exist=False,
             chunk_tokens=chunk_tokens,
             overlap=overlap,
@@ -83,35 +80,16 @@ def _print_report(report: IndexReport) -> None:
 
 
 @app.command()
+@takes_groups
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
-    store: options.Store = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
-    engine: options.Engine = "transformers",
-    server: options.Server = None,
-    k: options.K = 6,
-    ratio: options.Ratio = None,
-    policy: options.Policy = "hkvd",
-    check_layers: options.CheckLayers = None,
-    ram_budget: options.RamBudget = None,
-    disk_budget: options.DiskBudget = None,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = None,
+    *,
+    how: QuestionOptions,
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer one question from the indexed documents."""
-    from cacheblend_rag.blending.settings import BlendSettings
-    from cacheblend_rag.engines.sampling import SamplingParams
-
-    sampling = SamplingParams(max_tokens, temperature, top_p, seed)
-    settings = BlendSettings(ratio, policy, options.layers(check_layers))
-    chosen = ModelOptions(model, device, dtype, threads, server, engine)
-    with open_pipeline(chosen, store, (ram_budget, disk_budget), k=k) as pipeline:
+    sampling, settings = how.sampling.params(), how.blend.settings()
+    with open_pipeline(how.model, how.store, how.budgets, k=how.k) as pipeline:
         answer = pipeline.ask(question, sampling, settings)
     if as_json:
         print_json(answer.to_dict())
@@ -122,32 +100,13 @@ def ask(
         typer.echo(line)
 
 
-@app.command()
-def chat(
-    store: options.Store = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
-    engine: options.Engine = "transformers",
-    server: options.Server = None,
-    k: options.K = 6,
-    ratio: options.Ratio = None,
-    policy: options.Policy = "hkvd",
-    check_layers: options.CheckLayers = None,
-    ram_budget: options.RamBudget = None,
-    disk_budget: options.DiskBudget = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = None,
-) -> None:
-    """Answer questions one after another, streaming. Each is answered from the documents alone. /help lists commands."""
-    from cacheblend_rag.blending.settings import BlendSettings
-    from cacheblend_rag.engines.sampling import SamplingParams
+_LONGER = QuestionOptions(sampling=SamplingOptions(max_tokens=256))
 
-    sampling = SamplingParams(max_tokens, temperature, top_p, seed)
-    settings = BlendSettings(ratio, policy, options.layers(check_layers))
-    chosen = ModelOptions(model, device, dtype, threads, server, engine)
-    with open_pipeline(chosen, store, (ram_budget, disk_budget), k=k) as pipeline:
+
+@app.command()
+@takes_groups
+def chat(how: QuestionOptions = _LONGER) -> None:
+    """Answer questions one after another, streaming. Each is answered from the documents alone. /help lists commands."""
+    sampling, settings = how.sampling.params(), how.blend.settings()
+    with open_pipeline(how.model, how.store, how.budgets, k=how.k) as pipeline:
         Chat(pipeline, sampling, settings).run(sys.stdin.isatty())

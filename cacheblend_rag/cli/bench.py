@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
+
+if TYPE_CHECKING:
+    from cacheblend_rag.bench import BenchModel
+    from cacheblend_rag.bench.setup import EngineName
 
 bench = typer.Typer(
     no_args_is_help=True,
     help="Measure time to first token, requests per second, running streams, or the rate of indexing.",
 )
 app.add_typer(bench, name="bench")
+
+METHOD_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
 
 RandomWeights = Annotated[
     str | None,
@@ -33,24 +41,40 @@ Directory = Annotated[
 ]
 Chunks = Annotated[int, typer.Option(min=1, help="Number of chunks.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
+QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
 Repeat = Annotated[int, typer.Option(min=1, help="Timed rounds; each runs every method once.")]
 RandomSeed = Annotated[int, typer.Option(help="Of the random tokens.")]
 
 
+@dataclass(frozen=True)
+class BenchOptions:
+    """The model of a benchmark."""
+
+    random_weights: RandomWeights = None
+    model: ModelOptions = field(default_factory=ModelOptions)
+
+    def choice(self, engine: EngineName = "transformers") -> BenchModel:
+        """Return them as the benchmarks take them.
+
+        Raises:
+            InputError: They contradict each other.
+        """
+        from cacheblend_rag.bench import BenchModel
+
+        chosen = self.model
+        return BenchModel(chosen.model, self.random_weights, chosen.device, chosen.dtype, chosen.threads, engine)
+
+
 @bench.command()
+@takes_groups
 def ttft(
+    *,
     engine: Engine = "transformers",
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    model: BenchOptions,
     chunks: Chunks = 6,
     chunk_tokens: ChunkTokens = 512,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the question.")] = 32,
-    ratio: options.Ratio = None,
-    policy: options.Policy = "hkvd",
-    check_layers: options.CheckLayers = None,
+    question_tokens: QuestionTokens = 32,
+    blend: BlendOptions,
     repeat: Repeat = 3,
     kv: KV = "ram",
     cold: Annotated[bool, typer.Option("--cold", help="Empty the page cache of the KV before every method.")] = False,
@@ -59,26 +83,24 @@ def ttft(
     as_json: options.AsJSON = False,
 ) -> None:
     """Measure the time to first token of full recompute, prefix caching, full KV reuse and blend, interleaved."""
-    from cacheblend_rag.bench import BenchModel, TTFTSettings, Workbench, bench_ttft
+    from cacheblend_rag.bench import TTFTSettings, Workbench, bench_ttft
 
+    how = blend.settings()
     settings = TTFTSettings(
-        chunks, chunk_tokens, question_tokens, ratio, policy, options.layers(check_layers), repeat, cold, seed
+        chunks, chunk_tokens, question_tokens, how.ratio, how.policy, how.check_layers, repeat, cold, seed
     )
-    choice = BenchModel(model, random_weights, device, dtype, threads, engine)
     context = chunks * chunk_tokens + question_tokens + 256
-    with status("Measuring") as say, Workbench.open(choice, kv, directory, context) as place:
+    with status("Measuring") as say, Workbench.open(model.choice(engine), kv, directory, context) as place:
         result = bench_ttft(place, settings, say)
     print_json(result) if as_json else _print_ttft(result)
 
 
 @bench.command()
+@takes_groups
 def index(
+    *,
     engine: Engine = "transformers",
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    model: BenchOptions,
     chunks: Chunks = 16,
     chunk_tokens: ChunkTokens = 512,
     repeat: Repeat = 3,
@@ -88,10 +110,9 @@ def index(
     as_json: options.AsJSON = False,
 ) -> None:
     """Measure the token rate of computing and storing chunk KV against a plain batched prefill of the same tokens."""
-    from cacheblend_rag.bench import BenchModel, IndexSettings, Workbench, bench_index
+    from cacheblend_rag.bench import IndexSettings, Workbench, bench_index
 
-    choice = BenchModel(model, random_weights, device, dtype, threads, engine)
-    with status("Measuring") as say, Workbench.open(choice, kv, directory) as place:
+    with status("Measuring") as say, Workbench.open(model.choice(engine), kv, directory) as place:
         result = bench_index(place, IndexSettings(chunks, chunk_tokens, repeat, seed), say)
     if as_json:
         print_json(result)
@@ -103,23 +124,21 @@ def index(
 
 
 @bench.command()
+@takes_groups
 def throughput(
+    *,
     engine: Engine = "transformers",
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    model: BenchOptions,
     corpus: Annotated[int, typer.Option(min=1, help="Chunks in the corpus.")] = 24,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in a prompt, in random order.")] = 6,
     chunk_tokens: ChunkTokens = 512,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the question.")] = 32,
+    question_tokens: QuestionTokens = 32,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens in every answer.")] = 8,
     requests: Annotated[
         int, typer.Option(min=1, help="Requests at each rate at least; more where they come fast.")
     ] = 40,
     ratio: options.Ratio = None,
-    policy: options.Policy = "hkvd",
+    policy: options.Policy = BlendOptions.policy,
     target_ttft: Annotated[
         float | None, typer.Option(help="Median TTFT to hold, in seconds (default: twice an idle full prefill's).")
     ] = None,
@@ -127,14 +146,13 @@ def throughput(
     as_json: options.AsJSON = False,
 ) -> None:
     """Measure the requests per second that full recompute, prefix caching and blend serve at equal median TTFT."""
-    from cacheblend_rag.bench import BenchModel, ThroughputSettings, Workbench, bench_throughput
+    from cacheblend_rag.bench import ThroughputSettings, Workbench, bench_throughput
 
     settings = ThroughputSettings(
         corpus, chunks, chunk_tokens, question_tokens, answer_tokens, requests, ratio, policy, target_ttft, seed
     )
-    choice = BenchModel(model, random_weights, device, dtype, threads, engine)
     context = chunks * chunk_tokens + question_tokens + answer_tokens + 256
-    with status("Measuring") as say, Workbench.open(choice, context=context) as place:
+    with status("Measuring") as say, Workbench.open(model.choice(engine), context=context) as place:
         result = bench_throughput(place, settings, say)
     if as_json:
         print_json(result)
@@ -143,7 +161,7 @@ def throughput(
     typer.echo(f"requests/s with a median TTFT of {seconds(result['settings']['target_ttft_s'])}\n")
     rows = [["", "idle TTFT", "requests/s"]]
     for name, method in result["methods"].items():
-        rows.append([_NAMES[name], seconds(method["idle_ttft_s"]), f"{method['requests_per_s']:.2f}"])
+        rows.append([METHOD_NAMES[name], seconds(method["idle_ttft_s"]), f"{method['requests_per_s']:.2f}"])
     typer.echo(table(rows))
     typer.echo(
         f"\nThe blend serves {result['blend_vs_full']:.1f} times the requests of full recompute and "
@@ -152,13 +170,11 @@ def throughput(
 
 
 @bench.command()
+@takes_groups
 def streams(
+    *,
     engine: Engine = "vllm",
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    model: BenchOptions,
     running: Annotated[int, typer.Option("--streams", min=1, help="Answers being streamed.")] = 2,
     prompts: Annotated[int, typer.Option(min=1, help="RAG prompts that arrive meanwhile.")] = 4,
     chunks: Chunks = 6,
@@ -170,11 +186,10 @@ def streams(
     as_json: options.AsJSON = False,
 ) -> None:
     """Measure the inter-token times of running streams while other prompts are blended, against ordinary prefill of them."""
-    from cacheblend_rag.bench import BenchModel, StreamsSettings, Workbench, bench_streams
+    from cacheblend_rag.bench import StreamsSettings, Workbench, bench_streams
 
     settings = StreamsSettings(running, prompts, chunks, chunk_tokens, question_tokens, ratio, repeat, seed)
-    choice = BenchModel(model, random_weights, device, dtype, threads, engine)
-    with status("Measuring") as say, Workbench.open(choice) as place:
+    with status("Measuring") as say, Workbench.open(model.choice(engine)) as place:
         result = bench_streams(place, settings, say)
     if as_json:
         print_json(result)
@@ -182,19 +197,16 @@ def streams(
     typer.echo(_heading(result))
     rows = [["inter-token time while prompts arrive", "median", "p99", "longest"]]
     for name, method in result["methods"].items():
-        rows.append([_NAMES[name], *(seconds(method[f"{what}_s"]) for what in ("p50", "p99", "max"))])
+        rows.append([METHOD_NAMES[name], *(seconds(method[f"{what}_s"]) for what in ("p50", "p99", "max"))])
     typer.echo(table(rows))
     typer.echo(f"\np99 with blends is {result['p99_blend_vs_full']:.2f} times that with ordinary prefill.")
-
-
-_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
 
 
 def _print_ttft(result: dict[str, Any]) -> None:
     settings, methods = result["settings"], result["methods"]
     full = median(methods["full"]["ttft_s"])
     rows = [["", "TTFT", "speed-up", "tokens computed", "waited for KV", "peak memory"]]
-    for name, label in _NAMES.items():
+    for name, label in METHOD_NAMES.items():
         method = methods[name]
         time = median(method["ttft_s"])
         rows.append(

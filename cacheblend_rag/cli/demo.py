@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import ModelOptions, open_pipeline
+from cacheblend_rag.cli.engines import open_pipeline
+from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions
 from cacheblend_rag.cli.output import print_json, progress, seconds, size, status
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def demo(
 ) -> None:
     """Index a bundled corpus with a bundled model, ask questions, and compare four ways to handle the prompt."""
     directory = store or options.store_directory(None).parent / _store_name(device)
-    with open_pipeline(ModelOptions(None, device, None, threads), directory, must_exist=False) as pipeline:
+    model = EngineOptions(device=device, threads=threads)
+    with open_pipeline(model, directory, BudgetOptions(), must_exist=False) as pipeline:
         from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
         from cacheblend_rag.demo.comparison import as_json as rows_as_json
         from cacheblend_rag.demo.comparison import run_demo

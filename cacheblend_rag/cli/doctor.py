@@ -9,7 +9,8 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import ModelOptions, open_engine
+from cacheblend_rag.cli.engines import open_engine
+from cacheblend_rag.cli.groups import ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 
 if TYPE_CHECKING:
@@ -18,11 +19,10 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@takes_groups
 def doctor(
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
+    model: ModelOptions,
     store: Annotated[
         Path | None,
         typer.Option("--store", "-s", help="Also measure this store's disk, or calibrate on its documents."),
@@ -47,7 +47,7 @@ def doctor(
     as_json: options.AsJSON = False,
 ) -> None:
     """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
-    with open_engine(ModelOptions(model, device, dtype, threads)) as engine:
+    with open_engine(model) as engine:
         if calibrate:
             from cacheblend_rag.doctor import calibrate_engine, collect_prompts
 
@@ -83,7 +83,7 @@ def _print_diagnosis(found: Diagnosis) -> None:
     lines.append(
         (
             "profile",
-            f"check layers {_numbers(found.check_layers)}, ratio {found.ratio:.0%} ({found.profile_origin})",
+            f"check layers {_join_numbers(found.check_layers)}, ratio {found.ratio:.0%} ({found.profile_origin})",
         )
     )
     if found.calibrated:
@@ -127,15 +127,15 @@ def _print_calibration(found: Calibration, file: Path) -> None:
     pairs = [(schedule, value) for schedule, value in found.schedules if len(schedule.check_layers) > 1]
     for schedule, value in pairs:
         widths = " then ".join(f"{width:g}x" for width in schedule.widths)
-        typer.echo(f"layers {_numbers(schedule.check_layers)} ({widths} the ratio): {value:.4f}")
+        typer.echo(f"layers {_join_numbers(schedule.check_layers)} ({widths} the ratio): {value:.4f}")
     if found.ratios:
-        typer.echo(f"\nwith check layers {_numbers(found.profile.check_layers)}:")
+        typer.echo(f"\nwith check layers {_join_numbers(found.profile.check_layers)}:")
         typer.echo(
             table([["ratio", "KL"], *([f"{ratio:.0%}", f"{value:.4f}"] for ratio, value in found.ratios.items())])
         )
     typer.echo(f"\n{found.why[0].upper()}{found.why[1:]}.")
     typer.echo(
-        f"Profile: check layers {_numbers(found.profile.check_layers)}, ratio {found.profile.ratio:.0%}, written to {file}"
+        f"Profile: check layers {_join_numbers(found.profile.check_layers)}, ratio {found.profile.ratio:.0%}, written to {file}"
     )
 
 
@@ -143,7 +143,7 @@ def _layout(layout: str) -> str:
     return {"half": "halves paired (NeoX)", "interleaved": "neighbours paired", "none": "no rotation"}[layout]
 
 
-def _numbers(values: Any) -> str:
+def _join_numbers(values: Any) -> str:
     return ", ".join(map(str, values))
 
 

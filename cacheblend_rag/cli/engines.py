@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.cli import options
+from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.cli.output import status
 
 if TYPE_CHECKING:
@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.store import KVStore
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """The options of every command that loads a model."""
-
-    model: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    threads: int | None = None
-    server: str | None = None
-    engine: str = "transformers"
 
 
 def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:
@@ -49,7 +37,7 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
         return TransformersEngine(chosen.model, device=chosen.device, dtype=dtype, store=store)
 
 
-def open_vllm(chosen: ModelOptions, store: Path, ram_budget: int | None, disk_budget: int | None) -> VLLMEngine:
+def open_vllm(chosen: EngineOptions, store: Path, ram_budget: int | None, disk_budget: int | None) -> VLLMEngine:
     """Start vLLM with the model of a command.
 
     Raises:
@@ -68,7 +56,7 @@ def open_vllm(chosen: ModelOptions, store: Path, ram_budget: int | None, disk_bu
         return VLLMEngine(chosen.model, store=store, dtype=chosen.dtype, ram_budget=ram_budget, disk_budget=disk_budget)
 
 
-def open_server(chosen: ModelOptions) -> RemoteEngine:
+def open_server(chosen: EngineOptions) -> RemoteEngine:
     """Connect to the server of a command; ``--model`` is the name it must serve.
 
     Raises:
@@ -90,9 +78,9 @@ def open_server(chosen: ModelOptions) -> RemoteEngine:
 
 @contextmanager
 def open_pipeline(
-    chosen: ModelOptions,
+    chosen: EngineOptions,
     directory: Path | None,
-    budgets: tuple[str | None, str | None] = (None, None),
+    budgets: BudgetOptions,
     *,
     must_exist: bool = True,
     k: int = 6,
@@ -100,7 +88,7 @@ def open_pipeline(
     overlap: int | None = None,
     embedding: str | None = None,
 ) -> Iterator[RagPipeline]:
-    """Open the store of a command with its model in front; ``budgets`` are those of the RAM and the disk tier.
+    """Open the store of a command with its model in front.
 
     With a server the directory holds the index alone; the KV is in the server's store.
     """
@@ -109,7 +97,7 @@ def open_pipeline(
     from cacheblend_rag.store import open_store
 
     path = options.store_directory(directory)
-    ram, disk = (None if text is None else options.nbytes(text) for text in budgets)
+    ram, disk = budgets.nbytes()
     if must_exist and not ChunkIndex.exists(path):
         # Said at once: a wrong path should not cost the loading of a model.
         raise StoreError(f"Nothing is indexed in {path}. Run `cacheblend index FILES --store DIR` first.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,11 +11,13 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import ModelOptions, open_engine
+from cacheblend_rag.cli.engines import open_engine
+from cacheblend_rag.cli.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.evaluation.evaluate import EvalResult
+    from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.evaluation.evaluate import EvalResult, EvalSettings
 
 _DATA = "Data set"
 _STORE_BYTES = 2 << 30
@@ -52,20 +55,53 @@ Out = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class EvalOptions:
+    """What is evaluated: a model, on a data set, with a blend."""
+
+    engine: Engine = "transformers"
+    model: ModelOptions = field(default_factory=ModelOptions)
+    dataset: Dataset = "demo"
+    data: Data = None
+    limit: Limit = 200
+    seed: Seed = 0
+    kinds: Kinds = None
+    k: options.K = 6
+    chunk_tokens: ChunkTokens = 512
+    blend: BlendOptions = field(default_factory=BlendOptions)
+
+    def settings(self, max_tokens: int | None = None, **more: Any) -> EvalSettings:
+        """Return them with ``more`` of the evaluation's settings.
+
+        Raises:
+            InputError: A value is out of range.
+        """
+        from cacheblend_rag.evaluation.evaluate import EvalSettings
+        from cacheblend_rag.evaluation.prepare import Preparation
+
+        return EvalSettings(
+            self.dataset,
+            self.data,
+            blend=self.blend.settings(),
+            limit=self.limit,
+            seed=self.seed,
+            kinds=None if self.kinds is None else _split_names(self.kinds),
+            preparation=Preparation(self.k, self.chunk_tokens, max_tokens=max_tokens),
+            **more,
+        )
+
+    def open(self) -> TransformersEngine:
+        """Load the model in front of a store in RAM."""
+        from cacheblend_rag.store import MemoryStore
+
+        return open_engine(self.model, MemoryStore(_STORE_BYTES))
+
+
 @app.command("eval")
+@takes_groups
 def evaluate_command(
-    engine: Engine = "transformers",
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
-    dataset: Dataset = "demo",
-    data: Data = None,
-    limit: Limit = 200,
-    seed: Seed = 0,
-    kinds: Kinds = None,
-    k: options.K = 6,
-    chunk_tokens: ChunkTokens = 512,
+    *,
+    what: EvalOptions,
     methods: Annotated[
         str,
         typer.Option(
@@ -73,9 +109,6 @@ def evaluate_command(
             "blends as POLICY@RATIO or POLICY@RATIO@LAYERS (sink@0.1, hkvd@0.15@1+3); separated by commas.",
         ),
     ] = "full,prefix,reuse,blend",
-    ratio: options.Ratio = None,
-    policy: options.Policy = "hkvd",
-    check_layers: options.CheckLayers = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer (default: 32; summaries 96 and 256).")
     ] = None,
@@ -83,21 +116,13 @@ def evaluate_command(
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer a data set by several methods: how well, how soon, how much computed, with 95% intervals."""
-    from cacheblend_rag.blending.settings import BlendSettings
-    from cacheblend_rag.evaluation.prepare import Preparation
-    from cacheblend_rag.store import MemoryStore
-
-    blend = BlendSettings(ratio, policy, options.layers(check_layers))
-    preparation = Preparation(k, chunk_tokens, max_tokens=max_tokens)
-    with open_engine(ModelOptions(model, device, dtype, threads), MemoryStore(_STORE_BYTES)) as opened:
-        from cacheblend_rag.evaluation.evaluate import EvalSettings, evaluate
+    settings = what.settings(max_tokens, methods=_split_names(methods))
+    with what.open() as engine:
+        from cacheblend_rag.evaluation.evaluate import evaluate
         from cacheblend_rag.evaluation.report import write_report
 
-        settings = EvalSettings(
-            dataset, data, _names(methods), blend, limit, seed, None if kinds is None else _names(kinds), preparation
-        )
         with progress("Evaluating") as show:
-            result = evaluate(opened, settings, out, show)
+            result = evaluate(engine, settings, out, show)
     assert result.answers_file is not None
     numbers = result.answers_file.with_name(result.answers_file.name.replace("answers-", "eval-"))
     numbers.with_suffix(".json").write_text(json.dumps(result.as_json(), indent=2) + "\n", encoding="utf-8")
@@ -109,23 +134,13 @@ def evaluate_command(
     typer.echo(f"\nanswers  {result.answers_file}\nreport   {page}")
 
 
+_FEWER = EvalOptions(limit=40)
+
+
 @app.command()
+@takes_groups
 def figures(
-    engine: Engine = "transformers",
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
-    dataset: Dataset = "demo",
-    data: Data = None,
-    limit: Limit = 40,
-    seed: Seed = 0,
-    kinds: Kinds = None,
-    k: options.K = 6,
-    chunk_tokens: ChunkTokens = 512,
-    ratio: options.Ratio = None,
-    policy: options.Policy = "hkvd",
-    check_layers: options.CheckLayers = None,
+    what: EvalOptions = _FEWER,
     only: Annotated[
         str | None, typer.Option(help="Figures of the paper to make, as 2,6,12-17 (default: all there are).")
     ] = None,
@@ -133,30 +148,16 @@ def figures(
     out: Out = Path("report"),
 ) -> None:
     """Make the paper's figures for a model: PNG, SVG and CSV of each, and one HTML page. Goes on where it stopped."""
-    from cacheblend_rag.blending.settings import BlendSettings
-    from cacheblend_rag.evaluation.prepare import Preparation
-    from cacheblend_rag.store import MemoryStore
-
-    blend = BlendSettings(ratio, policy, options.layers(check_layers))
-    with open_engine(ModelOptions(model, device, dtype, threads), MemoryStore(_STORE_BYTES)) as opened:
-        from cacheblend_rag.evaluation.evaluate import EvalSettings
+    settings = what.settings()
+    with what.open() as engine:
         from cacheblend_rag.evaluation.figures import Context, make_figures, parse_numbers
 
-        settings = EvalSettings(
-            dataset,
-            data,
-            blend=blend,
-            limit=limit,
-            seed=seed,
-            kinds=None if kinds is None else _names(kinds),
-            preparation=Preparation(k, chunk_tokens),
-        )
         with progress("Figures") as show:
-            page = make_figures(Context(opened, settings, out, repeat), parse_numbers(only), show)
+            page = make_figures(Context(engine, settings, out, repeat), parse_numbers(only), show)
     typer.echo(page)
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 

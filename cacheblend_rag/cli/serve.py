@@ -9,6 +9,7 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.groups import BudgetOptions, takes_groups
 
 # Long names alone: a short -s or -m would swallow letters of vLLM's own short flags.
 _Model = Annotated[
@@ -24,8 +25,10 @@ _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option
 
 
 @app.command(context_settings=_FLAGS)
+@takes_groups
 def serve(
     context: typer.Context,
+    *,
     model: _Model = None,
     store: _Store = None,
     ratio: options.Ratio = None,
@@ -36,8 +39,7 @@ def serve(
     write_back: Annotated[
         bool, typer.Option(help="Store the KV of chunks that a prompt held but the store did not.")
     ] = True,
-    ram_budget: options.RamBudget = None,
-    disk_budget: options.DiskBudget = None,
+    budgets: BudgetOptions,
     max_request_size: Annotated[str, typer.Option(help="Largest request body, as 32MiB.")] = "32MiB",
 ) -> None:
     """Serve the OpenAI API over vLLM, with blending and /v1/chunks.
@@ -47,7 +49,7 @@ def serve(
     from cacheblend_rag.server.arguments import ServeOptions
     from cacheblend_rag.server.launch import serve as run
 
-    ram, disk = (None if text is None else options.nbytes(text) for text in (ram_budget, disk_budget))
+    ram, disk = budgets.nbytes()
     if ratio is not None and not 0 <= ratio <= 1:
         from cacheblend_rag.errors import InputError
 

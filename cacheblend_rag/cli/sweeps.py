@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_rag.cli import options
-from cacheblend_rag.cli.bench import RandomWeights, Repeat, bench
+from cacheblend_rag.cli.bench import METHOD_NAMES, BenchOptions, Repeat, bench
+from cacheblend_rag.cli.groups import BlendOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 from cacheblend_rag.errors import InputError
 
@@ -16,12 +18,20 @@ if TYPE_CHECKING:
     from cacheblend_rag.bench.setup import Workbench
     from cacheblend_rag.bench.sweeps import Point
 
-_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
+Say = Callable[[str], None]
+Sweep = Callable[["Workbench", Say], "list[Point]"]
 
-Sweep = Callable[["Workbench", Callable[[str], None]], "list[Point]"]
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What every sweep takes."""
+
+    model: BenchOptions = field(default_factory=BenchOptions)
+    repeat: Repeat = 3
+    as_json: options.AsJSON = False
 
 
-def _numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
+def _parse_numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -32,114 +42,83 @@ def _numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]
 
 
 @bench.command()
+@takes_groups
 def chunks(
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
     counts: Annotated[str, typer.Option(help="Numbers of chunks of 512 tokens.")] = "2,4,6,8",
     lengths: Annotated[str, typer.Option(help="Lengths of 6 chunks, in tokens; empty for none.")] = "128,256,512,768",
-    repeat: Repeat = 3,
-    as_json: options.AsJSON = False,
+    how: SweepOptions,
 ) -> None:
     """Measure the TTFT against the number and the length of chunks."""
-    wanted = _numbers(counts, "--counts", int)
-    sizes = _numbers(lengths, "--lengths", int) if lengths else []
+    wanted = _parse_numbers(counts, "--counts", int)
+    sizes = _parse_numbers(lengths, "--lengths", int) if lengths else []
+    from cacheblend_rag.bench.sweeps import sweep_chunks, sweep_lengths
 
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import sweep_chunks, sweep_lengths
+    def sweep(place: Workbench, say: Say) -> list[Point]:
+        return [
+            *sweep_chunks(place, wanted, how.repeat, say),
+            *(sweep_lengths(place, sizes, how.repeat, say) if sizes else []),
+        ]
 
-        return [*sweep_chunks(place, wanted, repeat, say), *(sweep_lengths(place, sizes, repeat, say) if sizes else [])]
-
-    place = (random_weights, model, device, dtype, threads)
-    _run(place, sweep, as_json, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
+    _run(how, sweep, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
 
 
 @bench.command()
+@takes_groups
 def batch(
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
     sizes: Annotated[str, typer.Option(help="Requests that arrive together.")] = "1,2,4",
-    repeat: Repeat = 3,
-    as_json: options.AsJSON = False,
+    how: SweepOptions,
 ) -> None:
     """Measure the last TTFT of requests that arrive together (this engine computes one at a time)."""
-    wanted = _numbers(sizes, "--sizes", int)
+    wanted = _parse_numbers(sizes, "--sizes", int)
+    from cacheblend_rag.bench.sweeps import sweep_batch
 
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import sweep_batch
-
-        return sweep_batch(place, wanted, repeat, say)
-
-    _run((random_weights, model, device, dtype, threads), sweep, as_json, {"batch": "requests at once"})
+    _run(how, lambda place, say: sweep_batch(place, wanted, how.repeat, say), {"batch": "requests at once"})
 
 
 @bench.command()
+@takes_groups
 def ratio(
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
     ratios: Annotated[str, typer.Option(help="Recompute ratios.")] = "0.05,0.1,0.15,0.2,0.3,0.5",
-    policy: options.Policy = "hkvd",
-    repeat: Repeat = 3,
-    as_json: options.AsJSON = False,
+    how: SweepOptions,
+    policy: options.Policy = BlendOptions.policy,
 ) -> None:
     """Measure the TTFT against the recompute ratio, between full KV reuse (0) and full recompute (1)."""
-    wanted = _numbers(ratios, "--ratios", float)
+    wanted = _parse_numbers(ratios, "--ratios", float)
+    from cacheblend_rag.bench.sweeps import sweep_ratio
 
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import sweep_ratio
-
-        return sweep_ratio(place, wanted, policy, repeat, say)
-
-    _run((random_weights, model, device, dtype, threads), sweep, as_json, {"ratio": "recompute ratio"})
+    _run(how, lambda place, say: sweep_ratio(place, wanted, policy, how.repeat, say), {"ratio": "recompute ratio"})
 
 
 @bench.command()
+@takes_groups
 def devices(
-    random_weights: RandomWeights = None,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.DType = None,
-    threads: options.Threads = None,
+    *,
     bandwidths: Annotated[str, typer.Option(help="GB per second.")] = "0.05,0.1,0.2,0.5,1,2,4.8",
-    repeat: Repeat = 3,
-    as_json: options.AsJSON = False,
+    how: SweepOptions,
 ) -> None:
     """Measure the TTFT against the storage device's bandwidth, simulated by a throttled RAM store."""
-    wanted = [rate * 1e9 for rate in _numbers(bandwidths, "--bandwidths", float)]
+    wanted = [rate * 1e9 for rate in _parse_numbers(bandwidths, "--bandwidths", float)]
+    from cacheblend_rag.bench.sweeps import sweep_devices
+    from cacheblend_rag.bench.throttled import ThrottledStore
 
-    def sweep(place: Workbench, say: Callable[[str], None]) -> list[Point]:
-        from cacheblend_rag.bench.sweeps import sweep_devices
-        from cacheblend_rag.bench.throttled import ThrottledStore
-
+    def sweep(place: Workbench, say: Say) -> list[Point]:
         place.engine.store = ThrottledStore(wanted[0])
-        return sweep_devices(place, wanted, repeat, say)
+        return sweep_devices(place, wanted, how.repeat, say)
 
-    _run((random_weights, model, device, dtype, threads), sweep, as_json, {"bytes_per_s": "bandwidth"})
+    _run(how, sweep, {"bytes_per_s": "bandwidth"})
 
 
-def _run(
-    place: tuple[str | None, str | None, str | None, str | None, int | None],
-    sweep: Sweep,
-    as_json: bool,
-    axes: dict[str, str],
-) -> None:
-    from cacheblend_rag.bench import BenchModel, Workbench
-    from cacheblend_rag.bench.measure import machine
+def _run(how: SweepOptions, sweep: Sweep, axes: dict[str, str]) -> None:
+    from cacheblend_rag.bench import Workbench
+    from cacheblend_rag.bench.measure import describe_machine
 
-    random_weights, model, device, dtype, threads = place
-    choice = BenchModel(model, random_weights, device, dtype, threads)
-    with status("Measuring") as say, Workbench.open(choice) as opened:
+    with status("Measuring") as say, Workbench.open(how.model.choice()) as opened:
         points = sweep(opened, say)
-        about = {"engine": "transformers", "model": opened.label, "machine": machine(opened.device)}
-    if as_json:
+        about = {"engine": "transformers", "model": opened.label, "machine": describe_machine(opened.device)}
+    if how.as_json:
         print_json({**about, "points": points})
         return
     typer.echo(f"{about['model']}; medians, TTFT\n")
@@ -150,8 +129,8 @@ def _run(
 
 
 def _rows(points: Sequence[Point], key: str, label: str) -> list[list[str]]:
-    names = [name for name in _NAMES if any(point["method"] == name for point in points)]
-    rows = [[label, *(_NAMES[name] for name in names)]]
+    names = [name for name in METHOD_NAMES if any(point["method"] == name for point in points)]
+    rows = [[label, *(METHOD_NAMES[name] for name in names)]]
     for value in sorted({point[key] for point in points}, key=float):
         found = {point["method"]: point["ttft_s"] for point in points if point[key] == value}
         cells = ["-" if found.get(name) is None else seconds(found[name]) for name in names]

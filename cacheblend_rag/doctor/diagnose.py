@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.bench.bandwidth import disk_read, ram_copy, to_device
-from cacheblend_rag.bench.measure import machine, median
+from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
+from cacheblend_rag.bench.measure import describe_machine, median
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import TOLERANCE
 from cacheblend_rag.blending.rope import Rope
@@ -103,12 +103,12 @@ def diagnose(
     say = progress or (lambda line: None)
     device, blended = engine.runner.device, engine.gate.passed
     say("bandwidths")
-    bandwidth = {"ram copy": ram_copy()}
+    bandwidth = {"ram copy": measure_ram_copy()}
     if device.type == "cuda":
-        bandwidth["host to device"] = to_device(device)
+        bandwidth["host to device"] = measure_device_copy(device)
     if store is not None and store.is_dir():
         for name, cold in (("disk read, cold", True), ("disk read, warm", False)):
-            if (rate := disk_read(store, cold)) is not None:
+            if (rate := measure_disk_read(store, cold)) is not None:
                 bandwidth[name] = rate
     say("prefill")
     prefill = measure_prefill(engine)
@@ -140,7 +140,7 @@ def diagnose(
         else estimate(
             prefill, engine.runner.num_layers, schedule, engine.profile.ratio, kv_bytes, min(bandwidth.values())
         ),
-        machine=machine(device),
+        machine=describe_machine(device),
     )
 
 

@@ -75,7 +75,7 @@ def ablate(
         alone = Case(engine.subject(), engine.rope, (), prompt, end)
         note("none", 0.0, case.kl(policy("full-reuse"), 0.0, schedule))
         note("none, chunks without header", 0.0, alone.kl(policy("full-reuse"), 0.0, schedule))
-        k, v = Probe(engine, prompt).deviations()
+        k, v = Probe(engine, prompt).probe_deviations()
         for ratio in RATIOS:
             # The dense pass computes exactly the full prefill's KV, so these scores are what the check layer would see.
             note("hkvd, K and V", ratio, case.kl(policy("hkvd"), ratio, schedule))

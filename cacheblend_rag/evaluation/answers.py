@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import torch
 
+from cacheblend_rag.bench.measure import take_turns
 from cacheblend_rag.blending.gate import first_token_kl
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError
@@ -131,8 +132,7 @@ def answer_all(
                 method.reply(engine, case)
             warm = True
         # All methods again, even if some are there already: their logits are needed for the comparison.
-        start = number % len(methods)
-        replies = {m.name: m.reply(engine, case) for m in (*methods[start:], *methods[:start])}
+        replies = {m.name: m.reply(engine, case) for m in take_turns(methods, number)}
         new = [m for m in methods if (sample.id, m.key) not in done]
         answers.add([_row(engine, case, method, replies) for method in new])
     say(len(samples), len(samples), "")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.bench.measure import machine
+from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
@@ -19,7 +19,7 @@ from cacheblend_rag.evaluation.answers import AnswersFile, Progress, Row, answer
 from cacheblend_rag.evaluation.datasets import load_samples
 from cacheblend_rag.evaluation.methods import DEFAULT, make_methods
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.evaluation.summary import summarize, worst
+from cacheblend_rag.evaluation.summary import find_worst, summarize
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def evaluate(
         chunk_tokens=settings.preparation.chunk_tokens,
     )
     set_header(engine, samples)
-    settled = identity(engine, settings, samples[0].instruction)
+    settled = identify_run(engine, settings, samples[0].instruction)
     file = None
     if out is not None:
         digest = hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()[:8]
@@ -127,14 +127,14 @@ def evaluate(
         settings={**settled, "limit": settings.limit, "questions": len(samples)},
         labels={method.name: method.label for method in methods},
         summary=summarize(rows),
-        worst=worst(rows, method=subject),
-        machine=machine(engine.runner.device),
+        worst=find_worst(rows, method=subject),
+        machine=describe_machine(engine.runner.device),
         rows=rows,
         answers_file=file,
     )
 
 
-def identity(engine: TransformersEngine, settings: EvalSettings, instruction: str | None) -> dict[str, Any]:
+def identify_run(engine: TransformersEngine, settings: EvalSettings, instruction: str | None) -> dict[str, Any]:
     """Return what answers depend on besides method and sample (a method's key holds its own settings), for JSON."""
     return {
         "model": engine.fingerprint.name,

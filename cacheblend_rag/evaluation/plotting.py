@@ -78,7 +78,7 @@ def figure(width: float = 6.4, height: float = 3.6, columns: int = 1, rows: int 
         yield made, made.subplots(rows, columns)
 
 
-def points(axes: Axes, name: str, label: str, x: Any, y: Any, interval: Any = None, index: int = 0) -> None:
+def draw_points(axes: Axes, name: str, label: str, x: Any, y: Any, interval: Any = None, index: int = 0) -> None:
     """Draw a line with markers; ``interval`` is a pair of lists, low and high."""
     look = style(name, index)
     if interval is not None:
@@ -87,7 +87,7 @@ def points(axes: Axes, name: str, label: str, x: Any, y: Any, interval: Any = No
     axes.plot(x, y, label=label, **look)
 
 
-def svg(made: Figure) -> str:
+def render_svg(made: Figure) -> str:
     """Return a figure as SVG to put into an HTML page."""
     buffer = io.StringIO()
     made.savefig(buffer, format="svg", metadata={"Date": None})

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from cacheblend_rag.evaluation.evaluate import EvalResult
-from cacheblend_rag.evaluation.plotting import figure, style, svg
+from cacheblend_rag.evaluation.plotting import figure, render_svg, style
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _overview(result: EvalResult) -> str:
         right.set_ylim(0, 1.05)
         right.set_xlim(0, right.get_xlim()[1] * 1.05)
         right.legend(loc="lower right")
-        return svg(made)
+        return render_svg(made)
 
 
 def _kinds_plot(result: EvalResult) -> str:
@@ -200,4 +200,4 @@ def _kinds_plot(result: EvalResult) -> str:
         axes.grid(axis="x", visible=False)
         axes.set_title(f"{label} by kind of question")
         axes.legend(ncols=min(4, len(names)), loc="upper center", bbox_to_anchor=(0.5, -0.1))
-        return svg(made)
+        return render_svg(made)

@@ -65,7 +65,9 @@ def _numbers(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-def worst(rows: Sequence[Row], count: int = 10, method: str = "blend", reference: str = "full") -> list[dict[str, Any]]:
+def find_worst(
+    rows: Sequence[Row], count: int = 10, method: str = "blend", reference: str = "full"
+) -> list[dict[str, Any]]:
     """Return the ``count`` questions on which ``method`` does worst against ``reference``, both answers side by side.
 
     First those that it alone gets wrong, then other differing answers, then by first-token KL; none that agree in all.

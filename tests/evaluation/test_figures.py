@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from cacheblend_rag.bench.sweeps import queue_ttft, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
+from cacheblend_rag.bench.sweeps import simulate_queue, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
 from cacheblend_rag.bench.throttled import ThrottledStore
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.evaluate import EvalSettings
 from cacheblend_rag.evaluation.figures import FIGURES, Context, make_figures, parse_numbers
 from cacheblend_rag.evaluation.figures.findings import FINDINGS
+from cacheblend_rag.evaluation.figures.make import _settings
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.probe import Probe, attention_deviation
 from tests.evaluation.test_run import SAMPLES
@@ -33,7 +36,7 @@ def probe(engine):
 
 
 def test_watched_attention_is_the_models_own(engine, probe):
-    got = probe.attention(policy("full-recompute"), 1.0, BlendSchedule())
+    got = probe.probe_attention(policy("full-recompute"), 1.0, BlendSchedule())
     ids = torch.tensor([probe.tokens.token_ids])
     model = engine.runner.model
     before = model.config._attn_implementation
@@ -48,16 +51,16 @@ def test_watched_attention_is_the_models_own(engine, probe):
 
 
 def test_attention_deviation_falls_as_more_is_recomputed(probe):
-    want = probe.attention(policy("full-recompute"), 1.0, BlendSchedule())
+    want = probe.probe_attention(policy("full-recompute"), 1.0, BlendSchedule())
     deviations = [
-        float(attention_deviation(probe.attention(policy("hkvd"), ratio, BlendSchedule()), want)[2:].mean())
+        float(attention_deviation(probe.probe_attention(policy("hkvd"), ratio, BlendSchedule()), want)[2:].mean())
         for ratio in (0.0, 0.5, 1.0)
     ]
     assert deviations[0] > deviations[1] > deviations[2] == pytest.approx(0, abs=1e-5)
 
 
 def test_kv_deviation_is_0_in_layer_0_and_nowhere_else(probe):
-    deviation = probe.deviation()
+    deviation = probe.probe_deviation()
     assert deviation.shape[0] == 5
     assert deviation[0].max() < 1e-6 * deviation[1].mean()
     assert (deviation[1:].mean(1) > 0).all()
@@ -85,7 +88,7 @@ def test_random_selection_is_exact_in_number_repeatable_and_fair():
 
 
 def test_a_queue_waits_longer_the_busier_it_is_and_has_no_answer_beyond_its_capacity():
-    points = queue_ttft({"a": [(0.1, 0.5), (0.1, 0.5)]}, [0.1, 1.0, 1.6, 1.99, 3.0])
+    points = simulate_queue({"a": [(0.1, 0.5), (0.1, 0.5)]}, [0.1, 1.0, 1.6, 1.99, 3.0])
     ttft = [point["ttft_s"] for point in points]
     assert ttft[0] < ttft[1] < ttft[2]
     assert ttft[3:] == [None, None]
@@ -219,6 +222,12 @@ def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
     other = Context(engine, EvalSettings("demo", limit=9, preparation=SMALL.preparation), tmp_path, repeat=1)
     with pytest.raises(AssertionError, match="twice"):
         make_figures(other, [12])
+
+
+def test_figures_of_a_blend_of_ratio_0_are_not_taken_for_the_profiles(engine, tmp_path):
+    zero = replace(SMALL, blend=BlendSettings(0.0))
+    kept = [_settings(Context(engine, settings, tmp_path), FIGURES[2]) for settings in (zero, SMALL)]
+    assert kept[0] != kept[1]
 
 
 class _Flat:

@@ -36,9 +36,9 @@ def test_the_probed_attention_is_that_of_full_kv_reuse(engine):
     set_header(engine, SAMPLES)
     probe = Probe.of_case(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
     # Its own values are tested against the model's eager attention in test_figures.
-    want = probe.attention(policy("full-reuse"), 0.0, BlendSchedule()).mean((0, 1, 2))
+    want = probe.probe_attention(policy("full-reuse"), 0.0, BlendSchedule()).mean((0, 1, 2))
     spy = Spy()
-    probe.attention(spy, 0.4, BlendSchedule())
+    probe.probe_attention(spy, 0.4, BlendSchedule())
     torch.testing.assert_close(spy.seen.attention, want[spy.seen.positions], atol=1e-6, rtol=1e-4)
 
 

@@ -16,7 +16,7 @@ from cacheblend_rag.evaluation.evaluate import EvalSettings, evaluate
 from cacheblend_rag.evaluation.methods import make_methods
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.samples import Sample
-from cacheblend_rag.evaluation.summary import summarize, worst
+from cacheblend_rag.evaluation.summary import find_worst, summarize
 from cacheblend_rag.prompts.chunk import make_chunk
 
 TEXTS = (
@@ -125,8 +125,8 @@ def test_worst_disagreements_come_first_and_agreements_not_at_all():
     for number, (answer, em, kl) in enumerate(answers):
         rows += [row(number, "full", "a", 1, 0.0), row(number, "blend", answer, em, kl)]
     rows += [row(4, "full", "x", 0, 0.0), row(4, "blend", "y", 0, 8.0)]
-    assert [case["id"] for case in worst(rows)] == ["1", "2", "4"]
-    assert worst(rows)[0]["replies"] == {"full": "a", "blend": "b"}
+    assert [case["id"] for case in find_worst(rows)] == ["1", "2", "4"]
+    assert find_worst(rows)[0]["replies"] == {"full": "a", "blend": "b"}
 
 
 def test_long_documents_are_cut_and_the_nearest_chunks_kept_in_reading_order(engine):

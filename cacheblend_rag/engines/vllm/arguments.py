@@ -71,43 +71,52 @@ def prepare(
     if taken := _OURS & vllm_arguments.keys():
         raise InputError(f"{', '.join(sorted(taken))} is set by cacheblend-rag itself; leave it out.")
     name = model_files.BUNDLED_MODEL if model_files.is_bundled(model) else str(model)
-    try:
-        directory = model_files.model_directory(model)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"Cannot load the model {name!r}: {error}") from error
+    directory, config = _find(model, name)
     chosen = _dtype(dtype, config)
     fingerprint = ModelFingerprint.from_directory(directory, chosen, name)
     tokenizer = (
         None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer"), directory)
     )
     ids = chosen_header_ids(tokenizer, header)
-    extra = {
-        "store": str(store),
-        "fingerprint": fingerprint.digest,
-        "header_ids": list(ids),
-        "ram_budget": ram_budget,
-        "disk_budget": disk_budget,
-        "step_tokens": step_tokens,
-    }
     arguments = {
         # A hub model's files are taken from where the fingerprint was read.
         "model": str(directory),
         "dtype": str(chosen).removeprefix("torch."),
         "worker_cls": "cacheblend_rag.engines.vllm.worker.BlendWorker",
-        "kv_transfer_config": {
-            "kv_connector": "BlendConnector",
-            "kv_connector_module_path": "cacheblend_rag.engines.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        },
+        "kv_transfer_config": _connect(
+            store=str(store),
+            fingerprint=fingerprint.digest,
+            header_ids=list(ids),
+            ram_budget=ram_budget,
+            disk_budget=disk_budget,
+            step_tokens=step_tokens,
+        ),
         "served_model_name": name,
         # Guided JSON in which a small model may put blanks for ever is no use.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         **vllm_arguments,
     }
     return Launch(arguments, directory, tokenizer, fingerprint, ids, store)
+
+
+def _find(model: str | Path | None, name: str) -> tuple[Path, dict[str, Any]]:
+    """Return the directory of a model's files and its configuration."""
+    try:
+        directory = model_files.model_directory(model)
+        return directory, json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"Cannot load the model {name!r}: {error}") from error
+
+
+def _connect(**extra: Any) -> dict[str, Any]:
+    """Return vLLM's transfer configuration that loads the connector and hands it ``extra``."""
+    return {
+        "kv_connector": "BlendConnector",
+        "kv_connector_module_path": "cacheblend_rag.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dtype:

@@ -25,11 +25,11 @@ _BINS: Final = 160
 def _measure_attention(context: Context, say: Say) -> list[Row]:
     probe = context.probes[0]
     schedule = context.engine.profile.schedule(context.blend.check_layers)
-    whole = probe.attention(policy("full-recompute"), 1.0, schedule)
+    whole = probe.probe_attention(policy("full-recompute"), 1.0, schedule)
     say(0.4, "attention after full KV reuse")
-    reuse = probe.attention(policy("full-reuse"), 0.0, schedule)
+    reuse = probe.probe_attention(policy("full-reuse"), 0.0, schedule)
     say(0.7, "attention after the blend")
-    blend = probe.attention(policy(context.blend.policy), context.blend.ratio, schedule)
+    blend = probe.probe_attention(policy(context.blend.policy), context.blend.ratio, schedule)
     layer = int(attention_deviation(reuse, whole).argmax())
     rows = []
     for name, attention in (("full", whole), ("reuse", reuse), ("blend", blend)):
@@ -86,11 +86,11 @@ def _measure_deviation(context: Context, say: Say) -> list[Row]:
     found: dict[tuple[str, float], list[Any]] = {}
     steps = len(context.probes)
     for number, probe in enumerate(context.probes):
-        want = probe.attention(policy("full-recompute"), 1.0, BlendSchedule())
+        want = probe.probe_attention(policy("full-recompute"), 1.0, BlendSchedule())
         for at, ratio in enumerate(_RATIOS):
             say((number + at / len(_RATIOS)) / steps, f"prompt {number + 1} of {steps}")
             for name in compared if ratio else compared[:1]:
-                deviation = attention_deviation(probe.attention(policy(name), ratio, schedule), want)
+                deviation = attention_deviation(probe.probe_attention(policy(name), ratio, schedule), want)
                 found.setdefault((name, ratio), []).append(deviation.numpy())
     for name in compared[1:]:
         found[name, 0.0] = found[compared[0], 0.0]

@@ -86,6 +86,12 @@ class Context:
         return Workbench(engine, engine.fingerprint.name, None, runner.device, runner.dtype, vocab_size)
 
     @property
+    def blend_ratio(self) -> float:
+        """The recompute ratio of the run's blend."""
+        ratio = self.settings.blend.ratio
+        return self.engine.profile.ratio if ratio is None else ratio
+
+    @property
     def main(self) -> EvalResult | None:
         """The evaluation of the run's own settings, for tables and the worst disagreements; None if no figure needed it."""
         return next((r for (_, changed), r in self._results.items() if not changed and "blend" in r.labels), None)

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import spearmanr
 
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say
-from cacheblend_rag.evaluation.plotting import figure, points, style
+from cacheblend_rag.evaluation.plotting import draw_points, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -23,7 +23,7 @@ def _measure_kv(context: Context, say: Say) -> list[Row]:
     deviations = []
     for number, probe in enumerate(context.probes):
         say(number / len(context.probes), f"prompt {number + 1} of {len(context.probes)}")
-        deviations.append(probe.deviation())
+        deviations.append(probe.probe_deviation())
     together = torch.cat(deviations, dim=1)
     rows = []
     for layer in range(1, len(together)):
@@ -76,7 +76,7 @@ def _measure_correlation(context: Context, say: Say) -> list[Row]:
     rows = []
     for number, probe in enumerate(context.probes):
         say(number / len(context.probes), f"prompt {number + 1} of {len(context.probes)}")
-        deviation = probe.deviation()
+        deviation = probe.probe_deviation()
         tops = [set(layer.argsort(descending=True)[: round(_TOP * len(layer))].tolist()) for layer in deviation]
         for layer in range(1, len(deviation) - 1):
             rows.append(
@@ -99,7 +99,7 @@ def _draw_correlation(rows: Sequence[Row]) -> Drawing:
         ):
             by_layer = [[row[key] for row in rows if row["layer"] == layer] for layer in layers]
             interval = ([min(v) for v in by_layer], [max(v) for v in by_layer])
-            points(axes, look, name, layers, [float(np.mean(v)) for v in by_layer], interval)
+            draw_points(axes, look, name, layers, [float(np.mean(v)) for v in by_layer], interval)
         axes.set_xticks(layers, [f"{layer}–{layer + 1}" for layer in layers])
         if len(layers) > 16:
             axes.set_xticks(layers[:: len(layers) // 8], [f"{n}–{n + 1}" for n in layers[:: len(layers) // 8]])

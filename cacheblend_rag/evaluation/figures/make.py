@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from cacheblend_rag.bench.measure import machine
+from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.evaluation.evaluate import identity
+from cacheblend_rag.evaluation.evaluate import identify_run
 from cacheblend_rag.evaluation.figures import attention, deviation, quality, speed
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row
 from cacheblend_rag.evaluation.figures.findings import FINDINGS
-from cacheblend_rag.evaluation.plotting import svg
+from cacheblend_rag.evaluation.plotting import render_svg
 from cacheblend_rag.evaluation.report import Section, render_page, result_sections
 
 FIGURES: Final = {
@@ -99,7 +99,7 @@ def _make(context: Context, figure: Figure, say: Callable[[float, str], None]) -
         writer.writerows(rows)
     drawn = figure.draw(rows)
     drawn.savefig(context.out / f"{name}.png")
-    vector = svg(drawn)
+    vector = render_svg(drawn)
     (context.out / f"{name}.svg").write_text(vector, encoding="utf-8")
     found = FINDINGS.get(figure.number)
     return Section(
@@ -114,7 +114,7 @@ def _make(context: Context, figure: Figure, say: Callable[[float, str], None]) -
 
 def _settings(context: Context, figure: Figure) -> dict[str, Any]:
     text = {
-        **identity(context.engine, context.settings, None),
+        **identify_run(context.engine, context.settings, None),
         "limit": context.settings.limit,
         "blend": context.blend.to_params(),
         "repeat": context.repeat,
@@ -136,14 +136,14 @@ def _read(file: Path, settings: dict[str, Any]) -> list[Row] | None:
 def _write_page(context: Context, sections: Sequence[Section]) -> Path:
     engine = context.engine
     result = context.main
-    settings = {**identity(engine, context.settings, None), "limit": context.settings.limit}
+    settings = {**identify_run(engine, context.settings, None), "limit": context.settings.limit}
     page = context.out / "index.html"
     page.write_text(
         render_page(
             f"{engine.fingerprint.name}: the paper's figures",
             "Each figure of CacheBlend (arXiv 2405.16444) measured on this model, with what the paper found beside it",
             [*sections, *(result_sections(result) if result is not None else [])],
-            {**settings, **machine(engine.runner.device)},
+            {**settings, **describe_machine(engine.runner.device)},
             None if result is None else result.worst,
             {} if result is None else result.labels,
         ),

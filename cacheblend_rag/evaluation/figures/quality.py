@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say
 from cacheblend_rag.evaluation.methods import LABELS
-from cacheblend_rag.evaluation.plotting import figure, points, style
+from cacheblend_rag.evaluation.plotting import draw_points, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -69,7 +69,7 @@ def _draw_counts(rows: Sequence[Row]) -> Drawing:
         for name in ("full", "blend", "reuse"):
             mine = [row for row in rows if row["method"] == name]
             interval = ([row["low"] for row in mine], [row["high"] for row in mine])
-            points(
+            draw_points(
                 axes,
                 name,
                 mine[0]["label"],

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from cacheblend_rag.bench.sweeps import (
-    queue_ttft,
-    request_rates,
+    choose_rates,
+    simulate_queue,
     sweep_batch,
     sweep_chunks,
     sweep_devices,
@@ -17,7 +17,7 @@ from cacheblend_rag.bench.throttled import ThrottledStore
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say
 from cacheblend_rag.evaluation.figures.quality import CORE
 from cacheblend_rag.evaluation.methods import LABELS
-from cacheblend_rag.evaluation.plotting import figure, points
+from cacheblend_rag.evaluation.plotting import draw_points, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ def _measure_rates(context: Context, say: Say) -> list[Row]:
     service = {
         name: [(row["ttft_s"], row["total_s"]) for row in result.rows if row["method"] == name] for name in _TIMED
     }
-    return queue_ttft(service, request_rates(service), context.settings.seed)
+    return simulate_queue(service, choose_rates(service), context.settings.seed)
 
 
 def _draw_rates(rows: Sequence[Row]) -> Drawing:
@@ -41,7 +41,7 @@ def _draw_rates(rows: Sequence[Row]) -> Drawing:
 
         for name in _TIMED:
             mine = [row for row in rows if row["method"] == name and row["ttft_s"] is not None]
-            points(axes, name, _LABELS[name], [row["rate"] for row in mine], [row["ttft_s"] for row in mine])
+            draw_points(axes, name, _LABELS[name], [row["rate"] for row in mine], [row["ttft_s"] for row in mine])
             capacity = next(row["capacity"] for row in rows if row["method"] == name)
             axes.axvline(capacity, color=axes.lines[-1].get_color(), linewidth=0.9, linestyle=":", alpha=0.8)
         axes.set_xscale("log")
@@ -120,7 +120,9 @@ def _lines(axes: Axes, rows: Sequence[Row], key: str, scale: float = 1) -> None:
     for name in _TIMED:
         mine = sorted((row for row in rows if row["method"] == name), key=lambda row: row[key])
         interval = ([row["fastest_s"] for row in mine], [row["slowest_s"] for row in mine])
-        points(axes, name, _LABELS[name], [row[key] * scale for row in mine], [row["ttft_s"] for row in mine], interval)
+        draw_points(
+            axes, name, _LABELS[name], [row[key] * scale for row in mine], [row["ttft_s"] for row in mine], interval
+        )
 
 
 FIGURES: Final = (

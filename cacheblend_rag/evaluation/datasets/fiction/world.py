@@ -96,6 +96,34 @@ def _drop_chunk(rng: Random, writer: Writer, entities: Sequence[Entity]) -> None
             entity.alias_in = -1
 
 
+def _write_documents(rng: Random, writer: Writer, entities: Sequence[Entity], filler: float) -> None:
+    """Write about one entity after another, with filler in between, until all chunks are full."""
+    for entity in entities:
+        if writer.full:
+            break
+        if filler and rng.random() < 0.6:
+            writer.fill(rng.expovariate((1 - filler) / (110 * filler)), "\n\n" if rng.random() < 0.5 else " ")
+        if writer.left < 12:
+            writer.close_chunk()
+        if not writer.full:
+            writer.write(entity)
+    while not writer.full:
+        writer.fill(writer.left, "\n\n")
+        writer.close_chunk()
+
+
+def _choose_questions(rng: Random, entities: Sequence[Entity], most: int, two_hop_share: float) -> list[Question]:
+    """Draw up to ``most`` questions in random order, cross-chunk ones preferred."""
+    plain, hops = ask(rng, entities)
+    bonus = {"cross": 0.5, "alias": 0.1, "two_hop_cross": 0.4}
+    for group in (plain, hops):
+        rng.shuffle(group)
+        group.sort(key=lambda question: rng.random() - bonus.get(question.kind, 0.0))
+    chosen = (hops[: max(1, int(most * two_hop_share))] + plain)[:most]
+    rng.shuffle(chosen)
+    return chosen
+
+
 def sample_context(
     rng: Random,
     count_tokens: CountTokens,
@@ -136,26 +164,9 @@ def sample_context(
     count = int(wanted * chunk_tokens / (110 if chunk_tokens >= 100 else 60)) + 2
     entities = make_entities(rng, names, draw_kinds(rng, count), alias_share)
     writer = Writer(rng, count_tokens, chunks=wanted, chunk_tokens=chunk_tokens, style=Style(filler))
-    for entity in entities:
-        if writer.full:
-            break
-        if filler and rng.random() < 0.6:
-            writer.fill(rng.expovariate((1 - filler) / (110 * filler)), "\n\n" if rng.random() < 0.5 else " ")
-        if writer.left < 12:
-            writer.close_chunk()
-        if not writer.full:
-            writer.write(entity)
-    while not writer.full:
-        writer.fill(writer.left, "\n\n")
-        writer.close_chunk()
+    _write_documents(rng, writer, entities, filler)
     del writer.chunks[wanted:]
     if missing_chunk:
         _drop_chunk(rng, writer, entities)
-    plain, hops = ask(rng, entities)
-    bonus = {"cross": 0.5, "alias": 0.1, "two_hop_cross": 0.4}
-    for group in (plain, hops):
-        rng.shuffle(group)
-        group.sort(key=lambda question: rng.random() - bonus.get(question.kind, 0.0))
-    chosen = (hops[: max(1, int(questions * two_hop_share))] + plain)[:questions]
-    rng.shuffle(chosen)
+    chosen = _choose_questions(rng, entities, questions, two_hop_share)
     return Context(tuple(tuple(chunk) for chunk in writer.chunks if chunk), tuple(chosen))
