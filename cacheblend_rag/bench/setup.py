@@ -94,12 +94,13 @@ class Workbench:
         """Return what every result begins with: what was measured, with which settings, on which machine.
 
         Args:
-            settings: Of the measurement, a dataclass; a ``ratio`` of None is given as the model profile's.
+            settings: Of the measurement, a dataclass; a ``ratio`` or ``policy`` of None is given as the model profile's.
             more: Further settings, or other values of them.
         """
         given = asdict(settings)
-        if "ratio" in given and given["ratio"] is None:
-            given["ratio"] = self.engine.profile.ratio
+        for name in ("ratio", "policy"):
+            if name in given and given[name] is None:
+                given[name] = getattr(self.engine.profile, name)
         placed = {"kv": self.kv, "device": str(self.device), "dtype": str(self.dtype).removeprefix("torch.")}
         return {
             "engine": self.name,

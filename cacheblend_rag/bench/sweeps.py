@@ -44,7 +44,7 @@ def sweep_lengths(
 def sweep_ratio(
     place: Workbench,
     ratios: Sequence[float] = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5),
-    policy: str = "hkvd",
+    policy: str | None = None,
     repeat: int = 3,
     say: Progress = lambda line: None,
 ) -> list[Point]:

@@ -48,7 +48,7 @@ class ThroughputSettings:
     answer_tokens: int = 8
     requests: int = 40
     ratio: float | None = None
-    policy: str = "hkvd"
+    policy: str | None = None
     target_ttft_s: float | None = None
     seed: int = 0
 

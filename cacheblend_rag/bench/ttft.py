@@ -40,7 +40,7 @@ class TTFTSettings:
     chunk_tokens: int = 512
     question_tokens: int = 32
     ratio: float | None = None
-    policy: str = "hkvd"
+    policy: str | None = None
     check_layers: tuple[int, ...] | None = None
     repeat: int = 3
     cold: bool = False

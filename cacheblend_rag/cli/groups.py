@@ -91,7 +91,7 @@ class BlendOptions:
     """How stored KV is treated."""
 
     ratio: options.Ratio = None
-    policy: options.Policy = "hkvd"
+    policy: options.Policy = None
     check_layers: options.CheckLayers = None
 
     def settings(self) -> BlendSettings:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from cacheblend_rag.blending.policies import POLICIES
 from cacheblend_rag.errors import InputError
 
 _MODEL, _BLEND, _ANSWER = "Model", "Blending", "Answer"
@@ -54,8 +55,11 @@ Ratio = Annotated[
     ),
 ]
 Policy = Annotated[
-    str,
-    typer.Option(help="Token-selection policy: hkvd, sink, query, hybrid, random, none, full.", rich_help_panel=_BLEND),
+    str | None,
+    typer.Option(
+        help=f"Token-selection policy: {', '.join(POLICIES)} (default: the model profile's).",
+        rich_help_panel=_BLEND,
+    ),
 ]
 CheckLayers = Annotated[
     str | None,

@@ -85,7 +85,7 @@ class BlendEngine(ABC):
         Raises:
             PromptTooLongError: Prompt and ``max_tokens`` exceed the context window.
             UnknownChunkError: A reference to a chunk that was never registered.
-            InputError: A wish that this engine or model cannot fulfil.
+            InputError: An option that this engine or model cannot serve.
         """
 
     def generate(

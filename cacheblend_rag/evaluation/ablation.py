@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from cacheblend_rag.bench.setup import BenchModel, Workbench
-from cacheblend_rag.blending.calibration.measurement import Case, Scored
+from cacheblend_rag.blending.calibration.measurement import PromptMeasurement, Scored
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.datasets import demo_samples
+from cacheblend_rag.evaluation.inspector import PromptInspector
 from cacheblend_rag.evaluation.intervals import mean_interval
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.evaluation.probe import Probe
 from cacheblend_rag.prompts.prompt import TokenizedPrompt, tokenize
 
 RATIOS = (0.02, 0.05, 0.15)
@@ -71,20 +71,20 @@ def ablate(
     end = getattr(engine.tokenizer, "eos_token_id", None)
     for number, prompt in enumerate(prompts, 1):
         say(f"prompt {number} of {len(prompts)}")
-        case = Case(engine.subject(), engine.rope, engine.header_ids, prompt, end)
-        alone = Case(engine.subject(), engine.rope, (), prompt, end)
-        note("none", 0.0, case.kl(policy("full-reuse"), 0.0, schedule))
+        measurement = PromptMeasurement(engine.subject(), engine.rope, engine.header_ids, prompt, end)
+        alone = PromptMeasurement(engine.subject(), engine.rope, (), prompt, end)
+        note("none", 0.0, measurement.kl(policy("full-reuse"), 0.0, schedule))
         note("none, chunks without header", 0.0, alone.kl(policy("full-reuse"), 0.0, schedule))
-        k, v = Probe(engine, prompt).probe_deviations()
+        k, v = PromptInspector(engine, prompt).measure_deviations()
         for ratio in RATIOS:
             # The dense pass computes exactly the full prefill's KV, so these scores are what the check layer would see.
-            note("hkvd, K and V", ratio, case.kl(policy("hkvd"), ratio, schedule))
-            note("hkvd, K alone", ratio, case.kl(Scored(k[check_layer]), ratio, schedule))
-            note("hkvd, V alone", ratio, case.kl(Scored(v[check_layer]), ratio, schedule))
-            note("hkvd, first tokens forced", ratio, case.kl(_WithSinks(), ratio, schedule))
+            note("hkvd, K and V", ratio, measurement.kl(policy("hkvd"), ratio, schedule))
+            note("hkvd, K alone", ratio, measurement.kl(Scored(k[check_layer]), ratio, schedule))
+            note("hkvd, V alone", ratio, measurement.kl(Scored(v[check_layer]), ratio, schedule))
+            note("hkvd, first tokens forced", ratio, measurement.kl(_WithSinks(), ratio, schedule))
             note("hkvd, chunks without header", ratio, alone.kl(policy("hkvd"), ratio, schedule))
-            note("oracle", ratio, case.kl(Scored(case.oracle), ratio, schedule))
-            note("random", ratio, case.kl(policy("random"), ratio, schedule))
+            note("oracle", ratio, measurement.kl(Scored(measurement.oracle), ratio, schedule))
+            note("random", ratio, measurement.kl(policy("random"), ratio, schedule))
     return {
         name: {f"{ratio:g}": _with_interval(values) for ratio, values in by_ratio.items()}
         for name, by_ratio in found.items()

@@ -122,12 +122,12 @@ def evaluate(
     with AnswersFile(file, settled) as answers:
         rows = answer_all(engine, Preparer(engine, settings.preparation), samples, methods, answers, progress)
     compared = [method.name for method in methods if method.name != "full"]
-    subject = "blend" if "blend" in compared else compared[0] if compared else "full"
+    shown = "blend" if "blend" in compared else compared[0] if compared else "full"
     return EvalResult(
         settings={**settled, "limit": settings.limit, "questions": len(samples)},
         labels={method.name: method.label for method in methods},
         summary=summarize(rows),
-        worst=find_worst(rows, method=subject),
+        worst=find_worst(rows, method=shown),
         machine=describe_machine(engine.runner.device),
         rows=rows,
         answers_file=file,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend_rag.blending.calibration.measurement import ANSWER_TOKENS, Case, Scored, top
+from cacheblend_rag.blending.calibration.measurement import ANSWER_TOKENS, PromptMeasurement, Scored, top
 from cacheblend_rag.blending.calibration.rules import MIN_PROMPTS, PAPER_RATIO, RATIOS, _choose_ratio, calibrate
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.policies import policy
@@ -55,39 +55,39 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def case(model):
-    return Case(model, model.detect_rope(), HEADER, prompt(0), end_token=None)
+def measurement(model):
+    return PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), end_token=None)
 
 
-def test_recomputing_everything_has_no_divergence(case):
-    assert case.kl(policy("full-recompute"), 1.0, BlendSchedule()) == pytest.approx(0, abs=1e-9)
-    assert case.kl(policy("full-reuse"), 0.0, BlendSchedule()) > 1e-3
+def test_recomputing_everything_has_no_divergence(measurement):
+    assert measurement.kl(policy("full-recompute"), 1.0, BlendSchedule()) == pytest.approx(0, abs=1e-9)
+    assert measurement.kl(policy("full-reuse"), 0.0, BlendSchedule()) > 1e-3
 
 
-def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(case):
-    assert case.deviation.shape == (LAYERS, 2 * 20)  # the first chunk stands right behind the header
-    layer_0, later = case.deviation[0], case.deviation[1:]
+def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
+    assert measurement.deviation.shape == (LAYERS, 2 * 20)  # the first chunk stands right behind the header
+    layer_0, later = measurement.deviation[0], measurement.deviation[1:]
     assert float(layer_0.max()) < 1e-6 * float(later.mean())
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
-def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, case, layer):
+def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, measurement, layer):
     target = model.target(prompt(0).token_ids, model.detect_rope())
-    result = fuse(case._plan, target, policy("hkvd"), 0.2, BlendSchedule((layer,), (1.0,)))
-    first = case._plan.stale[0].start
-    assert result.recomputed.tolist() == [first + i for i in sorted(top(case.deviation[layer], 8).tolist())]
+    result = fuse(measurement._plan, target, policy("hkvd"), 0.2, BlendSchedule((layer,), (1.0,)))
+    first = measurement._plan.stale[0].start
+    assert result.recomputed.tolist() == [first + i for i in sorted(top(measurement.deviation[layer], 8).tolist())]
 
 
-def test_given_scores_choose_as_the_check_layer_does(case):
-    by_layer = case.kl(policy("hkvd"), 0.2, BlendSchedule((1,), (1.0,)))
-    assert by_layer == pytest.approx(case.kl(Scored(case.deviation[1]), 0.2, BlendSchedule()), rel=1e-3)
+def test_given_scores_choose_as_the_check_layer_does(measurement):
+    by_layer = measurement.kl(policy("hkvd"), 0.2, BlendSchedule((1,), (1.0,)))
+    assert by_layer == pytest.approx(measurement.kl(Scored(measurement.deviation[1]), 0.2, BlendSchedule()), rel=1e-3)
 
 
 def test_the_answer_ends_at_the_end_token(model):
     rope, first = model.detect_rope(), prompt(0)
-    free = Case(model, rope, HEADER, first, end_token=None)
+    free = PromptMeasurement(model, rope, HEADER, first, end_token=None)
     assert len(free._answer) == len(free._truth) == ANSWER_TOKENS
-    assert Case(model, rope, HEADER, first, end_token=free._answer[0])._answer == free._answer[:1]
+    assert PromptMeasurement(model, rope, HEADER, first, end_token=free._answer[0])._answer == free._answer[:1]
 
 
 def test_calibration_reports_every_layer_and_chooses_a_schedule_it_tried(model):

@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo, ReuseReport
@@ -42,8 +44,9 @@ class FakeServer:
             "header_ids": header_ids(tokenizer, rag_header(tokenizer)),
             "context_window": 500,
             "blended": True,
-            "ratio": 0.15,
-            "check_layers": (1,),
+            "num_layers": 8,
+            "defaults": ModelProfile().resolve(BlendSettings(), 8).to_params(),
+            "widths": (1.0,),
         }
         self.model = ModelInfo(**{**described, **model})
         self.requests: list[tuple[str, str, Any]] = []

@@ -22,22 +22,22 @@ from cacheblend_rag.evaluation.evaluate import EvalSettings
 from cacheblend_rag.evaluation.figures import FIGURES, Context, make_figures, parse_numbers
 from cacheblend_rag.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.evaluation.figures.make import _settings
+from cacheblend_rag.evaluation.inspector import PromptInspector, attention_deviation
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.evaluation.probe import Probe, attention_deviation
 from tests.evaluation.test_run import SAMPLES
 
 SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens=2))
 
 
 @pytest.fixture
-def probe(engine):
+def inspector(engine):
     set_header(engine, SAMPLES)
-    return Probe.of_case(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
+    return PromptInspector.of_case(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
 
 
-def test_watched_attention_is_the_models_own(engine, probe):
-    got = probe.probe_attention(policy("full-recompute"), 1.0, BlendSchedule())
-    ids = torch.tensor([probe.tokens.token_ids])
+def test_watched_attention_is_the_models_own(engine, inspector):
+    got = inspector.measure_attention(policy("full-recompute"), 1.0, BlendSchedule())
+    ids = torch.tensor([inspector.tokens.token_ids])
     model = engine.runner.model
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -46,21 +46,21 @@ def test_watched_attention_is_the_models_own(engine, probe):
             want = model(input_ids=ids, output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
-    rows = len(probe.question)
+    rows = len(inspector.question)
     torch.testing.assert_close(got, torch.stack([layer[0, :, -rows:] for layer in want]), atol=1e-5, rtol=1e-4)
 
 
-def test_attention_deviation_falls_as_more_is_recomputed(probe):
-    want = probe.probe_attention(policy("full-recompute"), 1.0, BlendSchedule())
+def test_attention_deviation_falls_as_more_is_recomputed(inspector):
+    want = inspector.measure_attention(policy("full-recompute"), 1.0, BlendSchedule())
     deviations = [
-        float(attention_deviation(probe.probe_attention(policy("hkvd"), ratio, BlendSchedule()), want)[2:].mean())
+        float(attention_deviation(inspector.measure_attention(policy("hkvd"), ratio, BlendSchedule()), want)[2:].mean())
         for ratio in (0.0, 0.5, 1.0)
     ]
     assert deviations[0] > deviations[1] > deviations[2] == pytest.approx(0, abs=1e-5)
 
 
-def test_kv_deviation_is_0_in_layer_0_and_nowhere_else(probe):
-    deviation = probe.probe_deviation()
+def test_kv_deviation_is_0_in_layer_0_and_nowhere_else(inspector):
+    deviation = inspector.measure_deviation()
     assert deviation.shape[0] == 5
     assert deviation[0].max() < 1e-6 * deviation[1].mean()
     assert (deviation[1:].mean(1) > 0).all()
@@ -195,7 +195,7 @@ def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._POOL", 3)
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._RATIOS", (0.1, 0.5))
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.attention._RATIOS", (0.0, 0.3))
-    monkeypatch.setattr("cacheblend_rag.evaluation.figures.base._PROBES", 2)
+    monkeypatch.setattr("cacheblend_rag.evaluation.figures.base._INSPECTED", 2)
     monkeypatch.setattr("cacheblend_rag.evaluation.prepare.Embedder.load", lambda name: _Flat())
     seen: list[float] = []
     page = make_figures(

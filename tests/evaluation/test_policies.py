@@ -15,8 +15,8 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.inspector import PromptInspector
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.evaluation.probe import Probe
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from tests.blending.families import BLENDED, make_model
@@ -34,11 +34,11 @@ class Spy(type(policy("query"))):
 
 def test_the_probed_attention_is_that_of_full_kv_reuse(engine):
     set_header(engine, SAMPLES)
-    probe = Probe.of_case(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
+    inspector = PromptInspector.of_case(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]))
     # Its own values are tested against the model's eager attention in test_figures.
-    want = probe.probe_attention(policy("full-reuse"), 0.0, BlendSchedule()).mean((0, 1, 2))
+    want = inspector.measure_attention(policy("full-reuse"), 0.0, BlendSchedule()).mean((0, 1, 2))
     spy = Spy()
-    probe.probe_attention(spy, 0.4, BlendSchedule())
+    inspector.measure_attention(spy, 0.4, BlendSchedule())
     torch.testing.assert_close(spy.seen.attention, want[spy.seen.positions], atol=1e-6, rtol=1e-4)
 
 
@@ -64,7 +64,7 @@ def test_the_ends_of_the_ratio_are_full_kv_reuse_and_the_full_prefill(name, fami
 
 
 def test_a_blend_by_attention_recomputes_exactly_the_tokens_it_chose(engine):
-    """The same tokens chosen by a policy that needs no probe give the same logits: the probe leaves no trace."""
+    """The same tokens chosen by a policy that needs no inspector give the same logits: the inspector leaves no trace."""
     set_header(engine, SAMPLES)
     chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
     engine.precompute(chunks)

@@ -22,7 +22,7 @@ ANSWER_TOKENS: Final = 8
 """Most tokens of an answer whose distributions are compared."""
 
 
-class Case:
+class PromptMeasurement:
     """One prompt: its answer by full prefill, its chunks' KV, and the deviation of every token at every layer.
 
     Attributes:

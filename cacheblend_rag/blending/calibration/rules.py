@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from cacheblend_rag.blending.calibration.measurement import Case, Scored, top
+from cacheblend_rag.blending.calibration.measurement import PromptMeasurement, Scored, top
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.policies import policy
@@ -117,31 +117,38 @@ def calibrate(
         InputError: No prompt holds a token with stale KV.
     """
     say = progress or (lambda line: None)
-    cases = []
+    measurements = []
     for number, prompt in enumerate(prompts, 1):
         say(f"full prefill and chunks of prompt {number} of {len(prompts)}")
-        case = Case(subject, rope, header_ids, prompt, end_token)
-        if case.usable:
-            cases.append(case)
-    if not cases:
+        measurement = PromptMeasurement(subject, rope, header_ids, prompt, end_token)
+        if measurement.usable:
+            measurements.append(measurement)
+    if not measurements:
         raise InputError("Calibration needs prompts of at least two chunks and a question behind them; there is none.")
-    return _Calibrator(cases, subject.num_layers, say).run()
+    return _Calibrator(measurements, subject.num_layers, say).run()
 
 
 class _Calibrator:
-    def __init__(self, cases: list[Case], num_layers: int, say: Callable[[str], None]):
-        self._cases, self._num_layers, self._say = cases, num_layers, say
+    def __init__(self, measurements: list[PromptMeasurement], num_layers: int, say: Callable[[str], None]):
+        self._measurements, self._num_layers, self._say = measurements, num_layers, say
         self._measured: dict[tuple[BlendSchedule, float], Floats] = {}
 
     def run(self) -> Calibration:
         default = BlendSchedule()
         generator = torch.Generator().manual_seed(0)
         self._say("full KV reuse, random and oracle selection")
-        none = np.array([case.kl(policy("full-reuse"), 0.0, default) for case in self._cases])
+        none = np.array([measurement.kl(policy("full-reuse"), 0.0, default) for measurement in self._measurements])
         ends = {
             "none": none,
-            "random": np.array([case.kl(_random(case, generator), PAPER_RATIO, default) for case in self._cases]),
-            "oracle": np.array([case.kl(Scored(case.oracle), PAPER_RATIO, default) for case in self._cases]),
+            "random": np.array(
+                [
+                    measurement.kl(_random(measurement, generator), PAPER_RATIO, default)
+                    for measurement in self._measurements
+                ]
+            ),
+            "oracle": np.array(
+                [measurement.kl(Scored(measurement.oracle), PAPER_RATIO, default) for measurement in self._measurements]
+            ),
         }
         schedules = self._schedules(none)
         if none.mean() < _HARMLESS:
@@ -153,11 +160,11 @@ class _Calibrator:
             profile = ModelProfile(ratio, check_layers=chosen.check_layers, widths=chosen.widths)
             why = f"{why}; {because}"
         kl = {name: float(values.mean()) for name, values in ends.items()}
-        summary = {"prompts": len(self._cases), "why": why, "kl": kl}
+        summary = {"prompts": len(self._measurements), "why": why, "kl": kl}
         return Calibration(
             profile=replace(profile, calibrated=summary),
             why=why,
-            prompts=len(self._cases),
+            prompts=len(self._measurements),
             kl=kl,
             layers=self._agreement(),
             schedules=[(schedule, float(values.mean())) for schedule, values in schedules.items()],
@@ -169,7 +176,9 @@ class _Calibrator:
         key = (schedule, ratio)
         if key not in self._measured:
             self._say(f"blends at {ratio:.0%}, check layers {', '.join(map(str, schedule.check_layers))}")
-            self._measured[key] = np.array([case.kl(policy("hkvd"), ratio, schedule) for case in self._cases])
+            self._measured[key] = np.array(
+                [measurement.kl(policy("hkvd"), ratio, schedule) for measurement in self._measurements]
+            )
         return self._measured[key]
 
     def _schedules(self, none: Floats) -> dict[BlendSchedule, Floats]:
@@ -214,8 +223,22 @@ class _Calibrator:
             found.append(
                 LayerAgreement(
                     layer,
-                    float(np.mean([_overlap(case.deviation[layer], case.oracle) for case in self._cases])),
-                    float(np.mean([spearmanr(case.deviation[layer], case.oracle).statistic for case in self._cases])),
+                    float(
+                        np.mean(
+                            [
+                                _overlap(measurement.deviation[layer], measurement.oracle)
+                                for measurement in self._measurements
+                            ]
+                        )
+                    ),
+                    float(
+                        np.mean(
+                            [
+                                spearmanr(measurement.deviation[layer], measurement.oracle).statistic
+                                for measurement in self._measurements
+                            ]
+                        )
+                    ),
                     None if measured is None else float(measured.mean()),
                 )
             )
@@ -240,8 +263,8 @@ def _choose_ratio(measured: dict[float, Floats], none: Floats) -> tuple[float, s
     return ratio, f"no ratio removes {ENOUGH:.0%} of full KV reuse's KL for sure; {ratio:.0%} removes {mean[ratio]:.0%}"
 
 
-def _random(case: Case, generator: torch.Generator) -> SelectionPolicy:
-    return Scored(torch.rand(len(case.oracle), generator=generator))
+def _random(measurement: PromptMeasurement, generator: torch.Generator) -> SelectionPolicy:
+    return Scored(torch.rand(len(measurement.oracle), generator=generator))
 
 
 def _overlap(deviation: torch.Tensor, oracle: torch.Tensor) -> float:

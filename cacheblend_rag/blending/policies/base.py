@@ -19,7 +19,7 @@ class Candidates:
         offset: Index within its chunk.
         deviation: KV deviation at the check layer (fp32, summed over KV heads and dimensions of K and V), for policies
             that need it.
-        attention: How much the question attends to each (fp32, mean over layers, heads and question tokens), probed over
+        attention: How much the question attends to each (fp32, mean over layers, heads and question tokens), measured over
             stored KV, for policies that need it.
     """
 
@@ -36,7 +36,7 @@ class SelectionPolicy(ABC):
     Attributes:
         name: What users call it.
         needs_deviation: Whether KV deviation must be measured first (costs the dense pass up to the check layer).
-        needs_attention: Whether the question's attention must be probed first (costs a pass of the question, and waiting for
+        needs_attention: Whether the question's attention must be measured first (costs a pass of the question, and waiting for
             the stored KV of all layers).
     """
 

@@ -8,7 +8,7 @@ from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy, h
 
 
 class QueryPolicy(SelectionPolicy):
-    """Highest attention of the question, probed over stored KV. Needs no check layer, but all layers' KV beforehand."""
+    """Highest attention of the question, measured over stored KV. Needs no check layer, but all layers' KV beforehand."""
 
     name = "query"
     needs_attention = True

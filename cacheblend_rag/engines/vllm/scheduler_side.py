@@ -53,7 +53,7 @@ class SchedulerSide:
         self._saving: dict[str, tuple[Request, int]] = {}
 
     def new_request(self, request: Request) -> None:
-        """Note what the client wants. A malformed wish is an ordinary prefill."""
+        """Note what the client wants. Malformed options make an ordinary prefill."""
         try:
             job = read_params(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:

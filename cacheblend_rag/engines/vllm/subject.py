@@ -13,7 +13,7 @@ from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.target import PagedTarget
 from cacheblend_rag.store.kv import ChunkKV
 
-_PROBE_TOKENS, _PROBE_OFFSET = 16, 29
+_ROTATED_TOKENS, _ROTATED_BY = 16, 29
 
 
 class PagedSubject:
@@ -30,10 +30,10 @@ class PagedSubject:
     def detect_rope(self) -> Rope:
         """Run the same tokens at two offsets and see how their keys moved."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocab_size, (_PROBE_TOKENS,), generator=generator).tolist()
-        source = torch.arange(_PROBE_TOKENS, device=self._paged.device)
-        keys = [[x.k for x in self.full_prefill(ids, offset)[1].layers] for offset in (0, _PROBE_OFFSET)]
-        return detect_rope(self._paged.rope_tables(), keys[0], keys[1], source, source + _PROBE_OFFSET)
+        ids = torch.randint(0, self.vocab_size, (_ROTATED_TOKENS,), generator=generator).tolist()
+        source = torch.arange(_ROTATED_TOKENS, device=self._paged.device)
+        keys = [[x.k for x in self.full_prefill(ids, offset)[1].layers] for offset in (0, _ROTATED_BY)]
+        return detect_rope(self._paged.rope_tables(), keys[0], keys[1], source, source + _ROTATED_BY)
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""

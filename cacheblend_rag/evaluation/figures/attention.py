@@ -12,8 +12,8 @@ import torch
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say
+from cacheblend_rag.evaluation.inspector import attention_deviation
 from cacheblend_rag.evaluation.plotting import figure, style
-from cacheblend_rag.evaluation.probe import attention_deviation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -23,13 +23,13 @@ _BINS: Final = 160
 
 
 def _measure_attention(context: Context, say: Say) -> list[Row]:
-    probe = context.probes[0]
+    inspector = context.inspectors[0]
     schedule = context.engine.profile.schedule(context.blend.check_layers)
-    whole = probe.probe_attention(policy("full-recompute"), 1.0, schedule)
+    whole = inspector.measure_attention(policy("full-recompute"), 1.0, schedule)
     say(0.4, "attention after full KV reuse")
-    reuse = probe.probe_attention(policy("full-reuse"), 0.0, schedule)
+    reuse = inspector.measure_attention(policy("full-reuse"), 0.0, schedule)
     say(0.7, "attention after the blend")
-    blend = probe.probe_attention(policy(context.blend.policy), context.blend.ratio, schedule)
+    blend = inspector.measure_attention(policy(context.blend.policy), context.blend.ratio, schedule)
     layer = int(attention_deviation(reuse, whole).argmax())
     rows = []
     for name, attention in (("full", whole), ("reuse", reuse), ("blend", blend)):
@@ -84,13 +84,13 @@ def _measure_deviation(context: Context, say: Say) -> list[Row]:
     schedule = context.engine.profile.schedule(context.blend.check_layers)
     compared = (context.blend.policy, "random")
     found: dict[tuple[str, float], list[Any]] = {}
-    steps = len(context.probes)
-    for number, probe in enumerate(context.probes):
-        want = probe.probe_attention(policy("full-recompute"), 1.0, BlendSchedule())
+    steps = len(context.inspectors)
+    for number, inspector in enumerate(context.inspectors):
+        want = inspector.measure_attention(policy("full-recompute"), 1.0, BlendSchedule())
         for at, ratio in enumerate(_RATIOS):
             say((number + at / len(_RATIOS)) / steps, f"prompt {number + 1} of {steps}")
             for name in compared if ratio else compared[:1]:
-                deviation = attention_deviation(probe.probe_attention(policy(name), ratio, schedule), want)
+                deviation = attention_deviation(inspector.measure_attention(policy(name), ratio, schedule), want)
                 found.setdefault((name, ratio), []).append(deviation.numpy())
     for name in compared[1:]:
         found[name, 0.0] = found[compared[0], 0.0]

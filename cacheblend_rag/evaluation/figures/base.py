@@ -13,15 +13,15 @@ from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.evaluation.datasets import load_samples
 from cacheblend_rag.evaluation.evaluate import EvalResult, EvalSettings, evaluate
+from cacheblend_rag.evaluation.inspector import PromptInspector
 from cacheblend_rag.evaluation.prepare import Preparer, set_header
-from cacheblend_rag.evaluation.probe import Probe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 Row = dict[str, Any]
 Say = Callable[[float, str], None]
-_PROBES = 6
+_INSPECTED = 6
 
 
 @dataclass(frozen=True)
@@ -86,24 +86,18 @@ class Context:
         return Workbench(engine, engine.fingerprint.name, None, runner.device, runner.dtype, vocab_size)
 
     @property
-    def blend_ratio(self) -> float:
-        """The recompute ratio of the run's blend."""
-        ratio = self.settings.blend.ratio
-        return self.engine.profile.ratio if ratio is None else ratio
-
-    @property
     def main(self) -> EvalResult | None:
         """The evaluation of the run's own settings, for tables and the worst disagreements; None if no figure needed it."""
         return next((r for (_, changed), r in self._results.items() if not changed and "blend" in r.labels), None)
 
     @cached_property
-    def probes(self) -> list[Probe]:
+    def inspectors(self) -> list[PromptInspector]:
         """A few prompts of the data set to look into, those whose question needs two chunks first."""
         how = self.settings.preparation
         samples = load_samples(
             self.settings.dataset,
             self.settings.data,
-            8 * _PROBES,
+            8 * _INSPECTED,
             self.settings.seed,
             self.engine.tokenizer,
             kinds=self.settings.kinds,
@@ -115,4 +109,4 @@ class Context:
         chosen = list({sample.group or sample.id: sample for sample in reversed(samples)}.values())
         chosen.sort(key=lambda sample: "cross" not in sample.kind)
         preparer = Preparer(self.engine, how)
-        return [Probe.of_case(self.engine, preparer.case(sample)) for sample in chosen[:_PROBES]]
+        return [PromptInspector.of_case(self.engine, preparer.case(sample)) for sample in chosen[:_INSPECTED]]

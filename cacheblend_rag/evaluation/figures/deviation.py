@@ -21,9 +21,9 @@ _TOP: Final = 0.15
 
 def _measure_kv(context: Context, say: Say) -> list[Row]:
     deviations = []
-    for number, probe in enumerate(context.probes):
-        say(number / len(context.probes), f"prompt {number + 1} of {len(context.probes)}")
-        deviations.append(probe.probe_deviation())
+    for number, inspector in enumerate(context.inspectors):
+        say(number / len(context.inspectors), f"prompt {number + 1} of {len(context.inspectors)}")
+        deviations.append(inspector.measure_deviation())
     together = torch.cat(deviations, dim=1)
     rows = []
     for layer in range(1, len(together)):
@@ -74,9 +74,9 @@ def _draw_kv(rows: Sequence[Row]) -> Drawing:
 
 def _measure_correlation(context: Context, say: Say) -> list[Row]:
     rows = []
-    for number, probe in enumerate(context.probes):
-        say(number / len(context.probes), f"prompt {number + 1} of {len(context.probes)}")
-        deviation = probe.probe_deviation()
+    for number, inspector in enumerate(context.inspectors):
+        say(number / len(context.inspectors), f"prompt {number + 1} of {len(context.inspectors)}")
+        deviation = inspector.measure_deviation()
         tops = [set(layer.argsort(descending=True)[: round(_TOP * len(layer))].tolist()) for layer in deviation]
         for layer in range(1, len(deviation) - 1):
             rows.append(

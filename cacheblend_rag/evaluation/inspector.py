@@ -19,7 +19,7 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt, tokenize
 from cacheblend_rag.store.kv import kv_key
 
 
-class Probe:
+class PromptInspector:
     """One prompt of an engine, whose chunks are precomputed.
 
     Attributes:
@@ -55,7 +55,7 @@ class Probe:
         """Positions behind the last chunk."""
         return torch.arange(self.tokens.spans[-1].end, len(self.tokens.token_ids), device=self._engine.runner.device)
 
-    def probe_deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def measure_deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the deviation of K and that of V, each ``[layers, tokens with stale KV]``, of full KV reuse.
 
         Squared L2 distance, summed over KV heads, between stored KV at its place and the full prefill's, in fp32 on the CPU.
@@ -71,12 +71,12 @@ class Probe:
                     side.append((fresh[:, placed.positions].float() - stale.float()).square().sum((0, 2)).cpu())
         return torch.stack(found[0]), torch.stack(found[1])
 
-    def probe_deviation(self) -> torch.Tensor:
+    def measure_deviation(self) -> torch.Tensor:
         """Return the KV deviation ``[layers, tokens with stale KV]`` of full KV reuse: that of K plus that of V."""
-        k, v = self.probe_deviations()
+        k, v = self.measure_deviations()
         return k + v
 
-    def probe_attention(self, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> torch.Tensor:
+    def measure_attention(self, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> torch.Tensor:
         """Return the question's attention ``[layers, heads, question, tokens]`` after a blend, in fp32 on the CPU.
 
         Raises:
