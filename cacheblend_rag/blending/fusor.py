@@ -18,6 +18,7 @@ import torch
 
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan
+from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.errors import InputError
@@ -76,6 +77,10 @@ class AttentiveTarget(BlendTarget, Protocol):
         """
 
 
+FALLBACK = "hkvd"
+"""The policy that selects where static deviations are wanted but missing."""
+
+
 @dataclass(frozen=True)
 class BlendSchedule:
     """At which layers to measure KV deviation, and how many tokens to keep there.
@@ -95,12 +100,14 @@ class FuseResult:
 
     Attributes:
         recomputed: Ascending positions of tokens with stored KV that were recomputed.
+        policy: Name of the policy that chose them.
         computed_tokens: All positions that went through all layers.
         load_wait_s: Seconds the computation waited for stored KV.
         loaded_bytes: Bytes of stored KV read.
     """
 
     recomputed: torch.Tensor
+    policy: str
     computed_tokens: int
     load_wait_s: float
     loaded_bytes: int
@@ -130,7 +137,7 @@ def fuse_stepwise(
     Args:
         plan: What is stored; must use stored KV.
         target: The model.
-        policy: Which tokens to recompute.
+        policy: Which tokens to recompute. One that needs static deviations gives way to :data:`FALLBACK` where a chunk has none.
         ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill.
         schedule: Check layers, for policies that measure KV deviation.
 
@@ -153,8 +160,11 @@ class _Fusor:
     def __init__(
         self, plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
     ):
+        self._candidates = _candidates(plan, target.device, policy.needs_static)
+        # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
+        if policy.needs_static and not target.agree(self._candidates.static is not None):
+            policy = policy_named(FALLBACK)
         self._target, self._policy, self._ratio = target, policy, ratio
-        self._candidates = _candidates(plan, target.device)
         self._forced = _forced(plan, self._candidates.positions, target.device)
         total = len(self._candidates.positions)
         self._count = round(ratio * total)
@@ -227,7 +237,9 @@ class _Fusor:
 
     def result(self) -> FuseResult:
         """Return what was done."""
-        return FuseResult(self._recomputed, self._computed, self.loader.wait_s, self.loader.loaded_bytes)
+        return FuseResult(
+            self._recomputed, self._policy.name, self._computed, self.loader.wait_s, self.loader.loaded_bytes
+        )
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
@@ -287,14 +299,17 @@ def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]
     return list(zip(schedule.check_layers, schedule.widths, strict=True))
 
 
-def _candidates(plan: BlendPlan, device: torch.device) -> Candidates:
+def _candidates(plan: BlendPlan, device: torch.device, with_static: bool) -> Candidates:
     """Return every token with stale KV; where logits are wanted the last token is none, since it must be computed."""
     last = plan.num_tokens - plan.needs_logits
     parts = [(i, s.start, min(s.end, last)) for i, s in enumerate(plan.stale)]
+    static = [s.static_deviation() if with_static else None for s in plan.stale]
+    known = [values[: b - a].to(device) for values, (_, a, b) in zip(static, parts, strict=True) if values is not None]
     return Candidates(
         _cat([torch.arange(a, b, device=device) for _, a, b in parts], device),
         _cat([torch.full((b - a,), i, device=device) for i, a, b in parts], device),
         _cat([torch.arange(b - a, device=device) for _, a, b in parts], device),
+        static=None if len(known) < len(parts) else torch.cat([torch.zeros(0, device=device), *known]),
     )
 
 
@@ -312,7 +327,9 @@ def _select_unmeasured(policy: SelectionPolicy, candidates: Candidates, count: i
 
 def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:
     attention = None if candidates.attention is None else candidates.attention[keep]
-    return Candidates(candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep], attention=attention)
+    static = None if candidates.static is None else candidates.static[keep]
+    positions, chunk, offset = candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep]
+    return Candidates(positions, chunk, offset, static, attention=attention)
 
 
 def _tokens_at(kv: LayerKV, tokens: torch.Tensor) -> LayerKV:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from cacheblend_rag.store.kv import LayerKV, StoredKV
 
 if TYPE_CHECKING:
+    import torch
+
     from cacheblend_rag.blending.settings import Reuse
     from cacheblend_rag.prompts.chunk import Chunk
     from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -34,6 +36,11 @@ class StoredSpan:
         if count == kv.k.shape[1]:
             return kv
         return LayerKV(*(t[:, self.skip : self.skip + count] for t in kv))
+
+    def static_deviation(self) -> torch.Tensor | None:
+        """Return that of the wanted tokens; see :meth:`StoredKV.static_deviation`."""
+        static = self.kv.static_deviation()
+        return None if static is None else static[self.skip : self.skip + self.end - self.start]
 
     def within(self, start: int, end: int) -> StoredSpan | None:
         """Return the part between two positions, or None if there is none."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, kv_key
 
@@ -40,9 +42,19 @@ class Entries:
         wanted = len(token_ids) or len(self.header_ids)
         return found if found is not None and (found.num_tokens, found.num_layers) == (wanted, num_layers) else None
 
-    def put(self, token_ids: Sequence[int], kv: ChunkKV) -> bool:
+    def put(self, token_ids: Sequence[int], kv: ChunkKV, replace: bool = False) -> bool:
         """Store this rank's shard; see :meth:`KVStore.put`."""
-        return self.store.put(self.own_key(token_ids), kv)
+        return self.store.put(self.own_key(token_ids), kv, replace)
+
+    def has_static(self, token_ids: Sequence[int]) -> bool:
+        """Say whether every rank will find an entry's static deviation, which `static` policies need."""
+        if self._has_static(self._key(token_ids)):
+            return True
+        return self._ranks > 1 and all(map(self._has_static, self.written_keys(token_ids)))
+
+    def _has_static(self, key: KVKey) -> bool:
+        found = self.store.get(key)
+        return found is not None and found.static_deviation() is not None
 
     def delete(self, token_ids: Sequence[int]) -> int:
         """Delete an entry, every rank's shard of it; return how many of its parts were stored."""
@@ -86,6 +98,9 @@ class _HeadSlice(StoredKV):
         # With fewer heads than ranks vLLM gives neighbouring ranks the same head.
         first = kv.k.shape[0] * self._rank // self._ranks
         return LayerKV(*(t[first : first + self._heads] for t in kv))
+
+    def static_deviation(self) -> torch.Tensor | None:
+        return self._whole.static_deviation()  # of all heads: every rank must see the same
 
     def finish(self) -> None:
         self._whole.finish()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.prompts.chunk import Chunk
+
+Rank = Literal["now", "lazy", "off"]
+"""When static deviations are measured: with the KV, after the first blend that wanted them, or never."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +23,16 @@ class PrecomputePlan:
         header: Whether the header's own entry must be computed, too.
         present: How many are stored already.
         failed: Ids of chunks that cannot be computed, and why.
+        unranked: Token ids of stored chunks whose static deviation must be measured.
+        most_ranked: Longest chunk that can be ranked, in tokens; 0 if none is to be.
     """
 
     chunks: dict[tuple[int, ...], str]
     header: bool
     present: int
     failed: dict[str, str]
+    unranked: list[tuple[int, ...]]
+    most_ranked: int
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
@@ -42,22 +50,29 @@ def plan_precompute(
     entries: Entries,
     context_window: int,
     progress: Callable[[int], None] | None = None,
+    probe_tokens: int | None = None,
 ) -> PrecomputePlan:
-    """Look up which of ``chunks`` must be computed; ``progress`` is told of those that need not."""
+    """Look up which of ``chunks`` must be computed; ``progress`` is told of those that need not.
+
+    With ``probe_tokens``, the length of the probe, static deviations are wanted too.
+    """
+    room = context_window - len(entries.header_ids)
+    most_ranked = 0 if probe_tokens is None else max(0, room - probe_tokens)
     failed = {chunk.id: "it has no tokens" for chunk in chunks if not chunk.token_ids}
     wanted: dict[tuple[int, ...], str] = {}
-    present: set[tuple[int, ...]] = set()
+    present: dict[tuple[int, ...], bool] = {}
     for chunk in chunks:
         token_ids = chunk.token_ids
         if not token_ids or token_ids in wanted or token_ids in present:
             continue
         if entries.contains(token_ids):
-            present.add(token_ids)
-        elif len(entries.header_ids) + len(token_ids) >= context_window:
+            present[token_ids] = len(token_ids) > most_ranked or entries.has_static(token_ids)
+        elif len(token_ids) >= room:
             failed[chunk.id] = "it does not fit the model's context window"
         else:
             wanted[token_ids] = chunk.id
     if progress is not None and len(chunks) > len(wanted):
         progress(len(chunks) - len(wanted))
     header = bool(entries.header_ids and chunks) and not entries.contains(())
-    return PrecomputePlan(wanted, header, len(present), failed)
+    unranked = [token_ids for token_ids, ranked in present.items() if not ranked]
+    return PrecomputePlan(wanted, header, len(present), failed, unranked, most_ranked)

@@ -77,6 +77,8 @@ class Generation:
         mode: ``"blend"`` if stored KV was used anywhere in the prompt, else ``"prefill"``.
         reason: Why that mode, in words.
         missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
+        policy: What chose the tokens to recompute; None for a prefill.
+        ratio: Which share of the candidates it chose; None for a prefill.
         logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
     """
 
@@ -88,6 +90,8 @@ class Generation:
     usage: Usage
     timings: Timings
     missing: tuple[str, ...] = ()
+    policy: str | None = None
+    ratio: float | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
 
 

@@ -61,8 +61,11 @@ class KVStore(ABC):
         """Return a readable entry and mark it as used, or None for a miss. Layers are read when asked for."""
 
     @abstractmethod
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Store ``kv``; a key that is present is only marked as used. Return whether it is in the store afterwards.
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
+        """Store ``kv``; return whether it is in the store afterwards.
+
+        A key that is present is only marked as used, or with ``replace`` gets the new entry in one step (to add what an
+        older entry lacks).
 
         False means that it is larger than the budget.
 

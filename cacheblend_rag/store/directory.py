@@ -128,7 +128,7 @@ class EntryDirectory:
         if not target.parent.exists():
             target.parent.mkdir()
             changed.append(self.path)
-        self._write_usage(self.used() + nbytes)
+        self._write_usage(max(0, self.used() + nbytes - (self.size(key) or 0)))
         temporary.replace(target)
         return changed
 

@@ -56,10 +56,10 @@ class DiskStore(KVStore):
         self._events.add("misses" if found is None else "hits")
         return found
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
         """See :meth:`KVStore.put`. On return the entry is on the disk itself, not only in the system's cache."""
         path = self._directory.file(key)
-        if self.contains(key):
+        if not replace and self.contains(key):
             self._directory.touch(path)
             return True
         encoded = kvfile.encode(key, kv, self._codec)
@@ -72,7 +72,7 @@ class DiskStore(KVStore):
             sync(temporary)
             size = temporary.stat().st_size
             with self._directory.exclusive():
-                if self.contains(key):  # another writer was faster
+                if not replace and self.contains(key):  # another writer was faster
                     self._directory.touch(path)
                     return True
                 if not self._fits(size):

@@ -67,6 +67,13 @@ class StoredKV(ABC):
             DamagedKVError: The stored bytes do not match their checksum.
         """
 
+    def static_deviation(self) -> torch.Tensor | None:
+        """Return each token's static deviation, ``[num_tokens]``, fp32; None if it was never measured, or is damaged.
+
+        See :mod:`cacheblend_rag.blending.static`. Reading it does not read the layers.
+        """
+        return None
+
     def finish(self) -> None:  # noqa: B027 - most entries have nothing left to do
         """Say that nobody waits any more: what a tier wants to do with the whole entry, it may do now (blocking)."""
 
@@ -74,11 +81,15 @@ class StoredKV(ABC):
 class ChunkKV(StoredKV):
     """A whole KV entry in memory. Immutable by convention: one canonical copy, rotated once per use, never in place."""
 
-    def __init__(self, layers: Sequence[LayerKV], start: int, tier: str = "ram"):
-        """Hold ``layers`` (all with the same number of tokens), computed from position ``start`` on."""
+    def __init__(self, layers: Sequence[LayerKV], start: int, tier: str = "ram", static: torch.Tensor | None = None):
+        """Hold ``layers`` (all with the same number of tokens), computed from position ``start`` on.
+
+        ``static`` is what :meth:`static_deviation` returns.
+        """
         self.layers = tuple(layers)
         self.start = start
         self.tier = tier
+        self._static = static
         self.num_layers = len(self.layers)
         self.num_tokens = self.layers[0].k.shape[1] if self.layers else 0
         self.nbytes = sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
@@ -86,6 +97,10 @@ class ChunkKV(StoredKV):
     def layer(self, index: int) -> LayerKV:
         """Return one layer; never fails."""
         return self.layers[index]
+
+    def static_deviation(self) -> torch.Tensor | None:
+        """See :meth:`StoredKV.static_deviation`."""
+        return self._static
 
 
 @dataclass(frozen=True)

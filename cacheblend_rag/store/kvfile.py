@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from safetensors.torch import save_file
 from cacheblend_rag.errors import DamagedKVError, InputError
 from cacheblend_rag.store.codec import Codec, get_codec
 from cacheblend_rag.store.kv import KVKey, LayerKV, StoredKV
+
+_log = logging.getLogger(__name__)
 
 FORMAT = "cacheblend-kv/1"
 """Written into every file; a change of the layout needs a new number."""
@@ -34,6 +37,7 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_STATIC, _STATIC_CHECKSUM = "static", "checksum.static"
 _MAX_HEADER = 100_000_000  # what the safetensors library accepts; a flipped length must not make us allocate more
 
 
@@ -79,6 +83,11 @@ def encode(key: KVKey, kv: StoredKV, codec: Codec) -> EncodedKV:
             tensors[full_name] = flat
             _update(state, full_name, _DTYPE_NAMES[flat.dtype], list(flat.shape), flat.reshape(-1).view(torch.uint8))
         metadata[_checksum_name(index)] = state.hexdigest()
+    if (static := kv.static_deviation()) is not None:
+        state = xxhash.xxh3_128()
+        tensors[_STATIC] = flat = static.detach().to("cpu", torch.float32).clone()
+        _update(state, _STATIC, _DTYPE_NAMES[flat.dtype], list(flat.shape), flat.view(torch.uint8))
+        metadata[_STATIC_CHECKSUM] = state.hexdigest()
     metadata["checksum"] = _metadata_checksum(metadata)
     return EncodedKV(tensors, metadata)
 
@@ -142,7 +151,9 @@ class KVFile(StoredKV):
             self.nbytes = int(metadata["nbytes"])
             self._checksums = [metadata[_checksum_name(index)] for index in range(self.num_layers)]
             self._layers: list[list[_Place]] = [[] for _ in range(self.num_layers)]
-            for place in sorted(places):
+            self._static = next((place for place in places if place.name == _STATIC), None)
+            self._static_checksum = metadata.get(_STATIC_CHECKSUM)
+            for place in sorted(place for place in places if place.name != _STATIC):
                 self._layers[_layer_index(place.name)].append(place)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, InputError) as error:
             raise self._report(f"header: {error!r}") from error
@@ -151,18 +162,36 @@ class KVFile(StoredKV):
         """See :meth:`StoredKV.layer`."""
         if not 0 <= index < self.num_layers:
             raise IndexError(f"layer {index} of an entry with {self.num_layers} layers")
-        state = xxhash.xxh3_128()
-        tensors: dict[str, torch.Tensor] = {}
         try:
-            for place in self._layers[index]:
-                data = self._read(place.offset, place.nbytes)
-                _update(state, place.name, place.dtype, place.shape, data)  # while the processor's cache still has it
-                tensors[_tensor_name(place.name)] = data.view(_DTYPES[place.dtype]).view(place.shape)
-            if state.hexdigest() != self._checksums[index]:
-                raise ValueError("checksum mismatch")
+            tensors = self._checked(self._layers[index], self._checksums[index])
         except (ValueError, OSError) as error:
             raise self._report(f"layer {index}: {error!r}") from error
-        return self._codec.decode(tensors)
+        return self._codec.decode({_tensor_name(name): tensor for name, tensor in tensors.items()})
+
+    def static_deviation(self) -> torch.Tensor | None:
+        """See :meth:`StoredKV.static_deviation`; damage to it leaves the layers as good as they were."""
+        if self._static is None:
+            return None
+        try:
+            (static,) = self._checked([self._static], self._static_checksum).values()
+            if static.shape != (self.num_tokens,):
+                raise ValueError(f"shape {list(static.shape)} for {self.num_tokens} tokens")
+        except (ValueError, OSError) as error:
+            _log.warning("The static deviation of KV entry %s cannot be used: %r (%s)", self.key, error, self.path)
+            return None
+        return static
+
+    def _checked(self, places: Sequence[_Place], checksum: str | None) -> dict[str, torch.Tensor]:
+        """Read tensors by name; raise ValueError unless they have that checksum, OSError if they cannot be read."""
+        state = xxhash.xxh3_128()
+        tensors: dict[str, torch.Tensor] = {}
+        for place in places:
+            data = self._read(place.offset, place.nbytes)
+            _update(state, place.name, place.dtype, place.shape, data)  # while the processor's cache still has it
+            tensors[place.name] = data.view(_DTYPES[place.dtype]).view(place.shape)
+        if state.hexdigest() != checksum:
+            raise ValueError("checksum mismatch")
+        return tensors
 
     def _report(self, what: str) -> DamagedKVError:
         damage = DamagedKVError(f"KV entry {self.key} is damaged and counts as missing; {what} ({self.path})")

@@ -39,16 +39,20 @@ class MemoryStore(KVStore):
         self._events.add("misses" if held is None else "hits")
         return held.kv if held else None
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
         """See :meth:`KVStore.put`. Tensors that are views into something larger are copied, so that only they stay."""
         with self._lock:
-            if self._use(key):
+            if not replace and self._use(key):
                 return True
             if not self._fits(kv.nbytes):
                 return False
-        owned = ChunkKV([LayerKV(_owned(layer.k), _owned(layer.v)) for layer in kv.layers], kv.start)
+        owned = ChunkKV(
+            [LayerKV(_owned(layer.k), _owned(layer.v)) for layer in kv.layers], kv.start, static=kv.static_deviation()
+        )
         with self._lock:
-            if self._use(key):
+            if replace:
+                self._remove(key)
+            elif self._use(key):
                 return True
             if self.budget is not None:
                 self._evict(self.budget - owned.nbytes)

@@ -8,6 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.events import Events
@@ -48,7 +50,7 @@ class TieredStore(KVStore):
         self._events.add("misses")
         return None
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
         """See :meth:`KVStore.put`. Every tier is tried; True when at least one has the entry.
 
         Raises:
@@ -59,7 +61,7 @@ class TieredStore(KVStore):
         refusal: StoreError | None = None
         for tier in self.tiers:
             try:
-                stored |= tier.put(key, kv)
+                stored |= tier.put(key, kv, replace)
             except StoreError as error:
                 refusal = refusal or error
         if refusal is not None:
@@ -176,6 +178,10 @@ class _Promotion(StoredKV):
             self._promote()
         return layer
 
+    def static_deviation(self) -> torch.Tensor | None:
+        """See :meth:`StoredKV.static_deviation`."""
+        return self._source.static_deviation()
+
     def finish(self) -> None:
         """See :meth:`StoredKV.finish`: read what the blend did not need, such as the layers below its check layer."""
         try:
@@ -185,7 +191,8 @@ class _Promotion(StoredKV):
             _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
 
     def _promote(self) -> None:
-        kv = ChunkKV([self._layers[index] for index in range(self.num_layers)], self.start)
+        layers = [self._layers[index] for index in range(self.num_layers)]
+        kv = ChunkKV(layers, self.start, static=self.static_deviation())
         for tier in self._targets:
             try:
                 tier.put(self._key, kv)

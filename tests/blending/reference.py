@@ -32,6 +32,7 @@ class _Run:
     checks: dict[int, int] = field(default_factory=dict)  # layer -> how many tokens to keep
     fresh_below: int = 0
     captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    weights: list[torch.Tensor] = field(default_factory=list)  # of each layer, [heads, tokens, tokens]
     deviation: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -72,6 +73,7 @@ def _attention(
     if window:
         hidden = hidden | (column <= row - window)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    run.weights.append(weights[0])
     return (weights @ v.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
 
 
@@ -101,6 +103,7 @@ class Result:
     logits: torch.Tensor
     recomputed: list[int]
     deviation: dict[int, torch.Tensor]
+    weights: list[torch.Tensor]
 
 
 def blend(
@@ -150,4 +153,29 @@ def blend(
     assert layers == len(stale) or not total
     with _reference_attention(model, run):
         logits = _forward(model, ids)
-    return Result(logits, run.keep.nonzero().squeeze(1).tolist(), run.deviation)
+    return Result(logits, run.keep.nonzero().squeeze(1).tolist(), run.deviation, run.weights)
+
+
+def static_deviation(model: Any, header: list[int], probe: list[int], ids: list[int]) -> torch.Tensor:
+    """[tokens]: the KV of ``ids`` behind header and probe against that behind the header alone, at the same positions."""
+    runs = _Run(captured={}), _Run(captured={})
+    for run, before, first in zip(runs, (header + probe, header), (0, len(probe)), strict=True):
+        with _reference_attention(model, run):
+            _forward(model, before + ids, first)
+    fresh, alone = (run.captured for run in runs)
+    total = torch.zeros(len(ids), dtype=torch.float64)
+    for layer in range(1, len(fresh)):
+        for both in zip(fresh[layer], alone[layer], strict=True):
+            a, b = (side[:, -len(ids) :].double() for side in both)
+            total += ((a - b) ** 2).sum((0, 2)) / (a**2).mean()
+    return total / (len(fresh) - 1)
+
+
+def question_attention(model: Any, header: list[int], parts: Sequence[Part]) -> torch.Tensor:
+    """[tokens]: how much the tokens behind the last stale one attend to each, over stored KV; mean over layers, heads, tokens."""
+    reused = blend(model, header, parts, 0.0)
+    last, start = 0, 0
+    for part in parts:
+        start += len(part.ids)
+        last = start if part.kind == "stale" else last
+    return torch.stack([weights[:, last:].mean((0, 1)) for weights in reused.weights]).mean(0)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Named, not imported: options are checked by programs that need no torch otherwise, such as the command line.
 POLICIES = {
+    "static": "static.StaticPolicy",
+    "static-query": "static.StaticQueryPolicy",
     "hkvd": "hkvd.HKVDPolicy",
     "sink": "sink.SinkPolicy",
     "query": "query.QueryPolicy",

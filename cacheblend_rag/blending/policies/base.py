@@ -17,6 +17,7 @@ class Candidates:
         positions: Absolute positions in the prompt.
         chunk: Which chunk of the prompt each belongs to, counting chunks with candidates from 0.
         offset: Index within its chunk.
+        static: Static deviation (:mod:`cacheblend_rag.blending.static`), where every chunk's is stored.
         deviation: KV deviation at the check layer (fp32, summed over KV heads and dimensions of K and V), for policies
             that need it.
         attention: How much the question attends to each (fp32, mean over layers, heads and question tokens), measured over
@@ -26,6 +27,7 @@ class Candidates:
     positions: torch.Tensor
     chunk: torch.Tensor
     offset: torch.Tensor
+    static: torch.Tensor | None = None
     deviation: torch.Tensor | None = None
     attention: torch.Tensor | None = None
 
@@ -35,12 +37,14 @@ class SelectionPolicy(ABC):
 
     Attributes:
         name: What users call it.
+        needs_static: Whether it ranks by the static deviation stored with each chunk (costs nothing at the question).
         needs_deviation: Whether KV deviation must be measured first (costs the dense pass up to the check layer).
         needs_attention: Whether the question's attention must be measured first (costs a pass of the question, and waiting for
             the stored KV of all layers).
     """
 
     name: ClassVar[str]
+    needs_static: ClassVar[bool] = False
     needs_deviation: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,14 @@ class PositionedCache:
     def filled(self, length: int) -> None:
         """Declare the first ``length`` slots of all layers written."""
         self._length = length
+
+    def begin(self, prefix: Sequence[LayerKV], batch: int) -> None:
+        """Begin each of ``batch`` sequences with the same KV, of all layers."""
+        for layer, kv in enumerate(prefix):
+            k, v = (tensor[None].expand(batch, -1, -1, -1) for tensor in kv)
+            own_k, own_v = self._buffers(layer, k, v)
+            own_k[:, :, : k.shape[2]], own_v[:, :, : v.shape[2]] = k, v
+        self._length = prefix[0].k.shape[1]
 
     def write(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, at ``positions``."""

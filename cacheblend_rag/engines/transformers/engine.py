@@ -20,9 +20,11 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.blendable import why_not_blendable
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, StreamEvent, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -30,6 +32,7 @@ from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, Positioned
 from cacheblend_rag.engines.transformers.decoding import AnswerBuilder
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
+from cacheblend_rag.engines.transformers.ranking import Ranker
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
 from cacheblend_rag.errors import CacheBlendError
@@ -62,6 +65,7 @@ class TransformersEngine(BlendEngine):
         header: str | Sequence[int] | None = None,
         ratio: float | None = None,
         write_back: bool = True,
+        rank: Rank | None = None,
     ):
         """Load the model and run the parity gate.
 
@@ -75,6 +79,8 @@ class TransformersEngine(BlendEngine):
                 :func:`rag_header`'s.
             ratio: Default recompute ratio; None takes the model profile's.
             write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
+            rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
+                model whose profile's policy needs them, else ``"lazy"``.
 
         Raises:
             InputError: There is no such device.
@@ -92,6 +98,8 @@ class TransformersEngine(BlendEngine):
         self.header_ids = chosen_header_ids(self.tokenizer, header)
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)
         self._write_back = write_back
+        self._rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self._ranker: Ranker | None = None
         self._lock = threading.Lock()
         self._closed = False
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
@@ -120,11 +128,25 @@ class TransformersEngine(BlendEngine):
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; ``[header] + chunk`` is computed, batched, and the chunk's slice kept."""
+        return self._precompute(chunks, progress, self._rank == "now")
+
+    def _precompute(
+        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
+    ) -> PrecomputeReport:
         self.registry.add(chunks)
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         with self._lock:
-            return precompute(self.runner, self.entries, chunks, self.context_window, progress)
+            ranker = self._make_ranker() if rank else None
+            return precompute(self.runner, self.entries, chunks, self.context_window, progress, ranker)
+
+    def _make_ranker(self) -> Ranker:
+        """Return the ranker for the engine's header; the probe's KV is kept from call to call."""
+        assert self.rope is not None
+        probe = probe_ids(self.tokenizer, self.subject().vocab_size, self.context_window)
+        if self._ranker is None or self._ranker.prefix != (*self.header_ids, *probe):
+            self._ranker = Ranker(self.runner, self.rope, self.header_ids, probe)
+        return self._ranker
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
@@ -152,18 +174,23 @@ class TransformersEngine(BlendEngine):
             yield StreamEvent(answer.flush(), _generation(request, prefill, answer, timings))
         finally:
             del prefill.cache
-            self._release(prefill.plan)
+            self._release(prefill, request)
 
     def _decode(self, token: int, prefill: _Prefill) -> torch.Tensor:
         with self._lock:
             return self.runner.append(torch.tensor([[token]], device=self.runner.device), prefill.cache)[0]
 
-    def _release(self, plan: BlendPlan) -> None:
+    def _release(self, prefill: _Prefill, request: Request) -> None:
         """Let go of stored KV, and write back what was missing."""
+        plan = prefill.plan
         for span in (*plan.exact, *plan.stale):
             span.kv.finish()
-        if self._write_back and plan.missing and self.gate.passed:
+        if not (self._write_back and self.gate.passed):
+            return
+        if plan.missing:
             self._store_missing(plan.missing)
+        if self._rank != "off" and prefill.policy not in (None, request.settings.policy):
+            self._rank_after_use([span.chunk for span in plan.stale if span.chunk is not None])
 
     def _store_missing(self, chunks: Sequence[Chunk]) -> None:
         # Computed anew behind the header: what the prompt left in its cache has attended to its context.
@@ -171,6 +198,12 @@ class TransformersEngine(BlendEngine):
             self.precompute(chunks)
         except CacheBlendError as error:
             warnings.warn(f"The KV of {len(chunks)} chunks could not be written back: {error}", stacklevel=2)
+
+    def _rank_after_use(self, chunks: Sequence[Chunk]) -> None:
+        try:
+            self._precompute(chunks, None, rank=True)
+        except CacheBlendError as error:
+            warnings.warn(f"The static deviation of {len(chunks)} chunks could not be stored: {error}", stacklevel=2)
 
     def _prefill(self, request: Request) -> _Prefill:
         with self._lock:
@@ -208,7 +241,14 @@ class TransformersEngine(BlendEngine):
         result = fuse(plan, target, policy(settings.policy), settings.ratio, schedule)
         assert target.logits is not None
         return _Prefill(
-            plan, target.logits, target.cache, result.computed_tokens, len(result.recomputed), result.load_wait_s
+            plan,
+            target.logits,
+            target.cache,
+            result.computed_tokens,
+            len(result.recomputed),
+            result.load_wait_s,
+            result.policy,
+            settings.ratio,
         )
 
     def close(self) -> None:
@@ -229,6 +269,8 @@ class _Prefill:
     computed: int
     recomputed: int = 0
     load_s: float = 0.0
+    policy: str | None = None
+    ratio: float | None = None
 
     @property
     def mode(self) -> Mode:
@@ -252,6 +294,8 @@ def _generation(request: Request, prefill: _Prefill, answer: AnswerBuilder, timi
         ),
         timings=timings,
         missing=tuple(chunk.id for chunk in prefill.plan.missing),
+        policy=prefill.policy,
+        ratio=prefill.ratio,
         logprobs=tuple(answer.logprobs),
     )
 

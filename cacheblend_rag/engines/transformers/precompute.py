@@ -12,9 +12,11 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.cache import PositionedCache
+from cacheblend_rag.engines.transformers.ranking import Ranker
 from cacheblend_rag.engines.transformers.target import ModelRunner
+from cacheblend_rag.errors import DamagedKVError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.store.kv import ChunkKV
+from cacheblend_rag.store.kv import ChunkKV, StoredKV
 
 # Tokens per forward: enough rows to keep the device busy, few enough not to double the memory a prompt takes.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -26,10 +28,12 @@ def precompute(
     chunks: Sequence[Chunk],
     context_window: int,
     progress: Callable[[int], None] | None = None,
+    ranker: Ranker | None = None,
 ) -> PrecomputeReport:
-    """Compute and store what is missing; see :meth:`BlendEngine.precompute`."""
+    """Compute and store what is missing, static deviations included if there is a ranker; see :meth:`BlendEngine.precompute`."""
     begin = time.perf_counter()
-    plan = plan_precompute(chunks, entries, context_window, progress)
+    probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
+    plan = plan_precompute(chunks, entries, context_window, progress, probe_tokens)
     failed = dict(plan.failed)
 
     def stored(token_ids: tuple[int, ...], future: Future[bool]) -> None:
@@ -41,6 +45,8 @@ def precompute(
         waiting: list[tuple[tuple[int, ...], Future[bool]]] = []
         for batch in _batches(plan.token_ids, len(entries.header_ids), runner.device):
             computed = list(_compute(runner, entries.header_ids, batch))
+            if ranker is not None:
+                computed = _ranked(ranker, computed, plan.most_ranked)
             for token_ids, future in waiting:
                 stored(token_ids, future)
             waiting = [(token_ids, writer.submit(entries.put, token_ids, kv)) for token_ids, kv in computed]
@@ -48,7 +54,39 @@ def precompute(
                 progress(finished)
         for token_ids, future in waiting:
             stored(token_ids, future)
+    if ranker is not None:
+        _rank_stored(runner, entries, ranker, plan.unranked)
     return plan.report(failed, time.perf_counter() - begin)
+
+
+def _rank_stored(runner: ModelRunner, entries: Entries, ranker: Ranker, unranked: Sequence[tuple[int, ...]]) -> None:
+    """Add static deviations to entries that were stored without."""
+    for batch in _batches(unranked, len(ranker.prefix), runner.device):
+        found = {token_ids: _whole(entries.get(token_ids, runner.num_layers)) for token_ids in batch}
+        stored = [(token_ids, kv) for token_ids, kv in found.items() if kv is not None]
+        for token_ids, kv in _ranked(ranker, stored, max(map(len, batch))):
+            entries.put(token_ids, kv, replace=True)
+
+
+def _whole(kv: StoredKV | None) -> ChunkKV | None:
+    """Read all of an entry; None if it is missing or damaged."""
+    try:
+        return None if kv is None else ChunkKV([kv.layer(index) for index in range(kv.num_layers)], kv.start)
+    except DamagedKVError:
+        return None
+
+
+def _ranked(
+    ranker: Ranker, computed: Sequence[tuple[tuple[int, ...], ChunkKV]], most: int
+) -> list[tuple[tuple[int, ...], ChunkKV]]:
+    """Return entries with their static deviation, but for the header's own and those of more than ``most`` tokens."""
+    wanted = [(token_ids, kv) for token_ids, kv in computed if 0 < len(token_ids) <= most]
+    rest = [(token_ids, kv) for token_ids, kv in computed if not 0 < len(token_ids) <= most]
+    if not wanted:
+        return rest
+    static = ranker.rank([token_ids for token_ids, _ in wanted], [kv for _, kv in wanted])
+    ranked = [(ids, ChunkKV(kv.layers, kv.start, static=row)) for (ids, kv), row in zip(wanted, static, strict=True)]
+    return [*rest, *ranked]
 
 
 def rows_per_batch(device: torch.device, width: int) -> int:

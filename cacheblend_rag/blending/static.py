@@ -1,0 +1,74 @@
+"""Static deviation: how much a chunk's tokens depend on what stands before them, known when the chunk is indexed.
+
+A chunk is computed once more behind a *probe*, a text that has nothing to do with it, and its KV compared with that of the chunk
+alone. Tokens whose KV hardly moves do not need their context; those that move most are the ones to recompute in any prompt.
+Where that ranking is stored, a blend needs no dense pass: its selection is known before the first layer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.store.kv import LayerKV, StoredKV
+
+_MOST_PROBE_TOKENS = 512
+# A chunk must fit behind the probe, so that a small window keeps most of its room for chunks.
+_SHARE_OF_WINDOW = 4
+
+
+def probe_ids(tokenizer: Any, vocab_size: int, context_window: int) -> tuple[int, ...]:
+    """Return the token ids of the probe: the bundled text, or without a tokenizer tokens drawn at random (always the same).
+
+    Args:
+        tokenizer: The model's Hugging Face tokenizer, or None.
+        vocab_size: Number of token ids.
+        context_window: Most tokens the model takes; the probe is at most a quarter of it, and 512 tokens.
+    """
+    most = min(_MOST_PROBE_TOKENS, context_window // _SHARE_OF_WINDOW)
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        return tuple(torch.randint(0, vocab_size, (most,), generator=generator).tolist())
+    text = (files("cacheblend_rag.blending") / "probe.txt").read_text(encoding="utf-8")
+    return tuple(encoder_for(tokenizer).document(text)[:most])
+
+
+def static_deviation(
+    alone: StoredKV,
+    behind: Sequence[LayerKV],
+    start: int,
+    rope: Rope,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda parts: parts,
+) -> torch.Tensor:
+    """Return each token's static deviation ``[tokens]``, fp32, on the CPU.
+
+    Squared L2 distance of keys and of values, each divided by that layer's mean square, mean over layers from 1 on: layer 0
+    depends on nothing but the token.
+
+    Args:
+        alone: The chunk computed behind the header.
+        behind: The same tokens computed behind header and probe, each layer ``[kv_heads, tokens, head_dim]``.
+        start: Position of the first of them there.
+        rope: The model's rotation.
+        all_reduce: Sums over tensor-parallel ranks, so that all of them rank tokens alike.
+    """
+    device = behind[0].k.device
+    offsets = torch.arange(alone.num_tokens, device=device)
+    rotations = rope.rotations(offsets + alone.start, offsets + start)
+    parts = []
+    for layer in range(1, alone.num_layers):
+        stored = alone.layer(layer)
+        moved = rope.rotate(layer, stored.k.to(device), rotations)
+        for fresh, stale in ((behind[layer].k, moved), (behind[layer].v, stored.v.to(device))):
+            distance = (fresh.float() - stale.float()).square().sum((0, 2))
+            square = fresh.float().square()
+            # The mean square as a sum and a count: ranks hold different heads of the same tokens.
+            parts.append(torch.cat([distance, square.sum()[None], square.new_tensor([square.numel()])]))
+    total = all_reduce(torch.stack(parts))
+    deviation = total[:, :-2] / (total[:, -2:-1] / total[:, -1:]).clamp_min(1e-30)
+    return (deviation.sum(0) / max(1, alone.num_layers - 1)).cpu()

@@ -1,0 +1,171 @@
+"""`static` and `static-query`: ranked at indexing, equal to an independent reference, never wrong where a rank is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.store import DiskStore
+from cacheblend_rag.store.kv import ChunkKV
+from tests.blending import reference
+from tests.blending.families import BLENDED
+from tests.blending.prompts import Scene, engine_for
+from tests.blending.test_parity import blended_logits, model_of
+from tests.conftest import tokenizer_named
+
+RATIOS = (0.05, 0.3)
+
+
+WATCHED = set(BLENDED) - {"gemma2"}
+"""Families whose attention the transformers engine can watch: not those with a soft cap on scores."""
+
+
+def ranking_engine(model: Any, scene: Scene, **options: Any) -> Any:
+    """An engine with a window just large enough, so that the probe is short."""
+    engine = engine_for(model, scene, **{"rank": "now", **options})
+    engine.context_window = 2 * len(scene.prompt.token_ids)
+    return engine
+
+
+def probe_of(engine: Any) -> list[int]:
+    return list(probe_ids(engine.tokenizer, engine.subject().vocab_size, engine.context_window))
+
+
+def reference_scores(model: Any, engine: Any, scene: Scene) -> tuple[list[int], torch.Tensor]:
+    """Positions of the stale tokens, and the static deviation of each."""
+    positions, scores = [], []
+    for span in scene.prompt.spans[1:]:
+        positions += range(span.start, span.end)
+        scores.append(reference.static_deviation(model, scene.header, probe_of(engine), list(span.chunk.token_ids)))
+    return positions, torch.cat(scores)
+
+
+def top(positions: list[int], scores: torch.Tensor, ratio: float) -> list[int]:
+    order = sorted(range(len(positions)), key=lambda i: (-float(scores[i]), i))
+    return sorted(positions[i] for i in order[: round(ratio * len(positions))])
+
+
+@pytest.mark.parametrize("family", BLENDED)
+def test_both_policies_equal_the_independent_reference_on_every_family(family: str) -> None:
+    model, scene = model_of(family), Scene()
+    engine = ranking_engine(model, scene)
+    engine.precompute(scene.chunks)
+    positions, static = reference_scores(model, engine, scene)
+    for chunk in scene.chunks:
+        got = engine.entries.get(chunk.token_ids, engine.num_layers).static_deviation()
+        want = reference.static_deviation(model, scene.header, probe_of(engine), list(chunk.token_ids))
+        torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=1e-4)
+    attention = reference.question_attention(model, scene.header, scene.parts())[positions]
+    policies = {"static": static, "static-query": static.sqrt() * attention}
+    if family not in WATCHED:
+        del policies["static-query"]
+    for policy, scores in policies.items():
+        for ratio in RATIOS:
+            chosen = top(positions, scores, ratio)
+            got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=ratio, policy=policy))
+            want = reference.blend(model, scene.header, scene.parts(), ratio, chosen=chosen)
+            assert (recomputed, result.policy) == (chosen, policy)
+            assert (got - want.logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("policy", ["static", "static-query"])
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_the_ends_are_full_reuse_and_the_full_prefill(policy: str, ratio: float) -> None:
+    model, scene = model_of("llama"), Scene()
+    engine = ranking_engine(model, scene)
+    engine.precompute(scene.chunks)
+    got, _, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio, policy=policy))
+    want = reference.blend(model, scene.header, scene.parts(), ratio)
+    assert (got - want.logits).abs().max() < 1e-4
+
+
+def test_static_computes_nothing_but_what_it_recomputes() -> None:
+    model, scene = model_of("llama"), Scene()
+    engine = ranking_engine(model, scene)
+    engine.precompute(scene.chunks)
+    ran: list[int] = []
+    scatter = engine.runner.scatter
+    engine.runner.scatter = lambda ids, *rest: ran.append(len(ids)) or scatter(ids, *rest)
+    usage = engine.generate(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(0.1, "static")).usage
+    assert ran == [usage.computed_tokens]
+
+
+@pytest.mark.parametrize("damage", ["never measured", "damaged"])
+def test_without_a_rank_hkvd_selects_and_the_rank_is_made_for_the_next_time(damage: str, tmp_path: Path) -> None:
+    model, scene = model_of("llama"), Scene()
+    engine = ranking_engine(model, scene, rank="lazy", store=DiskStore(tmp_path))
+    engine.precompute(scene.chunks)
+    if damage == "damaged":
+        for chunk in scene.chunks:
+            kv = engine.entries.get(chunk.token_ids, engine.num_layers)
+            whole = ChunkKV([kv.layer(i) for i in range(kv.num_layers)], kv.start, static=torch.ones(kv.num_tokens))
+            engine.entries.put(chunk.token_ids, whole, replace=True)
+        _damage_static(tmp_path)
+    wanted = BlendSettings(0.3, "static")
+    first, recomputed, result = blended_logits(engine, scene, wanted)
+    hkvd, same, _ = blended_logits(engine, scene, BlendSettings(0.3, "hkvd"))
+    assert (recomputed, result.policy) == (same, "hkvd")
+    assert torch.equal(first, hkvd)
+    before = engine.generate(scene.prompt, SamplingParams(max_tokens=2), wanted)
+    after = engine.generate(scene.prompt, SamplingParams(max_tokens=2), wanted)
+    assert (before.policy, after.policy, after.ratio) == ("hkvd", "static", 0.3)
+    assert before.mode == after.mode == "blend"
+    assert after.missing == ()
+
+
+def _damage_static(root: Path) -> None:
+    """Flip a bit of every static deviation, which is all ones."""
+    ones, damaged = torch.ones(1).numpy().tobytes() * 8, 0
+    for file in root.rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        if (at := data.rfind(ones)) >= 0:
+            data[at] ^= 1
+            file.write_bytes(data)
+            damaged += 1
+    assert damaged == 4
+
+
+def test_precompute_adds_what_older_entries_lack_and_then_has_nothing_to_do(tmp_path: Path) -> None:
+    model, scene = model_of("llama"), Scene()
+    engine = ranking_engine(model, scene, rank="off", store=DiskStore(tmp_path))
+    engine.precompute(scene.chunks)
+    assert not any(engine.entries.has_static(chunk.token_ids) for chunk in scene.chunks)
+    used = engine.store.stats().nbytes
+    engine.close()
+    engine = ranking_engine(model, scene, store=DiskStore(tmp_path))
+    report = engine.precompute(scene.chunks)
+    assert (report.computed, report.present) == (0, len(scene.chunks))
+    assert all(engine.entries.has_static(chunk.token_ids) for chunk in scene.chunks)
+    stored = engine.store.stats()
+    assert stored.entries == len(scene.chunks) + 1
+    assert used < stored.nbytes < 2 * used
+    engine.runner.append = None  # nothing is computed any more
+    assert engine.precompute(scene.chunks).present == len(scene.chunks)
+
+
+def test_a_chunk_too_long_for_the_probe_is_stored_and_blended_without_a_rank() -> None:
+    model, scene = model_of("llama"), Scene(chunk_tokens=(8, 120, 8))
+    engine = ranking_engine(model, scene)
+    engine.context_window = len(scene.prompt.token_ids) + 8
+    room = engine.context_window - len(scene.header) - len(probe_of(engine))
+    assert any(len(chunk.token_ids) > room for chunk in scene.chunks), (
+        "nothing is too long: the test would prove nothing"
+    )
+    assert engine.precompute(scene.chunks).failed == {}
+    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=2), BlendSettings(0.2, "static"))
+    assert (answer.mode, answer.policy) == ("blend", "hkvd")
+
+
+def test_the_probe_is_text_the_model_can_read_and_leaves_room_for_chunks() -> None:
+    tokenizer = tokenizer_named("byte_level")
+    probe = probe_ids(tokenizer, 300, 4096)
+    assert len(probe) == 512
+    assert tokenizer.decode(probe).startswith("The museum keeps its oldest maps")
+    assert len(probe_ids(tokenizer, 300, 200)) == 50
+    assert probe_ids(None, 300, 400) == probe_ids(None, 300, 400)
