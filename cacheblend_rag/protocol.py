@@ -190,6 +190,8 @@ class ReuseReport(BaseModel):
         recomputed_tokens: Tokens with stored KV that were recomputed.
         computed_tokens: Prompt tokens that went through all layers.
         missing: Ids of chunks without stored KV, computed in place.
+        policy: What chose the tokens to recompute; None for a prefill.
+        ratio: Which share of the candidates it chose.
         load_s: Time the computation waited for stored KV.
         blend_s: Time of placement and both passes.
         loaded_bytes: Stored KV read.
@@ -202,6 +204,8 @@ class ReuseReport(BaseModel):
     recomputed_tokens: int
     computed_tokens: int
     missing: tuple[str, ...] = ()
+    policy: str | None = None
+    ratio: float | None = None
     load_s: float = 0.0
     blend_s: float = 0.0
     loaded_bytes: int = 0

@@ -76,6 +76,8 @@ class ServedEngine:
             recomputed_tokens=usage.recomputed_tokens,
             computed_tokens=usage.computed_tokens,
             missing=outcome.missing,
+            policy=outcome.policy,
+            ratio=outcome.ratio,
             load_s=outcome.load_s,
             blend_s=outcome.blend_s,
             loaded_bytes=outcome.loaded_bytes,

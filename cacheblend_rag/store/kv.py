@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, NewType
 import torch
 import xxhash
 
+from cacheblend_rag.errors import DamagedKVError
+
 KVKey = NewType("KVKey", str)
 """Hex digest that names one stored entry; see :func:`kv_key`."""
 
@@ -101,6 +103,14 @@ class ChunkKV(StoredKV):
     def static_deviation(self) -> torch.Tensor | None:
         """See :meth:`StoredKV.static_deviation`."""
         return self._static
+
+
+def read_whole(kv: StoredKV) -> ChunkKV | None:
+    """Read all layers of an entry into memory; None if it is damaged."""
+    try:
+        return ChunkKV([kv.layer(index) for index in range(kv.num_layers)], kv.start, static=kv.static_deviation())
+    except DamagedKVError:
+        return None
 
 
 @dataclass(frozen=True)

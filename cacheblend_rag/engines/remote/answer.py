@@ -96,6 +96,8 @@ class Answer:
                 usage=usage,
                 timings=Timings(report.load_s, self._ttft_s or total, total),
                 missing=report.missing,
+                policy=report.policy,
+                ratio=report.ratio,
                 logprobs=tuple(self._logprobs[: len(ids)]),
             ),
         )

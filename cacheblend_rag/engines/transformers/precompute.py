@@ -14,9 +14,8 @@ from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.ranking import Ranker
 from cacheblend_rag.engines.transformers.target import ModelRunner
-from cacheblend_rag.errors import DamagedKVError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.store.kv import ChunkKV, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, read_whole
 
 # Tokens per forward: enough rows to keep the device busy, few enough not to double the memory a prompt takes.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -62,18 +61,11 @@ def precompute(
 def _rank_stored(runner: ModelRunner, entries: Entries, ranker: Ranker, unranked: Sequence[tuple[int, ...]]) -> None:
     """Add static deviations to entries that were stored without."""
     for batch in _batches(unranked, len(ranker.prefix), runner.device):
-        found = {token_ids: _whole(entries.get(token_ids, runner.num_layers)) for token_ids in batch}
-        stored = [(token_ids, kv) for token_ids, kv in found.items() if kv is not None]
+        found = {token_ids: entries.get(token_ids, runner.num_layers) for token_ids in batch}
+        whole = {token_ids: read_whole(kv) for token_ids, kv in found.items() if kv is not None}
+        stored = [(token_ids, kv) for token_ids, kv in whole.items() if kv is not None]
         for token_ids, kv in _ranked(ranker, stored, max(map(len, batch))):
             entries.put(token_ids, kv, replace=True)
-
-
-def _whole(kv: StoredKV | None) -> ChunkKV | None:
-    """Read all of an entry; None if it is missing or damaged."""
-    try:
-        return None if kv is None else ChunkKV([kv.layer(index) for index in range(kv.num_layers)], kv.start)
-    except DamagedKVError:
-        return None
 
 
 def _ranked(

@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -17,9 +17,12 @@ from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import (
     Generation,
@@ -58,6 +61,9 @@ class Outcome:
     blend_s: float = 0.0
     loaded_bytes: int = 0
     missing: tuple[str, ...] = ()
+    unranked: tuple[str, ...] = ()
+    policy: str | None = None
+    ratio: float | None = None
 
 
 class BlendClient:
@@ -86,6 +92,7 @@ class BlendClient:
         *,
         ratio: float | None = None,
         write_back: bool = True,
+        rank: Rank | None = None,
     ):
         """Use :meth:`connect`."""
         self.llm, self.store, self.gate = llm, store, gate
@@ -100,7 +107,15 @@ class BlendClient:
         self._end_tokens = _end_tokens(llm)
         self._background: set[asyncio.Task[Any]] = set()
         self._names = (f"cacheblend-{uuid4().hex[:8]}-{n}" for n in itertools.count())
-        self._precompute = Precompute(llm, self.entries, self.context_window, self._names)
+        probe = probe_ids(self.tokenizer, int(llm.model_config.get_vocab_size()), self.context_window)
+        probe = self._whole_blocks(probe, int(llm.vllm_config.cache_config.block_size or 1))
+        self._precompute = Precompute(llm, self.entries, self.context_window, self._names, probe)
+        self._rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
+
+    def _whole_blocks(self, probe: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+        """Cut the probe so that header and probe fill whole blocks: only those stay in vLLM's prefix cache."""
+        over = (len(self.header_ids) + len(probe)) % block_size
+        return probe[:-over] if 0 < over < len(probe) else probe
 
     @classmethod
     async def connect(
@@ -111,6 +126,7 @@ class BlendClient:
         *,
         ratio: float | None = None,
         write_back: bool = True,
+        rank: Rank | None = None,
     ) -> BlendClient:
         """Ask the workers for the gate's findings; warn once if the model is not blended."""
         found = (await llm.collective_rpc("cacheblend_gate"))[0]
@@ -120,7 +136,7 @@ class BlendClient:
                 f"{launch.fingerprint.name} is served by ordinary prefill, without blending: {gate.reason}.",
                 stacklevel=2,
             )
-        return cls(llm, launch, store, gate, ratio=ratio, write_back=write_back)
+        return cls(llm, launch, store, gate, ratio=ratio, write_back=write_back, rank=rank)
 
     def tokens_prompt(
         self, prompt: TokenizedPrompt, settings: BlendSettings | None = None, salt: str | None = None
@@ -182,6 +198,9 @@ class BlendClient:
             float(ours.get("blend_s", 0.0)),
             int(ours.get("loaded_bytes", 0)),
             tuple(ours.get("missing", ())),
+            tuple(ours.get("unranked", ())),
+            ours.get("policy"),
+            ours.get("ratio"),
         )
 
     async def precompute(
@@ -191,7 +210,7 @@ class BlendClient:
         self.registry.add(chunks)
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
-        return await self._precompute.run(chunks, progress)
+        return await self._precompute.run(chunks, progress, self._rank == "now")
 
     async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         """See :meth:`BlendEngine.astream`; closing the iterator aborts the request."""
@@ -238,6 +257,8 @@ class BlendClient:
                 usage=outcome.usage,
                 timings=Timings(outcome.load_s, ttft, time.perf_counter() - begin),
                 missing=outcome.missing,
+                policy=outcome.policy,
+                ratio=outcome.ratio,
                 logprobs=tuple(logprobs[: len(ids)]),
             ),
         )
@@ -250,17 +271,25 @@ class BlendClient:
         return bool(self.tokenizer.decode(list(ids), skip_special_tokens=True).startswith(" "))
 
     def finished(self, outcome: Outcome, prompt: TokenizedPrompt | None = None) -> None:
-        """After an answer: chunks that had no stored KV are precomputed in the background, for the next one.
+        """After an answer: chunks that had no stored KV, or no rank, are precomputed in the background, for the next one.
 
         Chunks that are not registered are known from ``prompt`` alone.
         """
         known = {span.chunk.id: span.chunk for span in prompt.spans} if prompt is not None else {}
-        found = (known.get(name) or self.registry.get(name) for name in outcome.missing)
-        missing = [chunk for chunk in found if chunk is not None]
-        if self._write_back and missing:
-            task = asyncio.ensure_future(self.precompute(missing))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+
+        def chunks(names: Iterable[str]) -> list[Chunk]:
+            found = (known.get(name) or self.registry.get(name) for name in names)
+            return [chunk for chunk in found if chunk is not None]
+
+        if self._write_back and (missing := chunks(outcome.missing)):
+            self._in_background(self.precompute(missing))
+        if self._write_back and self._rank != "off" and (unranked := chunks(outcome.unranked)):
+            self._in_background(self._precompute.run(unranked, None, rank=True))
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def drain(self) -> None:
         """Wait for what :meth:`finished` started."""

@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -52,6 +53,7 @@ class VLLMEngine(BlendEngine):
         ratio: float | None = None,
         dtype: str | torch.dtype | None = None,
         write_back: bool = True,
+        rank: Rank | None = None,
         ram_budget: int | None = None,
         disk_budget: int | None = None,
         **vllm_arguments: Any,
@@ -65,6 +67,8 @@ class VLLMEngine(BlendEngine):
             ratio: Default recompute ratio; None takes the model profile's.
             dtype: None takes fp32 on a CPU, the model's own elsewhere.
             write_back: Precompute chunks that a prompt held but the store did not, after the answer.
+            rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
+                model whose profile's policy needs them, else ``"lazy"``.
             ram_budget: Bytes of KV that each worker holds in RAM in front of the disk.
             disk_budget: Bytes of KV on disk.
             vllm_arguments: Any other engine argument of vLLM (``tensor_parallel_size``, ``max_model_len``...).
@@ -92,7 +96,7 @@ class VLLMEngine(BlendEngine):
             )
             # This process reads no KV: only the workers hold any in RAM.
             self.store: KVStore = open_store(path, ram_budget=0, disk_budget=disk_budget)
-            self.client = self._run(self._start(launch, ratio, write_back))
+            self.client = self._run(self._start(launch, ratio, write_back, rank))
         except BaseException:
             self._stop_loop()
             self._remove_temporary()
@@ -102,13 +106,13 @@ class VLLMEngine(BlendEngine):
         self.num_layers, self.registry = self.client.num_layers, self.client.registry
         self.profile, self.gate = self.client.profile, self.client.gate
 
-    async def _start(self, launch: Launch, ratio: float | None, write_back: bool) -> BlendClient:
+    async def _start(self, launch: Launch, ratio: float | None, write_back: bool, rank: Rank | None) -> BlendClient:
         set_environment()
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             raise ModelError(f"vLLM does not start with {launch.fingerprint.name!r}: {error}") from error
-        return await BlendClient.connect(self._llm, launch, self.store, ratio=ratio, write_back=write_back)
+        return await BlendClient.connect(self._llm, launch, self.store, ratio=ratio, write_back=write_back, rank=rank)
 
     @property
     def entries(self) -> Entries:

@@ -73,9 +73,17 @@ class BlendJob:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A request whose prompt is ``header + chunk``, to be stored; a ``start`` of 0 stores the header itself."""
+    """A request whose prompt is ``header + chunk``, to be stored; a ``start`` of 0 stores the header itself.
+
+    With ``rank`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored entry.
+    """
 
     start: int
+    rank: bool = False
+
+    def to_params(self) -> dict[str, Any]:
+        """Return JSON values that :func:`read_params` reads."""
+        return {"save": self.start, "rank": self.rank}
 
 
 def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJob | SaveJob | None:
@@ -92,7 +100,7 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
             start = ours["save"]
             if not isinstance(start, int) or not 0 <= start < prompt_tokens:
                 raise ValueError("save is outside the prompt")
-            return SaveJob(start)
+            return SaveJob(start, bool(ours.get("rank")))
         return BlendJob.from_params(ours, prompt_tokens)
     except (CacheBlendError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"kv_transfer_params[{PARAMS!r}] is malformed: {error}") from error
@@ -112,11 +120,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Store the KV of a request's prompt from ``start`` on; it is complete after this step."""
+    """Store the KV of a request's prompt from ``start`` on, or rank it; it is complete after this step."""
 
     token_ids: tuple[int, ...]
     start: int
     block_ids: tuple[int, ...]
+    rank: bool = False
 
 
 @dataclass
@@ -134,19 +143,25 @@ class Blended:
     Attributes:
         computed: Tokens that went through all layers.
         recomputed: Those of them that the policy chose.
+        policy: Its name.
+        ratio: Which share of the candidates it was to choose.
         load_s: Seconds the computation waited for stored KV.
         loaded_bytes: Bytes of stored KV read, on this rank.
         blend_s: Seconds from the first segment to the last, other requests' steps in between included.
         missing: Ids of chunks without stored KV.
+        unranked: Ids of chunks that need static deviations, if another policy had to choose for lack of them.
         reason: What was found, in words.
     """
 
     computed: int
     recomputed: int
+    policy: str
+    ratio: float
     load_s: float
     loaded_bytes: int
     blend_s: float
     missing: tuple[str, ...]
+    unranked: tuple[str, ...]
     reason: str
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams as VLLMSampling
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.engines.vllm.messages import PARAMS
+from cacheblend_rag.engines.vllm.messages import PARAMS, SaveJob
 from cacheblend_rag.prompts.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -27,51 +27,78 @@ _POLL_S = 0.005
 class Precompute:
     """Computes each entry once, however many callers ask for it at the same time. Lives in the client's event loop."""
 
-    def __init__(self, llm: EngineClient, entries: Entries, context_window: int, names: Iterator[str]):
-        """Ask ``llm``, under request ids from ``names``."""
+    def __init__(
+        self, llm: EngineClient, entries: Entries, context_window: int, names: Iterator[str], probe: tuple[int, ...]
+    ):
+        """Ask ``llm``, under request ids from ``names``; chunks are ranked behind ``probe``."""
         self._llm, self._entries, self._context_window, self._names = llm, entries, context_window, names
+        self._probe, self._probed = probe, False
         self._written: dict[str, str] = {}
         self._computing: dict[tuple[int, ...], asyncio.Future[str]] = {}
 
-    async def run(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None) -> PrecomputeReport:
-        """See :meth:`BlendEngine.precompute`."""
+    async def run(
+        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
+    ) -> PrecomputeReport:
+        """See :meth:`BlendEngine.precompute`; with ``rank``, static deviations are measured, too."""
         begin = time.perf_counter()
-        plan = await asyncio.to_thread(plan_precompute, chunks, self._entries, self._context_window, progress)
+        plan = await asyncio.to_thread(
+            plan_precompute,
+            chunks,
+            self._entries,
+            self._context_window,
+            progress,
+            len(self._probe) if rank else None,
+        )
         failed = dict(plan.failed)
+        unranked = set(plan.unranked)
         slots = asyncio.Semaphore(_IN_FLIGHT)
 
         async def one(token_ids: tuple[int, ...]) -> None:
             async with slots:
-                why = await self._compute_once(token_ids)
-            if not token_ids:
+                why = "" if token_ids in unranked else await self._once(token_ids, self._compute)
+                if not why and 0 < len(token_ids) <= plan.most_ranked:
+                    await self._once((*token_ids, -1), lambda _: self._rank(token_ids))
+            if not token_ids or token_ids in unranked:
                 return
             if why:
                 failed[plan.chunks[token_ids]] = why
             if progress is not None:
                 progress(1)
 
+        if rank and (plan.chunks or unranked):
+            await self._compute_probe()
         async with asyncio.TaskGroup() as group:
-            for token_ids in plan.token_ids:
+            for token_ids in (*plan.token_ids, *unranked):
                 group.create_task(one(token_ids))
         return plan.report(failed, time.perf_counter() - begin)
 
-    async def _compute_once(self, token_ids: tuple[int, ...]) -> str:
+    async def _once(
+        self, token_ids: tuple[int, ...], compute: Callable[[tuple[int, ...]], Coroutine[Any, Any, str]]
+    ) -> str:
         """Return why an entry is not in the store, or an empty string."""
         running = self._computing.get(token_ids)
         if running is None:
-            running = self._computing[token_ids] = asyncio.ensure_future(self._compute(token_ids))
+            running = self._computing[token_ids] = asyncio.ensure_future(compute(token_ids))
             running.add_done_callback(lambda _: self._computing.pop(token_ids, None))
         return await asyncio.shield(running)  # one caller that goes away does not end it for the others
 
+    async def _compute_probe(self) -> None:
+        """Have vLLM's prefix cache hold header and probe, so that each ranking computes its chunk alone."""
+        if not self._probed:
+            await self._prefill([*self._entries.header_ids, *self._probe], None)
+            self._probed = True
+
     async def _compute(self, token_ids: tuple[int, ...]) -> str:
         header = self._entries.header_ids
-        prompt = {"prompt_token_ids": [*header, *token_ids]}
-        save = {PARAMS: {"save": len(header) if token_ids else 0}}
-        sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args={"kv_transfer_params": save})
-        last: RequestOutput | None = None
-        async for output in self._llm.generate(prompt, sampling, next(self._names)):  # type: ignore[arg-type]
-            last = output
-        if last is None or last.outputs[0].finish_reason not in {"length", "stop"}:
+        return await self._saved(token_ids, [*header, *token_ids], SaveJob(len(header) if token_ids else 0))
+
+    async def _rank(self, token_ids: tuple[int, ...]) -> str:
+        before = [*self._entries.header_ids, *self._probe]
+        return await self._saved(token_ids, [*before, *token_ids], SaveJob(len(before), rank=True))
+
+    async def _saved(self, token_ids: tuple[int, ...], prompt: list[int], job: SaveJob) -> str:
+        """Have the workers do ``job`` on a prompt; return why the entry of ``token_ids`` was not written, or nothing."""
+        if not await self._prefill(prompt, job):
             return "vLLM ended its request before its KV was complete"
         keys = [str(key) for key in self._entries.written_keys(token_ids)]
         pause = 0.0
@@ -81,3 +108,11 @@ class Precompute:
                 self._written.update(rank)
             pause = _POLL_S
         return next(filter(None, [self._written.pop(key) for key in keys]), "")
+
+    async def _prefill(self, prompt: list[int], job: SaveJob | None) -> bool:
+        params = None if job is None else {"kv_transfer_params": {PARAMS: job.to_params()}}
+        sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args=params)
+        last: RequestOutput | None = None
+        async for output in self._llm.generate({"prompt_token_ids": prompt}, sampling, next(self._names)):
+            last = output
+        return last is not None and last.outputs[0].finish_reason in {"length", "stop"}

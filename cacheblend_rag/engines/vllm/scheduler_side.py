@@ -50,7 +50,7 @@ class SchedulerSide:
         self._entries = entries
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
-        self._saving: dict[str, tuple[Request, int]] = {}
+        self._saving: dict[str, tuple[Request, SaveJob]] = {}
 
     def new_request(self, request: Request) -> None:
         """Note what the client wants. Malformed options make an ordinary prefill."""
@@ -90,7 +90,7 @@ class SchedulerSide:
         if tracked is None:
             return
         if isinstance(tracked.job, SaveJob):
-            self._saving[request.request_id] = request, tracked.job.start
+            self._saving[request.request_id] = request, tracked.job
         elif external > 0 and tracked.job is not None:
             ids = tuple(request.prompt_token_ids or ())
             self._loads.append(
@@ -111,11 +111,11 @@ class SchedulerSide:
         computed = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, (request, start) in list(self._saving.items()):
+        for request_id, (request, job) in list(self._saving.items()):
             scheduled = output.num_scheduled_tokens.get(request_id, 0)
             if request_id in computed and computed[request_id] + scheduled >= request.num_prompt_tokens:
                 ids = tuple(request.prompt_token_ids or ())
-                meta.saves.append(Save(ids, start, tuple(blocks.get_block_ids(request_id)[0])))
+                meta.saves.append(Save(ids, job.start, tuple(blocks.get_block_ids(request_id)[0]), job.rank))
                 del self._saving[request_id]
         return meta
 
@@ -148,9 +148,12 @@ class SchedulerSide:
             outcome |= {
                 "computed": b.computed,
                 "recomputed": b.recomputed,
+                "policy": b.policy,
+                "ratio": b.ratio,
                 "load_s": b.load_s,
                 "loaded_bytes": b.loaded_bytes,
                 "blend_s": b.blend_s,
                 "missing": list(b.missing),
+                "unranked": list(b.unranked),
             }
         return {PARAMS: outcome}

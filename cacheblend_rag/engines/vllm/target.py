@@ -22,6 +22,12 @@ def all_ranks(ok: bool) -> bool:
     return bool(votes)
 
 
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``values`` over all tensor-parallel ranks."""
+    total: torch.Tensor = tensor_model_parallel_all_reduce(values)
+    return total
+
+
 class PagedTarget:
     """One prompt being blended into its blocks; a :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
 
@@ -56,8 +62,7 @@ class PagedTarget:
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; each holds its own KV heads."""
-        total: torch.Tensor = tensor_model_parallel_all_reduce(deviation)
-        return total
+        return sum_over_ranks(deviation)
 
     def agree(self, ok: bool) -> bool:
         """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""

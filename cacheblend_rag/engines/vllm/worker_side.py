@@ -18,14 +18,15 @@ from cacheblend_rag.blending.loader import DamagedSpanError
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
 from cacheblend_rag.engines.vllm.messages import Blended, Load, Save, WorkerMeta
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.subject import PagedSubject
-from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks
+from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks, sum_over_ranks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, read_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -134,14 +135,32 @@ class WorkerSide:
                 continue
             slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
             layers = [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
-            kv = ChunkKV([type(x)(x.k.cpu(), x.v.cpu()) for x in layers], save.start)
+            if save.rank:
+                kv = self._rank(tokens, layers, save.start)
+            else:
+                kv = ChunkKV([type(x)(x.k.cpu(), x.v.cpu()) for x in layers], save.start)
+            if kv is None:
+                self._written[key] = "its stored KV is gone or damaged"
+                continue
             while len(self._unwritten) >= _UNWRITTEN:
                 self._unwritten.popleft().result()
-            self._unwritten.append(self._writer.submit(self._write, key, tokens, kv))
+            self._unwritten.append(self._writer.submit(self._write, key, tokens, kv, save.rank))
 
-    def _write(self, key: KVKey, tokens: tuple[int, ...], kv: ChunkKV) -> None:
+    def _rank(self, tokens: tuple[int, ...], behind: Sequence[LayerKV], start: int) -> ChunkKV | None:
+        """Return a chunk's stored KV with its static deviation; None where a rank has not all of it."""
+        assert self._paged is not None
+        assert self._rope is not None
+        stored = self._entries.get(tokens, self._paged.num_layers, self._paged.kv_heads)
+        alone = None if stored is None else read_whole(stored)
+        if not all_ranks(alone is not None):
+            return None
+        assert alone is not None
+        static = static_deviation(alone, behind, start, self._rope, sum_over_ranks)
+        return ChunkKV(alone.layers, alone.start, static=static)
+
+    def _write(self, key: KVKey, tokens: tuple[int, ...], kv: ChunkKV, replace: bool) -> None:
         try:
-            self._written[key] = "" if self._entries.put(tokens, kv) else "it does not fit the store's budget"
+            self._written[key] = "" if self._entries.put(tokens, kv, replace) else "it does not fit the store's budget"
         except StoreError as error:
             self._written[key] = str(error)
 
@@ -192,13 +211,21 @@ class _Blend:
             self.result = Blended(
                 fused.computed_tokens,
                 len(fused.recomputed),
+                fused.policy,
+                self.load.job.settings.ratio,
                 fused.load_wait_s,
                 fused.loaded_bytes,
                 time.perf_counter() - self._begin,
                 tuple(chunk.id for chunk in plan.missing),
+                self._unranked(plan, fused.policy),
                 plan.reason,
             )
             return
+
+    def _unranked(self, plan: BlendPlan, used: str) -> tuple[str, ...]:
+        if used == self.load.job.settings.policy:
+            return ()
+        return tuple(span.chunk.id for span in plan.stale if span.chunk is not None)
 
     def _fuse(self, plan: BlendPlan) -> Generator[float, None, FuseResult]:
         load, job = self.load, self.load.job
