@@ -81,6 +81,7 @@ class BlendClient:
         profile: The blend options that a request leaves open.
         num_layers: Number of transformer layers.
         context_window: Most tokens of prompt and completion together.
+        probe: What chunks are ranked behind (:mod:`cacheblend_rag.blending.static`).
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class BlendClient:
         self._background: set[asyncio.Task[Any]] = set()
         self._names = (f"cacheblend-{uuid4().hex[:8]}-{n}" for n in itertools.count())
         probe = probe_ids(self.tokenizer, int(llm.model_config.get_vocab_size()), self.context_window)
-        probe = self._whole_blocks(probe, int(llm.vllm_config.cache_config.block_size or 1))
-        self._precompute = Precompute(llm, self.entries, self.context_window, self._names, probe)
+        self.probe = self._whole_blocks(probe, int(llm.vllm_config.cache_config.block_size or 1))
+        self._precompute = Precompute(llm, self.entries, self.context_window, self._names, self.probe)
         self._rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
 
     def _whole_blocks(self, probe: tuple[int, ...], block_size: int) -> tuple[int, ...]:

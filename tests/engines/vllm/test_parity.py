@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: hf.LlamaConfig(**SHAPE),
         {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
     ),
-    "qwen2": (lambda: hf.Qwen2Config(**SHAPE), {}),
+    "qwen2": (lambda: hf.Qwen2Config(**SHAPE), {"rank": "now"}),
     "yarn, compiled": (lambda: hf.LlamaConfig(**SHAPE, rope_parameters=_YARN), {"enforce_eager": False}),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}),
 }
@@ -80,6 +80,31 @@ def test_other_ratios_are_the_reference(engine, model, ratio: float) -> None:
     torch.testing.assert_close(got, want(model, ratio), atol=1e-4, rtol=0)
     full = first_logprobs(engine, SCENE.prompt, FULL)
     assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
+
+
+def test_static_is_the_reference_and_a_chunk_without_a_rank_gets_one_after_its_first_use(engine, model) -> None:
+    engine.precompute(SCENE.chunks)
+    settings = BlendSettings(0.3, "static", (1,))
+    if not engine.entries.has_static(SCENE.chunks[1].token_ids):
+        assert engine.generate(SCENE.prompt, ANSWER, settings).policy == "hkvd"
+        engine.flush()
+        engine.reset_prefix_cache()
+    scores, positions = [], []
+    for span in SCENE.prompt.spans[1:]:
+        ids = list(span.chunk.token_ids)
+        scores.append(reference.static_deviation(model, SCENE.header, list(engine.client.probe), ids))
+        positions += range(span.start, span.end)
+    chosen = torch.tensor(positions)[torch.cat(scores).argsort(descending=True)[: round(0.3 * len(positions))]].tolist()
+    expected = reference.blend(model, SCENE.header, SCENE.parts(), 0.3, chosen=sorted(chosen)).logits.log_softmax(-1)
+    torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), expected, atol=1e-4, rtol=0)
+    engine.reset_prefix_cache()
+    answer = engine.generate(SCENE.prompt, ANSWER, settings)
+    assert (answer.mode, answer.policy, answer.ratio, answer.usage.recomputed_tokens) == (
+        "blend",
+        "static",
+        0.3,
+        len(chosen),
+    )
 
 
 def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:
