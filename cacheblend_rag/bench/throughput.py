@@ -73,12 +73,10 @@ def bench_throughput(
     say = progress or (lambda line: None)
     corpus = place.random_chunks(settings.corpus, settings.chunk_tokens, settings.seed)
     say("computing the chunks' KV")
+    blend = BlendSettings(settings.ratio, settings.policy)
+    methods = {"full": FULL_RECOMPUTE, "prefix": PREFIX_CACHING, "blend": blend}
+    place.engine.rank_for(blend)
     place.engine.precompute(corpus)
-    methods = {
-        "full": FULL_RECOMPUTE,
-        "prefix": PREFIX_CACHING,
-        "blend": BlendSettings(settings.ratio, settings.policy),
-    }
     load = _Load(place, settings, corpus)
     say("warm-up")
     idle = {name: load.alone(how) for name, how in methods.items()}

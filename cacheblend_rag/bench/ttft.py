@@ -96,6 +96,7 @@ def bench_ttft(
     blend = BlendSettings(settings.ratio, settings.policy, settings.check_layers)
     methods = {name: _Method(how) for name, how in name_methods(blend).items()}
     say("computing the chunks' KV")
+    engine.rank_for(blend)
     engine.precompute(chunks)
     bench = _Bench(place, prompt, methods, settings.cold)
     for number, name in count_rounds(settings.repeat):

@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request, check_length
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -40,6 +42,7 @@ class BlendEngine(ABC):
         header_ids: Tokens that chunks are precomputed behind.
         gate: What the parity gate found; a model that fails it is served by ordinary prefill.
         profile: The blend options that a request leaves open.
+        rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`).
         store: Where the chunks' KV is kept, if this process can see it.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
     """
@@ -54,6 +57,7 @@ class BlendEngine(ABC):
     header_ids: tuple[int, ...]
     gate: GateReport
     profile: ModelProfile
+    rank: Rank = "off"
     store: KVStore | None = None
 
     @property
@@ -122,6 +126,12 @@ class BlendEngine(ABC):
         tokens = self.tokenize(prompt)
         check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)
         return Request(tokens, sampling, resolved)
+
+    def rank_for(self, *settings: BlendSettings) -> None:
+        """Measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
+        wanted = (self.profile.resolve(each, self.num_layers) for each in settings)
+        if any(each.reuse == "chunks" and policy(each.policy).needs_static for each in wanted):
+            self.rank = "now"
 
     async def aprecompute(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None

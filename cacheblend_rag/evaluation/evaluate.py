@@ -17,7 +17,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.answers import AnswersFile, Progress, Row, answer_all
 from cacheblend_rag.evaluation.datasets import load_samples
-from cacheblend_rag.evaluation.methods import DEFAULT, make_methods
+from cacheblend_rag.evaluation.methods import DEFAULT, SettingsMethod, make_methods
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.summary import find_worst, summarize
 
@@ -102,6 +102,7 @@ def evaluate(
     if not engine.gate.passed:
         raise ModelError(f"This model is not blended, so there is nothing to compare: {engine.gate.reason}.")
     methods = make_methods(settings.methods, engine.profile.resolve(settings.blend, engine.num_layers))
+    engine.rank_for(*(method.settings for method in methods if isinstance(method, SettingsMethod)))
     samples = load_samples(
         settings.dataset,
         settings.data,

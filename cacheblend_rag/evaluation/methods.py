@@ -91,7 +91,7 @@ class SettingsMethod(Method):
 
     def __init__(self, name: str, label: str, settings: BlendSettings, free_loads: bool = False):
         """With ``free_loads`` the time spent waiting for stored KV is not counted (the paper's ideal prefix caching)."""
-        self.name, self.label, self._settings, self._free_loads = name, label, settings, free_loads
+        self.name, self.label, self.settings, self._free_loads = name, label, settings, free_loads
         self.key = f"{sorted(asdict(settings).items())}{free_loads}"
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
@@ -101,7 +101,7 @@ class SettingsMethod(Method):
         if hasattr(engine, "on_first_logits"):
             watched.on_first_logits = seen.append
         try:
-            done = engine.generate(case.prompt, SamplingParams(case.max_tokens), self._settings)
+            done = engine.generate(case.prompt, SamplingParams(case.max_tokens), self.settings)
         finally:
             if hasattr(engine, "on_first_logits"):
                 watched.on_first_logits = None

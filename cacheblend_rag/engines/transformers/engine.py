@@ -98,7 +98,7 @@ class TransformersEngine(BlendEngine):
         self.header_ids = chosen_header_ids(self.tokenizer, header)
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)
         self._write_back = write_back
-        self._rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self.rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
         self._ranker: Ranker | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -128,7 +128,7 @@ class TransformersEngine(BlendEngine):
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; ``[header] + chunk`` is computed, batched, and the chunk's slice kept."""
-        return self._precompute(chunks, progress, self._rank == "now")
+        return self._precompute(chunks, progress, self.rank == "now")
 
     def _precompute(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
@@ -189,7 +189,7 @@ class TransformersEngine(BlendEngine):
             return
         if plan.missing:
             self._store_missing(plan.missing)
-        if self._rank != "off" and prefill.policy not in (None, request.settings.policy):
+        if self.rank != "off" and prefill.policy not in (None, request.settings.policy):
             self._rank_after_use([span.chunk for span in plan.stale if span.chunk is not None])
 
     def _store_missing(self, chunks: Sequence[Chunk]) -> None:

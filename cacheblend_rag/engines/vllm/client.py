@@ -111,7 +111,7 @@ class BlendClient:
         probe = probe_ids(self.tokenizer, int(llm.model_config.get_vocab_size()), self.context_window)
         self.probe = self._whole_blocks(probe, int(llm.vllm_config.cache_config.block_size or 1))
         self._precompute = Precompute(llm, self.entries, self.context_window, self._names, self.probe)
-        self._rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self.rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
 
     def _whole_blocks(self, probe: tuple[int, ...], block_size: int) -> tuple[int, ...]:
         """Cut the probe so that header and probe fill whole blocks: only those stay in vLLM's prefix cache."""
@@ -211,7 +211,7 @@ class BlendClient:
         self.registry.add(chunks)
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
-        return await self._precompute.run(chunks, progress, self._rank == "now")
+        return await self._precompute.run(chunks, progress, self.rank == "now")
 
     async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         """See :meth:`BlendEngine.astream`; closing the iterator aborts the request."""
@@ -284,7 +284,7 @@ class BlendClient:
 
         if self._write_back and (missing := chunks(outcome.missing)):
             self._in_background(self.precompute(missing))
-        if self._write_back and self._rank != "off" and (unranked := chunks(outcome.unranked)):
+        if self._write_back and self.rank != "off" and (unranked := chunks(outcome.unranked)):
             self._in_background(self._precompute.run(unranked, None, rank=True))
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -119,6 +119,15 @@ class VLLMEngine(BlendEngine):
         """See :class:`BlendEngine`; with tensor parallelism every rank's shards."""
         return self.client.entries
 
+    @property
+    def rank(self) -> Rank:
+        """See :class:`BlendEngine`."""
+        return self.client.rank
+
+    @rank.setter
+    def rank(self, when: Rank) -> None:
+        self.client.rank = when
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
