@@ -33,6 +33,7 @@ def index(
         str | None, typer.Option(help="sentence-transformers model for retrieval (default: all-MiniLM-L6-v2).")
     ] = None,
     budgets: BudgetOptions,
+    rank: options.Rank = None,
     as_json: options.AsJSON = False,
 ) -> None:
     """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped."""
@@ -52,6 +53,8 @@ def index(
         def step(at: IndexProgress) -> None:
             show(at.documents_done, at.documents, f"{Path(at.path).name}, {at.chunks_done} chunks")
 
+        if rank is not None:
+            pipeline.engine.rank = rank
         report = pipeline.index(paths, step)
     for skipped in report.skipped:
         typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
@@ -73,6 +76,11 @@ def _print_report(report: IndexReport) -> None:
     if report.added or report.changed:
         typer.echo(
             f"chunks     {report.chunks:,}; KV of {report.tokens:,} tokens computed in {seconds(report.seconds)}"
+        )
+    if report.ranked:
+        cost = f" in {seconds(report.rank_s)} of that" if report.rank_s else ""
+        typer.echo(
+            f"ranked     {report.ranked:,} chunks{cost}: which of their tokens depend most on what stands before them"
         )
     for reason in sorted(set(report.without_kv.values())):
         count = sum(reason == other for other in report.without_kv.values())

@@ -13,6 +13,7 @@ from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.engines.results import Generation
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.rag.pipeline import RagAnswer, RagPipeline
 
@@ -98,13 +99,20 @@ def source_lines(answer: RagAnswer) -> list[str]:
     return [*found, *(f"note: {note}" for note in answer.notes)]
 
 
+def _chosen(generation: Generation) -> str:
+    """Return how the recomputed tokens were chosen, where the engine says it."""
+    if generation.policy is None or generation.ratio is None:
+        return ""
+    return f" ({generation.policy}, {generation.ratio:.0%})"
+
+
 def reuse_line(answer: RagAnswer) -> str:
     """Return how the prompt was handled, and how soon the first token came."""
     generation = answer.generation
     usage, ttft = generation.usage, seconds(generation.timings.ttft_s)
     if generation.mode == "blend":
         return (
-            f"blend: {usage.reused_tokens:,} tokens reused, {usage.recomputed_tokens:,} recomputed, "
+            f"blend: {usage.reused_tokens:,} tokens reused, {usage.recomputed_tokens:,} recomputed{_chosen(generation)}, "
             f"{usage.computed_tokens - usage.recomputed_tokens:,} new; first token {ttft}"
         )
     return f"prefill ({generation.reason}): {usage.computed_tokens:,} tokens computed; first token {ttft}"

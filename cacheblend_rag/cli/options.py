@@ -61,6 +61,14 @@ Policy = Annotated[
         rich_help_panel=_BLEND,
     ),
 ]
+Rank = Annotated[
+    Literal["now", "lazy", "off"] | None,
+    typer.Option(
+        help="When each chunk's tokens are ranked for the policies static and static-query: with its KV, after the first answer "
+        "that needs it, or never (default: now, if the model profile's policy is one of them).",
+        rich_help_panel=_BLEND,
+    ),
+]
 CheckLayers = Annotated[
     str | None,
     typer.Option(

@@ -10,9 +10,13 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.output import print_json, size, status, table
+from cacheblend_rag.cli.engines import open_pipeline
+from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, takes_groups
+from cacheblend_rag.cli.output import print_json, progress, seconds, size, status, table
 
-store = typer.Typer(no_args_is_help=True, help="Look at a store, check it, make room in it. No model is loaded.")
+store = typer.Typer(
+    no_args_is_help=True, help="Look at a store, check it, make room in it. No model is loaded but by upgrade."
+)
 app.add_typer(store, name="store")
 
 
@@ -49,6 +53,31 @@ def ls(directory: options.Store = None, as_json: options.AsJSON = False) -> None
         used = "-" if item.last_used is None else f"{datetime.fromtimestamp(item.last_used):%Y-%m-%d %H:%M}"
         rows.append([item.id, str(item.tokens or "-"), size(item.nbytes), used, item.path or "-"])
     typer.echo(table(rows))
+
+
+@store.command()
+@takes_groups
+def upgrade(
+    *, directory: options.Store = None, model: EngineOptions, budgets: BudgetOptions, as_json: options.AsJSON = False
+) -> None:
+    """Add what chunks stored by an older version or with --rank off lack: the ranking of their tokens. Loads the model."""
+    with open_pipeline(model, directory, budgets) as pipeline, progress("Ranking") as show:
+        chunks = list(pipeline.chunks.chunks())
+        done = 0
+
+        def step(count: int) -> None:
+            nonlocal done
+            done += count
+            show(done, len(chunks), "chunks looked at")
+
+        pipeline.engine.rank = "now"
+        report = pipeline.engine.precompute(chunks, step)
+    if as_json:
+        print_json(asdict(report))
+        return
+    typer.echo(
+        f"{report.ranked:,} of {len(chunks):,} chunks ranked, KV of {report.computed:,} computed in {seconds(report.seconds)}"
+    )
 
 
 @store.command()

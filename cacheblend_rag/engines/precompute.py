@@ -39,10 +39,12 @@ class PrecomputePlan:
         """Everything to compute; ``()`` is the header's own entry, which comes first."""
         return [*([()] if self.header else []), *self.chunks]
 
-    def report(self, failed: Mapping[str, str], seconds: float) -> PrecomputeReport:
+    def report(self, failed: Mapping[str, str], seconds: float, rank_s: float = 0.0) -> PrecomputeReport:
         """Return what was done, once all but ``failed`` is stored."""
-        computed = sum(chunk_id not in failed for chunk_id in self.chunks.values())
-        return PrecomputeReport(computed, self.present, sum(map(len, self.chunks)), seconds, dict(failed))
+        stored = [token_ids for token_ids, chunk_id in self.chunks.items() if chunk_id not in failed]
+        ranked = len(self.unranked) + sum(len(token_ids) <= self.most_ranked for token_ids in stored)
+        tokens = sum(map(len, self.chunks))
+        return PrecomputeReport(len(stored), self.present, tokens, seconds, dict(failed), ranked, rank_s)
 
 
 def plan_precompute(

@@ -108,10 +108,22 @@ class StreamEvent:
 
 @dataclass(frozen=True)
 class PrecomputeReport:
-    """What :meth:`BlendEngine.precompute` did. ``failed`` maps chunk ids to why they are not in the store."""
+    """What :meth:`BlendEngine.precompute` did.
+
+    Attributes:
+        computed: Chunks whose KV was computed.
+        present: Chunks whose KV was in the store already.
+        tokens: Tokens of the former.
+        seconds: Wall-clock time.
+        failed: Chunk ids, and why their KV is not in the store.
+        ranked: Chunks whose static deviation was measured.
+        rank_s: Seconds of that, where it can be told apart.
+    """
 
     computed: int = 0
     present: int = 0
     tokens: int = 0
     seconds: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
+    ranked: int = 0
+    rank_s: float = 0.0

@@ -46,6 +46,8 @@ class IndexReport:
         skipped: Files left out, and why.
         chunks: Chunks of the documents added and changed.
         tokens: Tokens whose KV was computed; chunks already in the store cost none.
+        ranked: Chunks whose static deviation was measured, for policies that need it.
+        rank_s: Seconds of that, where the engine can tell.
         without_kv: Ids of chunks whose KV is not in the store, and why; a question that needs them computes them.
         seconds: Wall-clock time.
     """
@@ -57,6 +59,8 @@ class IndexReport:
     skipped: list[SkippedDocument] = field(default_factory=list)
     chunks: int = 0
     tokens: int = 0
+    ranked: int = 0
+    rank_s: float = 0.0
     without_kv: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -140,6 +144,8 @@ class _Run:
         for begin in range(0, len(chunks), _BATCH):
             result = self.engine.precompute(chunks[begin : begin + _BATCH], self._count)
             self.report.tokens += result.tokens
+            self.report.ranked += result.ranked
+            self.report.rank_s += result.rank_s
             self.report.without_kv.update(result.failed)
         self._forget(self.index.add(document.path, document.digest, chunks))
         self.report.chunks += len(chunks)

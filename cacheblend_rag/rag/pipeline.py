@@ -79,6 +79,8 @@ class RagAnswer:
             "sources": [{"id": s.id, "path": s.path, "score": s.score, "text": s.text} for s in self.sources],
             "mode": g.mode,
             "reason": g.reason,
+            "policy": g.policy,
+            "ratio": g.ratio,
             "usage": asdict(g.usage),
             "timings": {"retrieve_s": self.retrieve_s, **asdict(g.timings)},
             "notes": list(self.notes),

@@ -87,6 +87,8 @@ def added(total: PrecomputeReport, report: dict[str, Any]) -> PrecomputeReport:
         total.tokens + report["tokens"],
         0.0,
         {**total.failed, **report["failed"]},
+        total.ranked + report["ranked"],
+        total.rank_s + report["rank_s"],
     )
 
 

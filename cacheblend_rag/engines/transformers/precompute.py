@@ -34,6 +34,7 @@ def precompute(
     probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
     plan = plan_precompute(chunks, entries, context_window, progress, probe_tokens)
     failed = dict(plan.failed)
+    rank_s = 0.0
 
     def stored(token_ids: tuple[int, ...], future: Future[bool]) -> None:
         if not future.result() and token_ids:
@@ -44,8 +45,10 @@ def precompute(
         waiting: list[tuple[tuple[int, ...], Future[bool]]] = []
         for batch in _batches(plan.token_ids, len(entries.header_ids), runner.device):
             computed = list(_compute(runner, entries.header_ids, batch))
+            begin_rank = time.perf_counter()
             if ranker is not None:
                 computed = _ranked(ranker, computed, plan.most_ranked)
+            rank_s += time.perf_counter() - begin_rank
             for token_ids, future in waiting:
                 stored(token_ids, future)
             waiting = [(token_ids, writer.submit(entries.put, token_ids, kv)) for token_ids, kv in computed]
@@ -54,8 +57,10 @@ def precompute(
         for token_ids, future in waiting:
             stored(token_ids, future)
     if ranker is not None:
+        begin_rank = time.perf_counter()
         _rank_stored(runner, entries, ranker, plan.unranked)
-    return plan.report(failed, time.perf_counter() - begin)
+        rank_s += time.perf_counter() - begin_rank
+    return plan.report(failed, time.perf_counter() - begin, rank_s)
 
 
 def _rank_stored(runner: ModelRunner, entries: Entries, ranker: Ranker, unranked: Sequence[tuple[int, ...]]) -> None:
