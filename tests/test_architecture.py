@@ -1,4 +1,4 @@
-"""docs/architecture.md says what the tree is: its picture is whole, imports go down its floors; and documents name what exists."""
+"""docs/architecture.md says what the tree is: its picture is whole, imports go down its floors; documents name what exists."""
 
 from __future__ import annotations
 
