@@ -23,6 +23,8 @@ from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.evaluation.probe import Probe, attention_deviation
 from tests.evaluation.test_run import SAMPLES
 
+pytestmark = pytest.mark.slow
+
 SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens=2))
 
 
