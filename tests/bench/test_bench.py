@@ -42,6 +42,7 @@ def on_disk(tmp_path):
         yield bench
 
 
+@pytest.mark.slow
 def test_every_method_computes_exactly_what_it_must(in_ram):
     result = bench_ttft(in_ram, SETTINGS)
     prompt = CHUNKS * TOKENS + QUESTION
@@ -55,6 +56,7 @@ def test_every_method_computes_exactly_what_it_must(in_ram):
     assert all(m["computed_tokens"] + m["reused_tokens"] == prompt for m in result["methods"].values())
 
 
+@pytest.mark.slow
 def test_the_result_is_json_and_its_summary_follows_from_its_samples(in_ram):
     result = json.loads(json.dumps(bench_ttft(in_ram, SETTINGS)))
     assert {"engine", "model", "settings", "methods", "speedup_blend_vs_full"} <= result.keys()
@@ -67,6 +69,7 @@ def test_the_result_is_json_and_its_summary_follows_from_its_samples(in_ram):
     assert result["chunk_kv_bytes"] == 2 * layers * kv_heads * head_dim * fp32 * CHUNKS * TOKENS
 
 
+@pytest.mark.slow
 def test_cold_runs_report_the_disks_own_limit(on_disk):
     result = bench_ttft(on_disk, TTFTSettings(CHUNKS, TOKENS, QUESTION, repeat=2, cold=True))
     files = sum(file.stat().st_size for file in on_disk.files())
@@ -152,6 +155,7 @@ def test_streams_go_on_while_prompts_are_answered(in_ram):
     assert result["p99_blend_vs_full"] == pytest.approx(blend / full)
 
 
+@pytest.mark.slow
 def test_peak_memory_sees_what_was_freed_again():
     memory = PeakMemory(torch.device("cpu"))
     memory.restart()

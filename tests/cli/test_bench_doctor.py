@@ -10,6 +10,8 @@ import pytest
 
 from tests.cli.conftest import as_json
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--random-weights", "llama:2x256", "--chunks", 2, "--chunk-tokens", 20, "--repeat", 1, "--device", "cpu"]
 
 

@@ -14,6 +14,8 @@ from cacheblend_rag.demo.comparison import METHODS
 from cacheblend_rag.engines import model_files
 from tests.cli.conftest import as_json
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = [
     DemoQuestion("When was the observatory founded?", "1911", "single", "observatory.md"),
     DemoQuestion("What is her cargo?", "grain", "cross", "ships.txt"),

@@ -10,6 +10,8 @@ import pytest
 
 from tests.cli.conftest import as_json
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def questions(tmp_path) -> Path:

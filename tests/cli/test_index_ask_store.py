@@ -14,6 +14,8 @@ from cacheblend_rag.cli.options import nbytes
 from cacheblend_rag.errors import InputError
 from tests.cli.conftest import as_json
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "When was the Marlow observatory founded?"
 
 

@@ -11,6 +11,8 @@ from training.export import load_exported
 from training.skeletons import NATIVE
 from training.train import MODEL_FOLDER
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizer():

@@ -68,6 +68,7 @@ def test_another_model_than_the_wanted_one_is_refused_at_once(fake) -> None:
     assert connect(fake, model="fake", fingerprint=ModelFingerprint("f" * 32, "x")).model.name == "fake"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_missing_or_splits_otherwise_is_refused(fake) -> None:
     with pytest.raises(ModelError, match="tokenizer="):
         connect(fake, tokenizer=None)

@@ -50,6 +50,7 @@ class TestTransformersEngine(EngineContract):
         make_model(hf.Qwen3Config(**_CONFIG, head_dim=16), seed=1).save_pretrained(copy)
         assert TransformersEngine(copy, device="cpu").fingerprint != engine.fingerprint
 
+    @pytest.mark.slow
     def test_answers_longer_than_the_room_kept_for_them_stay_right(self, engine, chunks, prompt) -> None:
         import torch
 

@@ -26,6 +26,8 @@ from cacheblend_rag.evaluation.inspector import PromptInspector, attention_devia
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from tests.evaluation.test_run import SAMPLES
 
+pytestmark = pytest.mark.slow
+
 SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens=2))
 
 

@@ -299,6 +299,7 @@ pipeline.index([docs])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "indexed"), [("precompute", 1), ("before-add", 1), ("after-add", 2)])
 def test_a_killed_run_loses_nothing_and_the_next_one_goes_on(
     tmp_path: Path, docs: Path, where: str, indexed: int

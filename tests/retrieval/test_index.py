@@ -96,6 +96,7 @@ def test_an_unknown_embedding_model_is_a_model_error(directory: Path) -> None:
         assert index.documents() == []
 
 
+@pytest.mark.slow
 def test_chunks_can_be_read_without_loading_an_embedding_or_faiss(index: ChunkIndex, directory: Path) -> None:
     index.add("/a", "d", chunks("one", "two"))
     program = (

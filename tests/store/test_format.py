@@ -112,6 +112,7 @@ def swap_blocks(data: bytearray, chance: random.Random) -> None:
     data[a : a + 8], data[b : b + 8] = data[b : b + 8], data[a : a + 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "times"),
     [(flip_a_bit, FAULTS), (truncate, FAULTS), (append, 50), (zero_a_block, 200), (swap_blocks, 200)],

@@ -7,12 +7,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.kv import ChunkKV, StoredKV
 from tests.store.samples import key_of, kv_of, memory_directory, same
+
+pytestmark = pytest.mark.slow
 
 VIEWS = st.integers(0, 1)
 NUMBERS = st.integers(0, 7)

@@ -13,6 +13,8 @@ from training.model import DemoModel, ModelShape, initialise
 from training.tokenizer import BOS, EOS
 from training.train import MODEL_FOLDER, Stage
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json"))
 ENCODER = Encoder(TOKENIZER)
 TINY = (Stage(((1, 36, 4),), 2, tokens=300), Stage(((1, 36, 4),), 1, tokens=300), Stage(((1, 36, 4),), 2, tokens=300))

@@ -1,0 +1,133 @@
+"""docs/architecture.md says what the tree is: its picture is whole, imports go down its floors; documents name what exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "cacheblend_rag"
+DOCUMENT = ROOT / "docs/architecture.md"
+TEXT = DOCUMENT.read_text("utf-8")
+FACES = {"__init__", "__main__"}
+
+
+def picture() -> dict[str, int]:
+    """Return each folder and root module of the picture, and the floor it stands on."""
+    floors: dict[str, int] = {}
+    floor = 0
+    section = TEXT.partition("## The house")[2].partition("\n## ")[0]
+    for line in section.splitlines():
+        if found := re.match(r" {4}(?P<floor>\d| )  (?P<name>[a-z]+)(\.py)? ", line):
+            floor = int(found["floor"]) if found["floor"].strip() else floor
+            floors[found["name"]] = floor
+    return floors
+
+
+FLOORS = picture()
+
+
+def parts() -> set[str]:
+    """Return the folders and root modules of the package."""
+    folders = {entry.parent.name for entry in PACKAGE.glob("*/__init__.py")}
+    return folders | {entry.stem for entry in PACKAGE.glob("*.py")}
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    """Yield (importing part, imported part, where) for every import between parts, inside functions too."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        inside = file.relative_to(PACKAGE)
+        package = ("cacheblend_rag", *inside.parent.parts)
+        part = inside.parts[0] if len(inside.parts) > 1 else inside.stem
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            for name in imported_names(node, package):
+                first, _, rest = name.partition(".")
+                target = rest.partition(".")[0] if rest.partition(".")[0] in parts() else "__init__"
+                if first == "cacheblend_rag" and target != part:
+                    yield part, target, f"{inside}:{node.lineno} imports {name}"
+                assert first not in {"training", "tests"}, f"{inside} imports {first}, which is not in the wheel"
+
+
+def imported_names(node: ast.AST, package: tuple[str, ...]) -> list[str]:
+    """Return the full names that an import statement brings; ``package`` is what relative ones start from."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = [*package[: len(package) - node.level + 1]] if node.level else []
+    module = ".".join([*base, *([node.module] if node.module else [])])
+    return [f"{module}.{alias.name}" for alias in node.names]
+
+
+def test_the_picture_names_every_folder_and_every_module_at_the_root_and_no_other() -> None:
+    assert set(FLOORS) == parts() - FACES
+    for face in FACES:
+        assert f"`{face}.py`" in TEXT
+
+
+def test_the_house_is_small_enough_to_know_by_heart() -> None:
+    assert len(parts()) <= 20
+    assert sorted(set(FLOORS.values())) == list(range(1, max(FLOORS.values()) + 1))
+
+
+def test_imports_go_down() -> None:
+    wrong = []
+    for part, target, where in imports():
+        if part in FACES:
+            continue
+        if target == "__init__":
+            if not where.endswith(" cacheblend_rag.__version__"):
+                wrong.append(f"{where}: inside the package nothing but __version__ comes from its face")
+        elif FLOORS[target] >= FLOORS[part]:
+            wrong.append(f"{where}: {target} is on floor {FLOORS[target]}, {part} on floor {FLOORS[part]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_relative_and_absolute_imports_are_both_seen() -> None:
+    package = ("cacheblend_rag", "store")
+    seen = {
+        source: imported_names(ast.parse(source).body[0], package)
+        for source in ("from .. import cli", "from ..cli import app", "from . import kv", "import cacheblend_rag.cli")
+    }
+    assert list(seen.values()) == [
+        ["cacheblend_rag.cli"],
+        ["cacheblend_rag.cli.app"],
+        ["cacheblend_rag.store.kv"],
+        ["cacheblend_rag.cli"],
+    ]
+
+
+DOCUMENTS = [DOCUMENT, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+def named_paths(document: Path) -> set[str]:
+    """Return the files, folders and links a document names; a module that it runs is a file, too."""
+    text = document.read_text("utf-8")
+    files = re.findall(r"(?<![\w/.])[\w/]+\.py\b", text)
+    folders = re.findall(r"`([\w./]+/)`", text)
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    modules = re.findall(r"python -m ((?:cacheblend_rag|training)(?:\.\w+)*)", text)
+    return {*files, *folders, *links, *(f"{module.replace('.', '/')}.py" for module in modules if "." in module)}
+
+
+@pytest.mark.parametrize("document", dict.fromkeys(DOCUMENTS), ids=lambda document: document.name)
+def test_every_path_in_the_documents_exists(document: Path) -> None:
+    places = (PACKAGE, ROOT, document.parent)
+    missing = [name for name in sorted(named_paths(document)) if not any((place / name).exists() for place in places)]
+    assert not missing
+
+
+def test_every_class_in_the_document_exists() -> None:
+    named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)`", TEXT))
+    defined = {
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert len(named) > 10
+    assert named <= defined

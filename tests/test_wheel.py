@@ -1,0 +1,70 @@
+"""What the built distributions hold. Built offline, with the hatchling of this environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hatchling", reason="hatchling is not installed; make setup installs it")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+
+
+def build(kind: str, directory: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(directory)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = directory.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    with zipfile.ZipFile(build("wheel", tmp_path_factory.mktemp("wheel"))) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: set[str]) -> None:
+    tops = {name.partition("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"cacheblend_rag"}
+    # Training needs generators of its own, found by these words wherever they would lie.
+    assert not [name for name in wheel if "train" in name or "make_corpus" in name or "/tests/" in name]
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: set[str]) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "cacheblend_rag"], cwd=ROOT, check=False, capture_output=True, text=True
+    ).stdout.split("\n")
+    assert {name for name in listed if name} <= wheel
+
+
+def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
+    needed = {
+        "py.typed",
+        "evaluation/report.html.j2",
+        "demo/questions.json",
+        "demo/corpus/handbook.md",
+        "demo/corpus/observatory-notes.txt",
+        "demo/model/cacheblend.json",
+        "demo/model/config.json",
+        "demo/model/model.safetensors",
+        "demo/model/tokenizer.json",
+    }
+    assert {f"cacheblend_rag/{name}" for name in needed} <= wheel
+
+
+def test_the_bundled_model_can_be_made_from_the_sdist(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "training/train.py",
+        "training/make_corpus.py",
+        "training/common_words.txt",
+        "cacheblend_rag/py.typed",
+    } <= names
