@@ -78,7 +78,8 @@ class DiskStore(KVStore):
                 if not self._fits(size):
                     return False
                 if self.budget is not None:
-                    self._evict(self.budget - size)
+                    self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
+                    self._evict(self.budget - size + (self._directory.size(key) or 0))
                 changed = self._directory.publish(temporary, key, size)
             for directory in changed:
                 sync(directory)
@@ -137,8 +138,7 @@ class DiskStore(KVStore):
                 entry = kvfile.KVFile(
                     self._directory.file(file.key), file.key, self._discard if repair else lambda *_: None
                 )
-                for index in range(entry.num_layers):
-                    entry.layer(index)
+                entry.verify()
             except FileNotFoundError:
                 checked -= 1  # evicted meanwhile
             except (DamagedKVError, OSError):

@@ -181,6 +181,17 @@ class KVFile(StoredKV):
             return None
         return static
 
+    def verify(self) -> None:
+        """Read everything against its checksums.
+
+        Raises:
+            DamagedKVError: Something does not match.
+        """
+        for index in range(self.num_layers):
+            self.layer(index)
+        if self._static is not None and self.static_deviation() is None:
+            raise self._report("static deviation")
+
     def _checked(self, places: Sequence[_Place], checksum: str | None) -> dict[str, torch.Tensor]:
         """Read tensors by name; raise ValueError unless they have that checksum, OSError if they cannot be read."""
         state = xxhash.xxh3_128()

@@ -26,6 +26,11 @@ def kv_of(number: int, layers: int = 2, tokens: int = 3, dtype: torch.dtype = to
     return ChunkKV([LayerKV(tensor(2, tokens, 4), tensor(2, tokens, 6)) for _ in range(layers)], start=number % 7)
 
 
+def ranked(kv: ChunkKV) -> ChunkKV:
+    """The same entry with static deviations."""
+    return ChunkKV(kv.layers, kv.start, static=torch.arange(1.0, 1.0 + kv.num_tokens))
+
+
 def same(stored: StoredKV, expected: ChunkKV) -> bool:
     """Read every layer of ``stored`` and compare all there is to compare, bit for bit."""
     described = (stored.num_layers, stored.num_tokens, stored.start, stored.nbytes)

@@ -14,7 +14,7 @@ import torch
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
-from tests.store.samples import key_of, kv_of, memory_directory, same
+from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
 
 Open = Callable[[int | None], KVStore]
 """Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
@@ -252,3 +252,36 @@ def test_keys_are_not_paths(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="hex digits"):
             store.delete(KVKey(key))
     assert (tmp_path / "precious.safetensors").exists()
+
+
+def test_a_static_deviation_is_kept_beside_the_layers(store: KVStore) -> None:
+    store.put(key_of(1), ranked(kv_of(1)))
+    found = store.get(key_of(1))
+    assert found is not None
+    assert torch.equal(found.static_deviation(), torch.tensor([1.0, 2.0, 3.0]))
+    assert same(found, kv_of(1))
+    store.put(key_of(2), kv_of(2))
+    assert store.get(key_of(2)).static_deviation() is None
+
+
+def test_replacing_an_entry_adds_what_it_lacked_and_disturbs_no_reader(open_with: Open) -> None:
+    store = open_with(3)
+    for number in (1, 2):
+        store.put(key_of(number), kv_of(number))
+    reader = store.get(key_of(1))
+    assert store.put(key_of(1), ranked(kv_of(1)))
+    assert store.get(key_of(1)).static_deviation() is None, "a plain put must leave an entry as it is"
+    assert store.put(key_of(1), ranked(kv_of(1)), replace=True)
+    assert store.get(key_of(1)).static_deviation() is not None
+    assert same(reader, kv_of(1))
+    assert same(store.get(key_of(2)), kv_of(2)), "the room of the former entry must be free again"
+    assert store.put(key_of(3), kv_of(3), replace=True)
+    assert store.stats().entries in (2, 3)  # on disk the rank takes room of its own
+
+
+def test_what_moves_up_a_tier_takes_its_static_deviation_along(tmp_path: Path) -> None:
+    DiskStore(tmp_path).put(key_of(1), ranked(kv_of(1)))
+    ram = MemoryStore()
+    with TieredStore([ram, DiskStore(tmp_path)]) as store:
+        store.get(key_of(1)).finish()
+        assert torch.equal(ram.get(key_of(1)).static_deviation(), torch.tensor([1.0, 2.0, 3.0]))

@@ -17,7 +17,7 @@ from cacheblend_rag.errors import DamagedKVError, InputError
 from cacheblend_rag.store import DiskStore, TieredStore
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.memory import MemoryStore
-from tests.store.samples import key_of, kv_of, memory_directory, same
+from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
 
 FAULTS = 1000
 NEIGHBOUR = 2
@@ -225,3 +225,18 @@ def test_damage_on_disk_is_not_promoted(store: DiskStore) -> None:
         same(found, kv_of(1))
     assert tiered.get(key_of(1)) is None
     assert tiered.stats().damaged == 1
+
+
+def test_damage_to_the_static_deviation_costs_the_rank_alone(store: DiskStore) -> None:
+    store.put(key_of(1), ranked(kv_of(1)), replace=True)
+    path = file_of(store, 1)
+    whole = path.read_bytes()
+    at = whole.rfind(torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes())
+    for offset in range(12):
+        damaged = bytearray(whole)
+        damaged[at + offset] ^= 1 << offset % 8
+        path.write_bytes(damaged)
+        found = store.get(key_of(1))
+        assert found.static_deviation() is None
+        assert same(found, kv_of(1))
+    assert store.verify(repair=False).damaged == (key_of(1),)
