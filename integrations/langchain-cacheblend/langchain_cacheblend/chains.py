@@ -14,8 +14,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import chunk_id
+from cacheblend_rag import InputError, chunk_id
 
 _PLAIN = PromptTemplate.from_template("{page_content}")
 

@@ -18,10 +18,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cacheblend_rag.engines.results import Generation, StreamEvent
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt
-from cacheblend_rag.prompts.templates import reads_tools
+from cacheblend_rag import BlendPrompt, Generation, InputError, StreamEvent, chat_prompt, reads_tools
 from langchain_cacheblend.messages import chat_messages
 from langchain_cacheblend.requests import DEFAULT_MAX_TOKENS, EngineFields, Request, langchain_errors, usage_metadata
 from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name

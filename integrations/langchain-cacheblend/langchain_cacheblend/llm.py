@@ -14,9 +14,7 @@ from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
 
-from cacheblend_rag.engines.results import Generation
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.prompt import text_prompt
+from cacheblend_rag import Generation, InputError, text_prompt
 from langchain_cacheblend.requests import EngineFields, Request, langchain_errors, usage_metadata
 
 

@@ -11,14 +11,18 @@ from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cacheblend_rag.blending.settings import BlendSettings, Reuse
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import InputError, PromptTooLongError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag import (
+    BlendEngine,
+    BlendPrompt,
+    BlendSettings,
+    Chunk,
+    Generation,
+    InputError,
+    PromptTooLongError,
+    Reuse,
+    SamplingParams,
+    encoder_for,
+)
 from langchain_cacheblend.uses import uses_of
 
 DEFAULT_MAX_TOKENS = 512
@@ -162,7 +166,7 @@ class EngineFields(BaseModel):
 
     def count(self, prompt: BlendPrompt) -> int:
         """Return the number of tokens the model sees for ``prompt``."""
-        return len(tokenize(prompt, self.engine.tokenizer, self.engine.registry).token_ids)
+        return len(self.engine.tokenize(prompt).token_ids)
 
     def token_ids(self, text: str) -> list[int]:
         """Return the tokens of plain text, without any that a template adds."""

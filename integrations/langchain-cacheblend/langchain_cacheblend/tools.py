@@ -12,7 +12,7 @@ from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import invalid_tool_call, tool_call
 from langchain_core.utils.json import parse_partial_json
 
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import InputError
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)

@@ -12,9 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import chunk_id
+from cacheblend_rag import BlendEngine, InputError, chunk_id
 from langchain_cacheblend.uses import precompute, uses_of
 
 _Item = TypeVar("_Item", Document, tuple[Document, float])

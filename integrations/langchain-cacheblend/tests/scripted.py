@@ -9,14 +9,21 @@ from typing import Any, ClassVar
 
 from transformers import AutoTokenizer
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, text_prompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag import (
+    BlendEngine,
+    BlendPrompt,
+    BlendSettings,
+    Chunk,
+    ChunkRegistry,
+    Generation,
+    ModelFingerprint,
+    PrecomputeReport,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    Usage,
+    text_prompt,
+)
 
 from plain import BUNDLED
 
@@ -73,7 +80,7 @@ class ScriptedEngine(BlendEngine):
         return self._stream(prompt, sampling)
 
     def _stream(self, prompt: BlendPrompt, sampling: SamplingParams) -> Iterator[StreamEvent]:
-        tokens = tokenize(prompt, self.tokenizer, self.registry)
+        tokens = self.tokenize(prompt)
         missing = tuple(span.chunk.id for span in tokens.spans if span.chunk.id not in self.stored)
         reused = sum(span.end - span.start for span in tokens.spans if span.chunk.id in self.stored)
         text = self._answer("".join(s if isinstance(s, str) else s.text for s in prompt.segments), sampling)

@@ -15,10 +15,17 @@ from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
 from pydantic import BaseModel, Field
 
-from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag import (
+    BlendEngine,
+    Chunk,
+    InputError,
+    ModelFingerprint,
+    PromptTooLongError,
+    TransformersEngine,
+    UnknownChunkError,
+    chunk_id,
+    make_chunk,
+)
 from langchain_cacheblend import ChatCacheBlend
 
 from scripted import ScriptedEngine

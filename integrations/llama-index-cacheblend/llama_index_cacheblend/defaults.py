@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_index.core.settings import Settings
 
-from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag import BlendEngine
 from llama_index_cacheblend.llm import CacheBlendLLM
 from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
 

@@ -26,12 +26,7 @@ from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.utils import set_global_tokenizer
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, StreamEvent
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag import BlendEngine, BlendSettings, Chunk, Generation, InputError, StreamEvent, encoder_for
 from llama_index_cacheblend.handles import refuse_unpicklable
 from llama_index_cacheblend.requests import Build, Request, listed, make_request, of_messages, of_text
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of

@@ -11,12 +11,7 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.prompts import BasePromptTemplate
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import chat_prompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag import BlendEngine, Chunk, ChunkRegistry, InputError, chat_prompt, encoder_for
 
 _SEPARATOR = "\n\n"
 _PROBE = "probe"
@@ -165,5 +160,5 @@ class ChunkPreservingPromptHelper(PromptHelper):
 def _template_tokens(engine: BlendEngine) -> int:
     """Count the tokens a chat template puts around a system and a user message."""
     messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": _PROBE}]
-    whole = tokenize(chat_prompt(engine.tokenizer, messages, ChunkRegistry()), engine.tokenizer, ChunkRegistry())
+    whole = engine.tokenize(chat_prompt(engine.tokenizer, messages, ChunkRegistry()))
     return max(0, len(whole.token_ids) - 2 * len(encoder_for(engine.tokenizer).document(_PROBE)))

@@ -19,10 +19,7 @@ from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import Document, TransformComponent
 from llama_index.core.settings import Settings
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.tokens import encoder_for
-from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag import DEFAULT_CHUNK_TOKENS, BlendEngine, InputError, encoder_for
 from llama_index_cacheblend.embedding import BundledEmbedding
 from llama_index_cacheblend.handles import engine_for
 from llama_index_cacheblend.llm import CacheBlendLLM

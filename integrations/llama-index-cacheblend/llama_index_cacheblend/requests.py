@@ -7,11 +7,7 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt, text_prompt
+from cacheblend_rag import BlendEngine, BlendPrompt, BlendSettings, InputError, SamplingParams, chat_prompt, text_prompt
 from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_message
 
 Request = tuple[BlendPrompt, SamplingParams, BlendSettings]

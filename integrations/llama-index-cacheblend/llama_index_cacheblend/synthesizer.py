@@ -13,8 +13,7 @@ from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode
 from llama_index.core.schema import NodeWithScore, QueryType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import BlendEngine, InputError
 from llama_index_cacheblend.handles import engine_for
 from llama_index_cacheblend.llm import CacheBlendLLM
 from llama_index_cacheblend.nodes import register_nodes

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag import (
+    BlendEngine,
+    BlendPrompt,
+    BlendSettings,
+    Chunk,
+    ChunkRegistry,
+    Generation,
+    ModelFingerprint,
+    PrecomputeReport,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    Usage,
+)
 
 
 class ScriptedEngine(BlendEngine):
@@ -41,7 +47,7 @@ class ScriptedEngine(BlendEngine):
     ) -> Iterator[StreamEvent]:
         assert isinstance(prompt, BlendPrompt)
         self.asked.append((prompt, sampling or SamplingParams(), settings or BlendSettings()))
-        tokens = tokenize(prompt, self.tokenizer, self.registry)
+        tokens = self.tokenize(prompt)
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
         done = Generation(self.answer, (1, 2), "stop", "blend", "scripted", usage, Timings(0.0, 0.1, 0.2))

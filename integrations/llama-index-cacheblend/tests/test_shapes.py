@@ -34,9 +34,7 @@ from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from plain import PlainLLM
 
-from cacheblend_rag import BlendEngine, BlendSettings, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_questions
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag import BlendEngine, BlendSettings, TransformersEngine, bundled_questions, encoder_for
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendLLM,
@@ -218,7 +216,7 @@ class Prompts(BaseEventHandler):
 def test_at_ratio_1_the_answer_is_that_of_a_plain_llm(
     shape: str, engine: BlendEngine, plain: Callable[..., PlainLLM], index: VectorStoreIndex
 ) -> None:
-    apart = engine.registry if shape in SPACE_BEFORE_CHUNK else None
+    apart = engine if shape in SPACE_BEFORE_CHUNK else None
     want = str(SHAPES[shape](plain(apart=apart, max_tokens=TOKENS), index))
     Settings.llm = ours = CacheBlendLLM(engine=engine, max_tokens=TOKENS, blend=BlendSettings(ratio=1.0))
     with collect_usage() as calls:

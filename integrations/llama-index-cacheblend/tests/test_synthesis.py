@@ -13,9 +13,7 @@ from llama_index.core.schema import TextNode
 from pydantic import BaseModel
 from scripted import ScriptedEngine
 
-from cacheblend_rag import BlendSettings, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_questions
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import BlendSettings, InputError, TransformersEngine, bundled_questions
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendChatEngine,
@@ -55,7 +53,7 @@ class TestSynthesizer:
     def test_exactly_the_nodes_chunks_are_found(self, scripted: ScriptedEngine) -> None:
         """A registered chunk that spans two nodes does not take their place."""
         one, two = "The first node, of some length.", "The second node, of some length."
-        from cacheblend_rag.prompts.chunk import make_chunk
+        from cacheblend_rag import make_chunk
 
         scripted.registry.add([make_chunk(f"{one}\n\n{two}", scripted.tokenizer)])
         nodes = [{"node": TextNode(text=text)} for text in (one, two)]
