@@ -23,13 +23,13 @@ POLICIES = {
 }
 
 
-def check_policy(name: str) -> None:
+def check_policy(name: object) -> None:
     """Refuse a name that is no policy's.
 
     Raises:
         InputError: No such policy.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise InputError(f"There is no selection policy {name!r}; known ones: {', '.join(POLICIES)}.")
 
 
