@@ -64,7 +64,7 @@ def test_blend_options_of_a_call_go_before_those_of_the_model(model: Any, script
 def test_a_wrong_value_is_named_when_the_model_is_made_and_by_a_call(
     model: Any, scripted: ScriptedEngine, name: str, value: Any
 ) -> None:
-    named = f"{name.replace('check_', '')}.*{re.escape(str(value))}"
+    named = f"{name}.*{re.escape(str(value))}"
     with pytest.raises(InputError, match=named):
         model(engine=scripted, **{name: value})
     llm = model(engine=scripted)

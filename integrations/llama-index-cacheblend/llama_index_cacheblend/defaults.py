@@ -27,5 +27,5 @@ def use_engine(engine: BlendEngine, **options: Any) -> CacheBlendLLM:
     llm = CacheBlendLLM(engine=engine, **options)
     Settings.llm = llm
     Settings.tokenizer = llm.tokenizer
-    Settings.prompt_helper = ChunkPreservingPromptHelper(engine, llm.max_tokens)
+    Settings.prompt_helper = ChunkPreservingPromptHelper(engine, llm.metadata.num_output)
     return llm
