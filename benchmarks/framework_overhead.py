@@ -14,15 +14,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.demo.bundle import bundled_corpus
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag import (
+    BlendEngine,
+    BlendPrompt,
+    BlendSettings,
+    Chunk,
+    ChunkRegistry,
+    Generation,
+    ModelFingerprint,
+    ModelProfile,
+    PrecomputeReport,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    TokenizedPrompt,
+    Usage,
+    bundled_corpus,
+    chat_prompt,
+    chunk_id,
+)
 
 SIX, CHUNK_TOKENS = 6, 512
 QUESTION = "Who runs the company that built the harbour?"
@@ -37,18 +47,20 @@ class InstantEngine(BlendEngine):
         self.tokenizer = AutoTokenizer.from_pretrained(bundled_corpus().parent / "model")
         self.fingerprint = ModelFingerprint("0" * 32, "instant")
         self.context_window = 1 << 20
-        self.registry = ChunkRegistry()
+        self.registry, self.profile, self.num_layers = ChunkRegistry(), ModelProfile(), 8
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         self.registry.add(chunks)
         return PrecomputeReport(computed=len(chunks))
 
     def stream(
-        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self,
+        prompt: BlendPrompt | TokenizedPrompt | str,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
     ) -> Iterator[StreamEvent]:
         begin = time.perf_counter()
-        prompt = prompt if isinstance(prompt, BlendPrompt) else BlendPrompt(tuple(self.registry.find(prompt)))
-        tokens = tokenize(prompt, self.tokenizer, self.registry)
+        tokens = self.request(prompt, sampling, settings).prompt
         size, reused = len(tokens.token_ids), sum(span.end - span.start for span in tokens.spans)
         usage = Usage(size, reused, 0, size - reused, 1)
         took = time.perf_counter() - begin

@@ -19,9 +19,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_cacheblend import CacheBlendLLM, CacheBlendSynthesizer, ChunkPreservingPromptHelper, qa_template
 
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import chat_prompt
+from cacheblend_rag import Chunk, SamplingParams, chat_prompt
 
 
 def main(count: int = 100_000, calls: int = 200) -> None:

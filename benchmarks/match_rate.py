@@ -8,8 +8,7 @@ import sys
 import time
 import tracemalloc
 
-from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag import Chunk, ChunkRegistry, chunk_id
 
 
 def main(count: int = 100_000, characters: int = 20_000) -> None:

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import torch
 
-from cacheblend_rag.bench.measure import drop_page_cache
-from cacheblend_rag.store import DiskStore
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
+from cacheblend_rag.bench import drop_page_cache
+from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, LayerKV
 
 
 def write_plain(file: Path, data: list[memoryview]) -> None:

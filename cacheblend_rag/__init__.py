@@ -6,22 +6,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.blending.profile import ModelProfile
+    from cacheblend_rag.blending.settings import BlendSettings, Reuse
+    from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
     from cacheblend_rag.engines.base import BlendEngine
     from cacheblend_rag.engines.remote import RemoteEngine
-    from cacheblend_rag.engines.results import Generation
+    from cacheblend_rag.engines.request import Request
+    from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, TokenLogprob, Usage
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.errors import CacheBlendError
-    from cacheblend_rag.prompts.chunk import Chunk
-    from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
+    from cacheblend_rag.engines.vllm import VLLMEngine
+    from cacheblend_rag.errors import (
+        CacheBlendError,
+        InputError,
+        ModelError,
+        PromptTooLongError,
+        ServerError,
+        StoreError,
+        StoreMismatchError,
+        UnknownChunkError,
+    )
+    from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
+    from cacheblend_rag.prompts.prompt import (
+        DEFAULT_INSTRUCTION,
+        BlendPrompt,
+        ChunkRef,
+        ChunkSpan,
+        TokenizedPrompt,
+        chat_prompt,
+        chunk_of,
+        header_ids,
+        rag_header,
+        rag_prompt,
+        text_prompt,
+    )
+    from cacheblend_rag.prompts.registry import ChunkRegistry
+    from cacheblend_rag.prompts.templates import reads_tools
+    from cacheblend_rag.prompts.tokens import encoder_for
     from cacheblend_rag.rag.pipeline import RagPipeline
+    from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, iter_chunks, split_text
+    from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
     from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store import KVStore, open_store
+    from cacheblend_rag.store.kv import ModelFingerprint
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DEFAULT_CHUNK_TOKENS": "retrieval.chunking",
+    "DEFAULT_EMBEDDING": "retrieval.embedding",
+    "DEFAULT_INSTRUCTION": "prompts.prompt",
     "BlendEngine": "engines.base",
     "BlendPrompt": "prompts.prompt",
     "BlendSettings": "blending.settings",
@@ -29,16 +63,54 @@ _HOMES = {
     "Chunk": "prompts.chunk",
     "ChunkIndex": "retrieval.index",
     "ChunkRef": "prompts.prompt",
+    "ChunkRegistry": "prompts.registry",
+    "ChunkSpan": "prompts.prompt",
+    "Embedder": "retrieval.embedding",
     "Generation": "engines.results",
+    "InputError": "errors",
     "KVStore": "store",
+    "ModelError": "errors",
+    "ModelFingerprint": "store.kv",
+    "ModelProfile": "blending.profile",
+    "PrecomputeReport": "engines.results",
+    "PromptTooLongError": "errors",
     "RagPipeline": "rag.pipeline",
     "RemoteEngine": "engines.remote",
+    "Request": "engines.request",
+    "Reuse": "blending.settings",
     "SamplingParams": "engines.sampling",
+    "ServerError": "errors",
+    "StoreError": "errors",
+    "StoreMismatchError": "errors",
+    "StreamEvent": "engines.results",
+    "Timings": "engines.results",
+    "TokenLogprob": "engines.results",
+    "TokenizedPrompt": "prompts.prompt",
     "TransformersEngine": "engines.transformers",
+    "UnknownChunkError": "errors",
+    "Usage": "engines.results",
+    "VLLMEngine": "engines.vllm",
+    "bundled_corpus": "demo.bundle",
+    "bundled_questions": "demo.bundle",
+    "chat_prompt": "prompts.prompt",
+    "chunk_id": "prompts.chunk",
+    "chunk_of": "prompts.prompt",
+    "encoder_for": "prompts.tokens",
+    "header_ids": "prompts.prompt",
+    "iter_chunks": "retrieval.chunking",
+    "make_chunk": "prompts.chunk",
     "open_store": "store",
+    "rag_header": "prompts.prompt",
+    "rag_prompt": "prompts.prompt",
+    "reads_tools": "prompts.templates",
+    "split_text": "retrieval.chunking",
+    "text_prompt": "prompts.prompt",
 }
 
 __all__ = [
+    "DEFAULT_CHUNK_TOKENS",
+    "DEFAULT_EMBEDDING",
+    "DEFAULT_INSTRUCTION",
     "BlendEngine",
     "BlendPrompt",
     "BlendSettings",
@@ -46,13 +118,48 @@ __all__ = [
     "Chunk",
     "ChunkIndex",
     "ChunkRef",
+    "ChunkRegistry",
+    "ChunkSpan",
+    "Embedder",
     "Generation",
+    "InputError",
     "KVStore",
+    "ModelError",
+    "ModelFingerprint",
+    "ModelProfile",
+    "PrecomputeReport",
+    "PromptTooLongError",
     "RagPipeline",
     "RemoteEngine",
+    "Request",
+    "Reuse",
     "SamplingParams",
+    "ServerError",
+    "StoreError",
+    "StoreMismatchError",
+    "StreamEvent",
+    "Timings",
+    "TokenLogprob",
+    "TokenizedPrompt",
     "TransformersEngine",
+    "UnknownChunkError",
+    "Usage",
+    "VLLMEngine",
+    "bundled_corpus",
+    "bundled_questions",
+    "chat_prompt",
+    "chunk_id",
+    "chunk_of",
+    "encoder_for",
+    "header_ids",
+    "iter_chunks",
+    "make_chunk",
     "open_store",
+    "rag_header",
+    "rag_prompt",
+    "reads_tools",
+    "split_text",
+    "text_prompt",
 ]
 
 

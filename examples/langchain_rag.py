@@ -14,8 +14,7 @@ from langchain_core.callbacks import UsageMetadataCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 
-from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus, bundled_questions
 
 SOURCES = ("ship-logs.md", "town-chronicle.md")
 QUESTIONS = [q.question for q in bundled_questions() if q.source in SOURCES and q.kind == "single"][:3]

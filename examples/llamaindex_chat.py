@@ -19,8 +19,7 @@ from llama_index_cacheblend import (
     precompute_nodes,
 )
 
-from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus, bundled_questions
 
 TURNS = [f"Question: {question.question}" for question in bundled_questions()[:3]]
 

@@ -13,8 +13,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import PrevNextNodePostprocessor
 from llama_index_cacheblend import BundledEmbedding, CacheBlendPrecompute, collect_usage, qa_template, use_engine
 
-from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus, bundled_questions
 
 QUESTIONS = [question.question for question in bundled_questions()[:3]]
 

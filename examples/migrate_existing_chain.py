@@ -22,8 +22,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_rag import QUESTIONS, load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus
 
 MODEL = bundled_corpus().parent / "model"
 PROMPT = ChatPromptTemplate.from_messages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cacheblend_rag.bench.indexing import IndexSettings, bench_index
+from cacheblend_rag.bench.measure import drop_page_cache
 from cacheblend_rag.bench.setup import BenchModel, Workbench
 from cacheblend_rag.bench.streams import StreamsSettings, bench_streams
 from cacheblend_rag.bench.throughput import ThroughputSettings, bench_throughput
@@ -19,4 +20,5 @@ __all__ = [
     "bench_streams",
     "bench_throughput",
     "bench_ttft",
+    "drop_page_cache",
 ]

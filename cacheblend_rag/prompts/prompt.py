@@ -84,17 +84,16 @@ def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> To
     """
     encoder = encoder_for(tokenizer)
     pieces = [_resolve(segment, registry) for segment in prompt.segments]
-    first = encoder.template(pieces[0]) if pieces and isinstance(pieces[0], str) else []
     prefix = encoder.prefix_ids
-    token_ids = list(prefix if pieces and tuple(first[: len(prefix)]) != prefix else ())
+    token_ids: list[int] = []
     spans = []
-    for piece in pieces:
-        begin = len(token_ids)
+    for index, piece in enumerate(pieces):
+        ids = piece.token_ids if isinstance(piece, Chunk) else encoder.template(piece)
+        if index == 0 and (isinstance(piece, Chunk) or tuple(ids[: len(prefix)]) != prefix):
+            token_ids.extend(prefix)
         if isinstance(piece, Chunk):
-            token_ids.extend(piece.token_ids)
-            spans.append(ChunkSpan(piece, begin, len(token_ids)))
-        else:
-            token_ids.extend(encoder.template(piece))
+            spans.append(ChunkSpan(piece, len(token_ids), len(token_ids) + len(ids)))
+        token_ids.extend(ids)
     return TokenizedPrompt(tuple(token_ids), tuple(spans))
 
 

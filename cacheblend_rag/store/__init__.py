@@ -8,13 +8,17 @@ from pathlib import Path
 
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.disk import DiskStore
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.tiered import TieredStore
 
 __all__ = [
+    "ChunkKV",
     "DiskStore",
     "EntryInfo",
+    "KVKey",
     "KVStore",
+    "LayerKV",
     "MemoryStore",
     "StoreStats",
     "TieredStore",

@@ -15,6 +15,7 @@ from cacheblend_rag.prompts.prompt import (
     tokenize,
 )
 from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.tokens import encoder_for
 from tests.conftest import CHATML, NO_SYSTEM, byte_level, tokenizer_named
 
 QUESTION = "Who runs the observatory?"
@@ -95,6 +96,14 @@ def test_text_segments_are_tokenised_apart(tokenizer: PreTrainedTokenizerFast) -
     apart = tokenize(BlendPrompt(("the harb", "our")), tokenizer, ChunkRegistry()).token_ids
     pieces = [tokenizer(t, add_special_tokens=False).input_ids for t in ("the harb", "our")]
     assert list(apart) == [tokenizer.bos_token_id, *pieces[0], *pieces[1]]
+
+
+def test_each_text_is_tokenised_once(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, seen = encoder_for(tokenizer), []
+    encode = encoder.template
+    monkeypatch.setattr(encoder, "template", lambda text: seen.append(text) or encode(text))
+    tokenize(BlendPrompt(("Notes: ", chunks_for(tokenizer)[0], "Who?")), tokenizer, ChunkRegistry())
+    assert seen == ["Notes: ", "Who?"]
 
 
 def test_references_are_resolved_and_unknown_ones_named(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -25,7 +25,7 @@ POLICIES = {
 }
 
 
-def check_policy(name: str) -> None:
+def check_policy(name: object) -> None:
     """Refuse a name that is no policy's.
 
     Raises:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from langchain_core.documents import Document
@@ -14,8 +14,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import chunk_id
+from cacheblend_rag import InputError, chunk_id
 
 _PLAIN = PromptTemplate.from_template("{page_content}")
 
@@ -55,26 +54,20 @@ def create_blended_documents_chain(
     def blocks(documents: Sequence[Document]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for index, document in enumerate(documents):
-            before, chunk, after = _around(document, template)
-            found.append(_text((document_separator if index else "") + before))
-            if chunk:
-                found.append({**_text(chunk), "id": chunk_id(chunk.strip())})
-            found.append(_text(after))
+            formatted = _formatted(document, template)
+            found.append(_text((document_separator if index else "") + formatted.before))
+            if formatted.text:
+                found.append({**_text(formatted.text), "id": chunk_id(formatted.text.strip())})
+            found.append(_text(formatted.after))
         return [block for block in found if block["text"]]
 
-    def start(inputs: dict[str, Any]) -> tuple[dict[str, Any], Callable[[PromptValue], PromptValue]]:
-        # Drawn anew for each call and gone before the model is asked, so that no document can spell it.
-        mark = f"documents-{uuid4().hex}"
-        parts = blocks(inputs[document_variable_name])
-        return {**inputs, document_variable_name: mark}, lambda value: _put(value, mark, parts)
-
     def fill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
-        marked, finish = start(inputs)
-        return finish(prompt.invoke(marked, config))
+        mark, parts = _new_mark(), blocks(inputs[document_variable_name])
+        return _put(prompt.invoke({**inputs, document_variable_name: mark}, config), mark, parts)
 
     async def afill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
-        marked, finish = start(inputs)
-        return finish(await prompt.ainvoke(marked, config))
+        mark, parts = _new_mark(), blocks(inputs[document_variable_name])
+        return _put(await prompt.ainvoke({**inputs, document_variable_name: mark}, config), mark, parts)
 
     chain = (
         RunnableLambda(fill, afill).with_config(run_name="format_inputs") | llm | (output_parser or StrOutputParser())
@@ -82,16 +75,28 @@ def create_blended_documents_chain(
     return chain.with_config(run_name="blended_documents_chain")
 
 
-def _around(document: Document, template: BasePromptTemplate[str]) -> tuple[str, str, str]:
-    """Return what the template puts before the document's text, that text, and what it puts after."""
+def _new_mark() -> str:
+    # Drawn anew for each call and gone before the model is asked, so that no document can spell it.
+    return f"documents-{uuid4().hex}"
+
+
+class _Formatted(NamedTuple):
+    """A document as its template formats it: the document's text, and what the template puts before and after."""
+
+    before: str
+    text: str
+    after: str
+
+
+def _formatted(document: Document, template: BasePromptTemplate[str]) -> _Formatted:
     if template is _PLAIN:
-        return "", document.page_content, ""
+        return _Formatted("", document.page_content, "")
     mark = f"text-{uuid4().hex}"
     marked = format_document(Document(page_content=mark, metadata=document.metadata), template)
     before, found, after = marked.partition(mark)
     if not found or mark in after:
-        return format_document(document, template), "", ""
-    return before, document.page_content, after
+        return _Formatted(format_document(document, template), "", "")
+    return _Formatted(before, document.page_content, after)
 
 
 def _put(value: PromptValue, mark: str, blocks: list[dict[str, Any]]) -> PromptValue:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -18,16 +17,20 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cacheblend_rag.engines.results import Generation, StreamEvent
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt
-from cacheblend_rag.prompts.templates import reads_tools
+from cacheblend_rag import BlendPrompt, Generation, InputError, Request, StreamEvent, chat_prompt, reads_tools
 from langchain_cacheblend.messages import chat_messages
-from langchain_cacheblend.requests import DEFAULT_MAX_TOKENS, EngineFields, Request, langchain_errors, usage_metadata
+from langchain_cacheblend.requests import DEFAULT_MAX_TOKENS, EngineFields, langchain_errors, usage_metadata
 from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name
 from langchain_cacheblend.tools import CallReader, call_schema, required_tool, unreadable
 
 _OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
+
+
+class _Call(NamedTuple):
+    """What the engine is asked, and what reads tool calls off the answer where it may hold any."""
+
+    request: Request
+    reader: CallReader | None
 
 
 class ChatCacheBlend(EngineFields, BaseChatModel):
@@ -50,10 +53,6 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
     def _llm_type(self) -> str:
         return "cacheblend-chat"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return self.identity()
-
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop if stop is not None else self.stop, **kwargs)
         params["ls_provider"] = "cacheblend"
@@ -72,13 +71,10 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
             "structured_output": guided,
         }
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's own tokens of ``text``."""
-        return self.token_ids(text)
-
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the number of tokens the model sees for these messages, rendered with its chat template."""
-        return self.count(self._prompt(messages, tools=[convert_to_openai_tool(tool) for tool in tools or ()]))
+        prompt = self._prompt(messages, tools=[convert_to_openai_tool(tool) for tool in tools or ()])
+        return len(self.engine.tokenize(prompt).token_ids)
 
     def _prompt(
         self, messages: Sequence[BaseMessage], chunk_ids: Sequence[str] = (), tools: Sequence[Mapping[str, Any]] = ()
@@ -91,10 +87,8 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         plain = chat_messages(messages, self.engine)
         return chat_prompt(self.engine.tokenizer, plain, self.engine.registry, chunk_ids=chunk_ids, tools=tools or None)
 
-    def _request(
-        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]
-    ) -> tuple[Request, CallReader | None]:
-        """Resolve a call; the reader is there if the answer may hold tool calls."""
+    def _call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]) -> _Call:
+        """Resolve a call."""
         choice = kwargs.get("tool_choice")
         tools = [] if choice == "none" else [convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ()]
         required = required_tool(choice, tools) if tools else False
@@ -106,7 +100,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
             self._require_guidance("a JSON schema")
         prompt = self._prompt(messages, kwargs.get("chunk_ids") or (), tools)
         request = self.request(prompt, stop, {**kwargs, "json_schema": schema}, _OWN_ARGUMENTS)
-        return request, CallReader(tools, required) if tools else None
+        return _Call(request, CallReader(tools, required) if tools else None)
 
     def _require_guidance(self, what: str) -> None:
         if not self.engine.supports_json_schema:
@@ -123,10 +117,8 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with langchain_errors():
-            request, reader = self._request(messages, stop, kwargs)
-            return self._result(
-                self.engine.generate(request.prompt, request.sampling, request.settings), request, reader
-            )
+            call = self._call(messages, stop, kwargs)
+            return self._result(self._answer(call.request), call)
 
     async def _agenerate(
         self,
@@ -136,20 +128,20 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with langchain_errors():
-            request, reader = await asyncio.to_thread(self._request, messages, stop, kwargs)
-            done = await self.engine.agenerate(request.prompt, request.sampling, request.settings)
-            return self._result(done, request, reader)
+            call = await asyncio.to_thread(self._call, messages, stop, kwargs)
+            return self._result(await self._aanswer(call.request), call)
 
-    def _result(self, done: Generation, request: Request, reader: CallReader | None) -> ChatResult:
+    def _result(self, done: Generation, call: _Call) -> ChatResult:
         message = AIMessage(
             content=done.text,
-            usage_metadata=usage_metadata(done, request),
+            usage_metadata=usage_metadata(done, call.request),
             response_metadata=self.answer_metadata(done),
         )
-        if reader is not None:
-            text = reader.push(done.text)
-            rest, message.tool_calls, message.invalid_tool_calls = reader.finish()
-            message.content = text + rest
+        if call.reader is not None:
+            text = call.reader.push(done.text)
+            read = call.reader.finish()
+            message.content = text + read.text
+            message.tool_calls, message.invalid_tool_calls = read.calls, read.invalid
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _stream(
@@ -160,11 +152,10 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         with langchain_errors():
-            request, reader = self._request(messages, stop, kwargs)
-            events = self.engine.stream(request.prompt, request.sampling, request.settings)
-            with closing(cast(Any, events)):
+            call = self._call(messages, stop, kwargs)
+            with self._events(call.request) as events:
                 for event in events:
-                    for chunk in self._chunks(event, request, reader):
+                    for chunk in self._chunks(event, call):
                         if run_manager is not None:
                             run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
@@ -177,15 +168,16 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with langchain_errors():
-            request, reader = await asyncio.to_thread(self._request, messages, stop, kwargs)
-            async with aclosing(cast(Any, self.engine.astream(*_arguments(request)))) as events:
+            call = await asyncio.to_thread(self._call, messages, stop, kwargs)
+            async with self._aevents(call.request) as events:
                 async for event in events:
-                    for chunk in self._chunks(event, request, reader):
+                    for chunk in self._chunks(event, call):
                         if run_manager is not None:
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
 
-    def _chunks(self, event: StreamEvent, request: Request, reader: CallReader | None) -> Iterator[ChatGenerationChunk]:
+    def _chunks(self, event: StreamEvent, call: _Call) -> Iterator[ChatGenerationChunk]:
+        reader = call.reader
         text = event.text if reader is None else reader.push(event.text)
         done = event.generation
         if done is None:
@@ -194,15 +186,15 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
             return
         calls: list[ToolCallChunk] = []
         if reader is not None:
-            rest, valid, invalid = reader.finish()
-            text += rest
-            spelled = [(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"]) for call in valid]
-            spelled += [(call["name"] or "", unreadable(call["args"] or ""), call["id"]) for call in invalid]
+            read = reader.finish()
+            text += read.text
+            spelled = [(one["name"], json.dumps(one["args"], ensure_ascii=False), one["id"]) for one in read.calls]
+            spelled += [(one["name"] or "", unreadable(one["args"] or ""), one["id"]) for one in read.invalid]
             calls = [tool_call_chunk(name=n, args=a, id=i, index=at) for at, (n, a, i) in enumerate(spelled)]
         message = AIMessageChunk(
             content=text,
             tool_call_chunks=calls,
-            usage_metadata=usage_metadata(done, request),
+            usage_metadata=usage_metadata(done, call.request),
             response_metadata=self.answer_metadata(done),
             chunk_position="last",
         )
@@ -264,7 +256,3 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         else:
             llm = self.bind(**bound_arguments(schema, method), **kwargs)
         return parsed(llm, parser_for(schema, method), include_raw)
-
-
-def _arguments(request: Request) -> tuple[Any, Any, Any]:
-    return request.prompt, request.sampling, request.settings

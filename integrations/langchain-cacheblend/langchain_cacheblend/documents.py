@@ -10,9 +10,7 @@ import numpy as np
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.embeddings import Embeddings
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_text
-from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
+from cacheblend_rag import DEFAULT_CHUNK_TOKENS, DEFAULT_EMBEDDING, BlendEngine, Embedder, split_text
 
 
 class ChunkSplitter(BaseDocumentTransformer):

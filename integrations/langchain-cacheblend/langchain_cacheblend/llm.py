@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, closing
-from typing import Any, cast
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
@@ -14,10 +13,8 @@ from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
 
-from cacheblend_rag.engines.results import Generation
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.prompt import text_prompt
-from langchain_cacheblend.requests import EngineFields, Request, langchain_errors, usage_metadata
+from cacheblend_rag import Generation, Request, text_prompt
+from langchain_cacheblend.requests import EngineFields, langchain_errors, usage_metadata
 
 
 class CacheBlendLLM(EngineFields, BaseLLM):
@@ -30,22 +27,10 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     def _llm_type(self) -> str:
         return "cacheblend"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return self.identity()
-
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return super()._get_ls_params(stop=stop if stop is not None else self.stop, **kwargs)
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's own tokens of ``text``."""
-        return self.token_ids(text)
-
     def _request(self, text: str, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> Request:
-        if kwargs.get("json_schema") is not None and not self.engine.supports_json_schema:
-            raise InputError(
-                f"{type(self.engine).__name__} has no guided decoding; leave json_schema out or use an engine that has."
-            )
         prompt = text_prompt(text, self.engine.registry, chunk_ids=kwargs.get("chunk_ids") or ())
         return self.request(prompt, stop, kwargs, ("chunk_ids",))
 
@@ -58,7 +43,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     ) -> LLMResult:
         with langchain_errors():
             requests = [self._request(prompt, stop, kwargs) for prompt in prompts]
-            return self._result([self.engine.generate(r.prompt, r.sampling, r.settings) for r in requests], requests)
+            return self._result([self._answer(request) for request in requests], requests)
 
     async def _agenerate(
         self,
@@ -69,8 +54,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     ) -> LLMResult:
         with langchain_errors():
             requests = [await asyncio.to_thread(self._request, prompt, stop, kwargs) for prompt in prompts]
-            answers = (self.engine.agenerate(r.prompt, r.sampling, r.settings) for r in requests)
-            return self._result(await asyncio.gather(*answers), requests)
+            return self._result(await asyncio.gather(*map(self._aanswer, requests)), requests)
 
     def _result(self, answers: Sequence[Generation], requests: Sequence[Request]) -> LLMResult:
         generations, total = [], None
@@ -93,8 +77,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     ) -> Iterator[GenerationChunk]:
         with langchain_errors():
             request = self._request(prompt, stop, kwargs)
-            events = self.engine.stream(request.prompt, request.sampling, request.settings)
-            with closing(cast(Any, events)):
+            with self._events(request) as events:
                 for event in events:
                     chunk = self._chunk(event.text, event.generation, request)
                     if run_manager is not None:
@@ -110,8 +93,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:
         with langchain_errors():
             request = await asyncio.to_thread(self._request, prompt, stop, kwargs)
-            stream = self.engine.astream(request.prompt, request.sampling, request.settings)
-            async with aclosing(cast(Any, stream)) as events:
+            async with self._aevents(request) as events:
                 async for event in events:
                     chunk = self._chunk(event.text, event.generation, request)
                     if run_manager is not None:

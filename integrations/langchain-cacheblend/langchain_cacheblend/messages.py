@@ -1,4 +1,4 @@
-"""LangChain's messages as `cacheblend_rag.prompts.prompt.chat_prompt` takes them."""
+"""LangChain's messages as `cacheblend_rag.chat_prompt` takes them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import chunk_of
+from cacheblend_rag import BlendEngine, Chunk, InputError, chunk_of
 
 # Blocks of an answer that say what its `tool_calls` say too, or that templates leave out of the history.
 _SILENT_BLOCKS = {

@@ -17,8 +17,7 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag import BlendEngine, PrecomputeReport
 from langchain_cacheblend.documents import BundledEmbeddings
 from langchain_cacheblend.uses import precompute, uses_of
 

@@ -11,7 +11,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough,
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import InputError
 
 METHODS = ("json_schema", "function_calling", "json_mode")
 

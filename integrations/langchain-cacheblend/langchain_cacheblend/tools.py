@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import invalid_tool_call, tool_call
 from langchain_core.utils.json import parse_partial_json
 
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import InputError
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
@@ -80,6 +80,14 @@ def _moved(schema: Any, tool: str) -> Any:
     return [_moved(item, tool) for item in schema] if isinstance(schema, list) else schema
 
 
+class CallsRead(NamedTuple):
+    """The rest of an answer's text, the calls it makes, and those that cannot be read."""
+
+    text: str
+    calls: list[ToolCall]
+    invalid: list[InvalidToolCall]
+
+
 class CallReader:
     """Separates the tool calls of an answer from its text, piece by piece.
 
@@ -109,14 +117,14 @@ class CallReader:
         self._sent = max(self._sent, start)
         return released
 
-    def finish(self) -> tuple[str, list[ToolCall], list[InvalidToolCall]]:
-        """Return the rest of the text, the calls and the invalid calls, at the end of the answer."""
+    def finish(self) -> CallsRead:
+        """Return what is left of the answer, at its end."""
         calls: list[ToolCall] = []
         invalid: list[InvalidToolCall] = []
         rest = self._text[self._sent :]
         whole = self._whole()
         if whole is not None:
-            return "", whole, []
+            return CallsRead("", whole, [])
         for block in _BLOCK.findall(rest):
             call = self._call(_json(block))
             if call is None:
@@ -125,7 +133,7 @@ class CallReader:
             else:
                 calls.append(call)
         text = _BLOCK.sub("", rest)
-        return (text.rstrip() if calls or invalid else text), calls, invalid
+        return CallsRead(text.rstrip() if calls or invalid else text, calls, invalid)
 
     def _whole(self) -> list[ToolCall] | None:
         body = _json(self._text) if self._sent == 0 else None

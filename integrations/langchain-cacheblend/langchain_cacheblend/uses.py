@@ -9,11 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import chunk_of
+from cacheblend_rag import BlendEngine, CacheBlendError, Chunk, PrecomputeReport, chunk_of
 
 
 class ChunkUses:

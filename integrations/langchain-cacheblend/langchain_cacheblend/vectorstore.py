@@ -12,31 +12,12 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import chunk_id
+from cacheblend_rag import BlendEngine, InputError, chunk_id
 from langchain_cacheblend.uses import precompute, uses_of
 
 _Item = TypeVar("_Item", Document, tuple[Document, float])
 
 _owners: WeakKeyDictionary[VectorStore, object] = WeakKeyDictionary()
-
-
-def _searching(name: str) -> Callable[..., Any]:
-    def search(self: CacheBlendVectorStore, *args: Any, **kwargs: Any) -> Any:
-        return self._found(getattr(self.base, name)(*args, **kwargs))
-
-    search.__name__, search.__doc__ = name, f"The base's ``{name}``; what it finds is registered with the engine."
-    return search
-
-
-def _asearching(name: str) -> Callable[..., Any]:
-    async def search(self: CacheBlendVectorStore, *args: Any, **kwargs: Any) -> Any:
-        found = await getattr(self.base, name)(*args, **kwargs)
-        return await asyncio.to_thread(self._found, found)
-
-    search.__name__, search.__doc__ = name, f"The base's ``{name}``; what it finds is registered with the engine."
-    return search
 
 
 class CacheBlendVectorStore(VectorStore):
@@ -143,19 +124,9 @@ class CacheBlendVectorStore(VectorStore):
         """Return the base's documents nearest to ``query``; they are registered with the engine."""
         return self._found(self.base.similarity_search(query, k=k, **kwargs))
 
-    search = _searching("search")
-    asearch = _asearching("asearch")
-    asimilarity_search = _asearching("asimilarity_search")
-    similarity_search_with_score = _searching("similarity_search_with_score")
-    asimilarity_search_with_score = _asearching("asimilarity_search_with_score")
-    similarity_search_with_relevance_scores = _searching("similarity_search_with_relevance_scores")
-    asimilarity_search_with_relevance_scores = _asearching("asimilarity_search_with_relevance_scores")
-    similarity_search_by_vector = _searching("similarity_search_by_vector")
-    asimilarity_search_by_vector = _asearching("asimilarity_search_by_vector")
-    max_marginal_relevance_search = _searching("max_marginal_relevance_search")
-    amax_marginal_relevance_search = _asearching("amax_marginal_relevance_search")
-    max_marginal_relevance_search_by_vector = _searching("max_marginal_relevance_search_by_vector")
-    amax_marginal_relevance_search_by_vector = _asearching("amax_marginal_relevance_search_by_vector")
+    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        """Async twin of :meth:`similarity_search`."""
+        return await asyncio.to_thread(self._found, await self.base.asimilarity_search(query, k=k, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         """Look in the base for what is not here: ``save_local``, ``client``..."""
@@ -202,3 +173,36 @@ class CacheBlendVectorStore(VectorStore):
 def _given_ids(documents: Sequence[Document], kwargs: dict[str, Any]) -> list[str]:
     ids = kwargs.get("ids") or [document.id for document in documents]
     return [name for name in ids if name is not None]
+
+
+def _searching(name: str) -> Callable[..., Any]:
+    def search(self: CacheBlendVectorStore, *args: Any, **kwargs: Any) -> Any:
+        return self._found(getattr(self.base, name)(*args, **kwargs))
+
+    return search
+
+
+def _asearching(name: str) -> Callable[..., Any]:
+    async def search(self: CacheBlendVectorStore, *args: Any, **kwargs: Any) -> Any:
+        found = await getattr(self.base, name)(*args, **kwargs)
+        return await asyncio.to_thread(self._found, found)
+
+    return search
+
+
+# Every way to search finds documents that the engine must know: the base's own method, and what it finds is registered.
+for _kind in (
+    "search",
+    "similarity_search_with_score",
+    "similarity_search_with_relevance_scores",
+    "similarity_search_by_vector",
+    "max_marginal_relevance_search",
+    "max_marginal_relevance_search_by_vector",
+):
+    for _name, _make in ((_kind, _searching), (f"a{_kind}", _asearching)):
+        _method = _make(_name)
+        _method.__name__, _method.__doc__ = (
+            _name,
+            f"The base's ``{_name}``; what it finds is registered with the engine.",
+        )
+        setattr(CacheBlendVectorStore, _name, _method)

@@ -11,8 +11,7 @@ import pytest
 from langchain_core.documents import Document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChunkSplitter
 
 from plain import BUNDLED, PlainChat, PlainLLM
@@ -25,7 +24,7 @@ MAX_TOKENS = 10
 def engine() -> Iterator[BlendEngine]:
     """The bundled model: on transformers, or on vLLM with ``CACHEBLEND_TEST_ENGINE=vllm``."""
     if os.environ.get("CACHEBLEND_TEST_ENGINE") == "vllm":
-        from cacheblend_rag.engines.vllm import VLLMEngine
+        from cacheblend_rag import VLLMEngine
 
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         made: BlendEngine = VLLMEngine()

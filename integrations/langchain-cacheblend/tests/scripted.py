@@ -9,14 +9,24 @@ from typing import Any, ClassVar
 
 from transformers import AutoTokenizer
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, text_prompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag import (
+    BlendEngine,
+    BlendPrompt,
+    BlendSettings,
+    Chunk,
+    ChunkRegistry,
+    Generation,
+    ModelFingerprint,
+    ModelProfile,
+    PrecomputeReport,
+    Request,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    TokenizedPrompt,
+    Usage,
+    text_prompt,
+)
 
 from plain import BUNDLED
 
@@ -38,12 +48,14 @@ class ScriptedEngine(BlendEngine):
         self.tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
         self.tokenizer.chat_template = TEMPLATE
         self.fingerprint = ModelFingerprint("5" * 32, "scripted")
-        self.context_window = window
+        self.context_window, self.num_layers, self.profile = window, 8, ModelProfile()
         self.registry = ChunkRegistry()
         self.answer = answer
         self.stored: set[str] = set()
+        self.tokenized: list[BlendPrompt] = []
         self.prompts: list[BlendPrompt] = []
-        self.sampling: list[SamplingParams] = []
+        self.requests: list[Request] = []
+        self._sources: dict[tuple[int, ...], BlendPrompt] = {}
         self.prefetched: list[str] = []
         self.closed_streams = 0
 
@@ -62,18 +74,30 @@ class ScriptedEngine(BlendEngine):
     def prefetch(self, chunk_ids: Any) -> None:
         self.prefetched += chunk_ids
 
-    def stream(
-        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
-    ) -> Iterator[StreamEvent]:
-        if isinstance(prompt, str):
-            prompt = text_prompt(prompt, self.registry)
-        sampling = sampling or SamplingParams()
-        self.prompts.append(prompt)
-        self.sampling.append(sampling)
-        return self._stream(prompt, sampling)
+    @property
+    def sampling(self) -> list[SamplingParams]:
+        return [request.sampling for request in self.requests]
 
-    def _stream(self, prompt: BlendPrompt, sampling: SamplingParams) -> Iterator[StreamEvent]:
-        tokens = tokenize(prompt, self.tokenizer, self.registry)
+    def tokenize(self, prompt: BlendPrompt | TokenizedPrompt | str) -> TokenizedPrompt:
+        tokens = super().tokenize(prompt)
+        if not isinstance(prompt, TokenizedPrompt):
+            source = text_prompt(prompt, self.registry) if isinstance(prompt, str) else prompt
+            self.tokenized.append(source)
+            self._sources[tokens.token_ids] = source
+        return tokens
+
+    def stream(
+        self,
+        prompt: BlendPrompt | TokenizedPrompt | str,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+    ) -> Iterator[StreamEvent]:
+        request = self.request(prompt, sampling, settings)
+        self.requests.append(request)
+        self.prompts.append(self._sources[request.prompt.token_ids])
+        return self._stream(request.prompt, request.sampling, self.prompts[-1])
+
+    def _stream(self, tokens: TokenizedPrompt, sampling: SamplingParams, prompt: BlendPrompt) -> Iterator[StreamEvent]:
         missing = tuple(span.chunk.id for span in tokens.spans if span.chunk.id not in self.stored)
         reused = sum(span.end - span.start for span in tokens.spans if span.chunk.id in self.stored)
         text = self._answer("".join(s if isinstance(s, str) else s.text for s in prompt.segments), sampling)

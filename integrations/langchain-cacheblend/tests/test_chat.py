@@ -15,10 +15,17 @@ from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
 from pydantic import BaseModel, Field
 
-from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag import (
+    BlendEngine,
+    Chunk,
+    InputError,
+    ModelFingerprint,
+    PromptTooLongError,
+    TransformersEngine,
+    UnknownChunkError,
+    chunk_id,
+    make_chunk,
+)
 from langchain_cacheblend import ChatCacheBlend
 
 from scripted import ScriptedEngine
@@ -110,8 +117,8 @@ class TestResolution:
         llm.invoke(f"{NOTE} Who?")
         scripted.precompute([make_chunk(NOTE, scripted.tokenizer)])
         llm.invoke(f"{NOTE} Who?")
-        assert isinstance(sent[0], str) and NOTE in sent[0]
-        assert not isinstance(sent[1], str)
+        assert NOTE in sent[0].text
+        assert sent[1].text is None and len(sent[1].spans) == 1
 
     def test_content_that_is_neither_text_nor_chunk_is_named(self, llm) -> None:
         with pytest.raises(InputError, match="image_url"):

@@ -11,8 +11,7 @@ from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag import Chunk, InputError, make_chunk
 from langchain_cacheblend import CacheBlendLLM, ChatCacheBlend, create_blended_documents_chain
 
 from scripted import ScriptedEngine

@@ -14,8 +14,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from cacheblend_rag import TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_questions
+from cacheblend_rag import TransformersEngine, bundled_questions
 from langchain_cacheblend import BundledEmbeddings
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

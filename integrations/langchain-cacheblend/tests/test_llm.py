@@ -10,9 +10,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.load import dumps
 
-from cacheblend_rag import TransformersEngine
-from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag import Chunk, InputError, TransformersEngine, UnknownChunkError, make_chunk
 from langchain_cacheblend import CacheBlendLLM
 
 from plain import PlainLLM

@@ -13,8 +13,7 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
-from cacheblend_rag.errors import StoreError
-from cacheblend_rag.prompts.chunk import chunk_id
+from cacheblend_rag import StoreError, chunk_id
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChatCacheBlend, ChunkSplitter
 from langchain_cacheblend.retriever import _prefetcher
 

@@ -13,8 +13,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from cacheblend_rag import BlendEngine
-from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag import BlendEngine, make_chunk
 from langchain_cacheblend import ChatCacheBlend
 
 from scripted import ScriptedEngine

@@ -13,8 +13,7 @@ from langchain_core.tools import tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
-from cacheblend_rag import TransformersEngine
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import InputError, TransformersEngine
 from langchain_cacheblend import ChatCacheBlend
 from langchain_cacheblend.tools import CallReader, call_schema, required_tool
 

@@ -14,10 +14,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheblend_rag import TransformersEngine
-from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import chunk_id, make_chunk
+from cacheblend_rag import InputError, PrecomputeReport, TransformersEngine, chunk_id, make_chunk
 from langchain_cacheblend import CacheBlendVectorStore, ChatCacheBlend
 
 from scripted import ScriptedEngine

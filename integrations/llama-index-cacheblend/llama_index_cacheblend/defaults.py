@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_index.core.settings import Settings
 
-from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag import BlendEngine
 from llama_index_cacheblend.llm import CacheBlendLLM
 from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
 
@@ -27,5 +27,5 @@ def use_engine(engine: BlendEngine, **options: Any) -> CacheBlendLLM:
     llm = CacheBlendLLM(engine=engine, **options)
     Settings.llm = llm
     Settings.tokenizer = llm.tokenizer
-    Settings.prompt_helper = ChunkPreservingPromptHelper(engine, llm.max_tokens)
+    Settings.prompt_helper = ChunkPreservingPromptHelper(engine, llm.metadata.num_output)
     return llm

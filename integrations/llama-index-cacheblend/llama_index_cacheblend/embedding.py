@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
-from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
+from cacheblend_rag import DEFAULT_EMBEDDING, Embedder
 
 
 class BundledEmbedding(BaseEmbedding):
@@ -54,10 +55,10 @@ class BundledEmbedding(BaseEmbedding):
         return await asyncio.to_thread(self._get_text_embeddings, texts)
 
 
-def _mean(windows: Vectors) -> list[float]:
+def _mean(windows: npt.NDArray[np.float32]) -> list[float]:
     mean = windows.mean(axis=0)
     return _as_list(mean / max(float(np.linalg.norm(mean)), 1e-12))
 
 
-def _as_list(vector: Vectors) -> list[float]:
+def _as_list(vector: npt.NDArray[np.float32]) -> list[float]:
     return [float(value) for value in vector]

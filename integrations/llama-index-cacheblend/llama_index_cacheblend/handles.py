@@ -6,8 +6,7 @@ import pickle
 
 from llama_index.core.settings import Settings
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import BlendEngine, InputError
 
 
 class _Discard:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -26,14 +26,19 @@ from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.utils import set_global_tokenizer
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, StreamEvent
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.tokens import encoder_for
-from llama_index_cacheblend.handles import refuse_unpicklable
-from llama_index_cacheblend.requests import Build, Request, listed, make_request, of_messages, of_text
+from cacheblend_rag import BlendEngine, Chunk, Generation, InputError, Request, Reuse, StreamEvent, encoder_for
+from llama_index_cacheblend.handles import engine_for, refuse_unpicklable
+from llama_index_cacheblend.requests import (
+    Build,
+    answer_tokens,
+    blend_settings,
+    listed,
+    make_request,
+    of_messages,
+    of_text,
+    options_of,
+    sampling_params,
+)
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
 from llama_index_cacheblend.watch import Inbox, watch_for
 
@@ -48,27 +53,33 @@ class CacheBlendLLM(LLM):
     content match against the engine's registry. What is neither is prefilled as usual. Every finished response says what was
     reused in ``raw["usage"]``, and why in ``raw["reason"]``.
 
-    Calls take ``max_tokens``, ``temperature``, ``top_p``, ``seed``, ``stop``, ``json_schema``, ``blend`` and ``chunk_ids``, for
-    that call alone.
+    Calls take all attributes but ``engine`` and ``is_chat_model``, and ``json_schema`` and ``chunk_ids``, for that call alone.
 
     Attributes:
         engine: The model; the LLM does not close it.
-        max_tokens: Most tokens to generate.
+        max_tokens: Most tokens to generate; exceeding the context window with it is an error. None takes 512, or what the
+            window leaves; prompts are then packed so that 512 are left, or a quarter of a window below 2048.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
         seed: Makes sampling repeatable.
         stop: Strings that end the answer; they are not part of it.
-        blend: How to treat stored KV: recompute ratio, policy, check layers.
+        ratio: Recompute ratio in [0, 1]; None takes the model profile's, as with the next two.
+        policy: Token-selection policy.
+        check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
+        reuse: ``"chunks"``, ``"prefix"`` or ``"off"`` (full prefill).
         is_chat_model: False makes LlamaIndex format prompts to text itself instead of leaving that to the chat template.
     """
 
     engine: BlendEngine = Field(exclude=True)
-    max_tokens: int = Field(default=256, ge=1)
-    temperature: float = Field(default=0.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
     seed: int | None = None
-    stop: list[str] = Field(default_factory=list)
-    blend: BlendSettings = Field(default_factory=BlendSettings)
+    stop: list[str] | None = None
+    ratio: float | None = None
+    policy: str | None = None
+    check_layers: tuple[int, ...] | None = None
+    reuse: Reuse = "chunks"
     is_chat_model: bool = True
 
     _inbox: Inbox | None = PrivateAttr(default=None)
@@ -87,11 +98,17 @@ class CacheBlendLLM(LLM):
             set_tokenizer: Make the model's tokenizer LlamaIndex's global one, unless you have set another: splitters and
                 prompt helpers would count with GPT-2's otherwise, and prompts would overflow.
             data: The attributes above, and those of every LlamaIndex LLM (`system_prompt`, `callback_manager`...).
+
+        Raises:
+            InputError: An attribute that does not exist, or an option out of range.
         """
         unknown = set(data) - set(type(self).model_fields) - {"class_name"}
         if unknown:
             raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
+        # Before pydantic coerces the values: what is wrong is said as in a call.
+        blend_settings(data)
         super().__init__(**{**data, "engine": engine})
+        sampling_params(options_of(self), room=1)
         if watch_retrieval:
             self._inbox = watch_for(engine)
         if set_tokenizer and _is_default(llama_index.core.global_tokenizer):
@@ -107,7 +124,7 @@ class CacheBlendLLM(LLM):
         """Context window, room for the answer and model name."""
         return LLMMetadata(
             context_window=self.engine.context_window,
-            num_output=self.max_tokens,
+            num_output=answer_tokens(self.max_tokens, self.engine.context_window),
             is_chat_model=self.is_chat_model,
             model_name=self.engine.fingerprint.name,
         )
@@ -131,13 +148,12 @@ class CacheBlendLLM(LLM):
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat."""
-        return self._answer(self.engine.generate(*self._request(self._of_messages(messages), kwargs)), chat_response)
+        return self._answer(self._request(self._of_messages(messages), kwargs), chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete a prompt; see :meth:`_of_text` for how it is formatted."""
-        request = self._request(self._of_text(prompt, formatted), kwargs)
-        return self._answer(self.engine.generate(*request), completion_response)
+        return self._answer(self._request(self._of_text(prompt, formatted), kwargs), completion_response)
 
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -153,13 +169,13 @@ class CacheBlendLLM(LLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Async twin of :meth:`chat`; prompt building, too, is off the event loop."""
         request = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
-        return self._answer(await self.engine.agenerate(*request), chat_response)
+        return await self._aanswer(request, chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Async twin of :meth:`complete`."""
         request = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
-        return self._answer(await self.engine.agenerate(*request), completion_response)
+        return await self._aanswer(request, completion_response)
 
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
@@ -214,8 +230,13 @@ class CacheBlendLLM(LLM):
             self._inbox.register(self.engine)
         return make_request(build, self, [chunk.id for chunk in self._explicit], kwargs)
 
-    def _answer(self, generation: Generation, make: _Make[_Response]) -> _Response:
-        return make(generation.text, None, self._raw(generation))
+    def _answer(self, request: Request, make: _Make[_Response]) -> _Response:
+        done = self.engine.generate(request.prompt, request.sampling, request.settings)
+        return make(done.text, None, self._raw(done))
+
+    async def _aanswer(self, request: Request, make: _Make[_Response]) -> _Response:
+        done = await self.engine.agenerate(request.prompt, request.sampling, request.settings)
+        return make(done.text, None, self._raw(done))
 
     def _raw(self, generation: Generation) -> dict[str, Any]:
         raw = raw_of(generation, self.engine.fingerprint.name)
@@ -225,7 +246,7 @@ class CacheBlendLLM(LLM):
 
     def _pieces(self, request: Request, make: _Make[_Response]) -> Generator[_Response, None, None]:
         # Not part of the generator: a prompt that cannot be answered is refused by the call, not by its first piece.
-        stream = self.engine.stream(*request)
+        stream = self.engine.stream(request.prompt, request.sampling, request.settings)
 
         def generator() -> Generator[_Response, None, None]:
             text = ""
@@ -242,7 +263,7 @@ class CacheBlendLLM(LLM):
 
     async def _apieces(self, request: Request, make: _Make[_Response]) -> AsyncGenerator[_Response, None]:
         text = ""
-        stream: AsyncIterator[StreamEvent] = self.engine.astream(*request)
+        stream = self.engine.astream(request.prompt, request.sampling, request.settings)
         try:
             async for event in stream:
                 text += event.text
@@ -263,6 +284,17 @@ class CacheBlendLLM(LLM):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Copy all but the engine, which is shared."""
         return self.model_copy()
+
+
+def llm_for(engine: BlendEngine | None, llm: CacheBlendLLM | None, owner: str, **options: Any) -> CacheBlendLLM:
+    """Return ``llm``, else a new one of ``engine``, else one of the engine of `Settings.llm`.
+
+    Raises:
+        InputError: There is none of them, or the LLM has another engine.
+    """
+    if llm is not None and engine is not None and llm.engine is not engine:
+        raise InputError("The LLM has another engine; give the engine or the LLM, not two that differ.")
+    return llm or CacheBlendLLM(engine=engine_for(engine, owner), **options)
 
 
 def _is_default(tokenizer: Any) -> bool:

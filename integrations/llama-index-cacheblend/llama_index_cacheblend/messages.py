@@ -1,4 +1,4 @@
-"""LlamaIndex messages as the chats that `cacheblend_rag.prompts.prompt` reads."""
+"""LlamaIndex messages as the chats that `cacheblend_rag.chat_prompt` reads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag import BlendEngine, Chunk, InputError, UnknownChunkError
 
 _ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -22,7 +20,7 @@ CHUNK_IDS = "chunk_ids"
 
 
 def plain_message(engine: BlendEngine, message: ChatMessage) -> dict[str, Any]:
-    """Return a message for :func:`~cacheblend_rag.prompts.prompt.chat_prompt`.
+    """Return a message for :func:`~cacheblend_rag.chat_prompt`.
 
     Text, citable and citation blocks are its content; thinking and cache points are left out; tool calls are what templates that
     know tools read. Ids under ``additional_kwargs["chunk_ids"]`` name chunks to look for in it first.

@@ -7,11 +7,7 @@ from dataclasses import replace
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import chunk_of
+from cacheblend_rag import BlendEngine, Chunk, InputError, PrecomputeReport, chunk_of
 
 
 def node_text(node: BaseNode | NodeWithScore) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, TransformComponent
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag import BlendEngine, PrecomputeReport
 from llama_index_cacheblend.handles import refuse_unpicklable
 from llama_index_cacheblend.nodes import precompute_nodes
 

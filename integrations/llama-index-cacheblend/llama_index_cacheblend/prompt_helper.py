@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from llama_index.core.base.llms.types import LLMMetadata
@@ -11,12 +10,8 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.prompts import BasePromptTemplate
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import chat_prompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag import BlendEngine, Chunk, ChunkRegistry, InputError, chat_prompt, encoder_for
+from llama_index_cacheblend.requests import answer_tokens
 
 _SEPARATOR = "\n\n"
 _PROBE = "probe"
@@ -30,6 +25,13 @@ class _Piece(NamedTuple):
     size: int
 
 
+class _Room(NamedTuple):
+    """Tokens that each of a prompt's texts may have, and what cuts a text into pieces of that size."""
+
+    tokens: int
+    split: Callable[[str], list[str]]
+
+
 class ChunkPreservingPromptHelper(PromptHelper):
     """Packs as many whole chunks as fit into each prompt; a chunk that is cut could not bring its KV.
 
@@ -40,12 +42,12 @@ class ChunkPreservingPromptHelper(PromptHelper):
     _registry: ChunkRegistry = PrivateAttr()
     _template_tokens: int = PrivateAttr(default=0)
 
-    def __init__(self, engine: BlendEngine, num_output: int = 256, **kwargs: Any) -> None:
+    def __init__(self, engine: BlendEngine, num_output: int | None = None, **kwargs: Any) -> None:
         """Pack for ``engine``.
 
         Args:
             engine: The model.
-            num_output: Tokens to leave for the answer: the LLM's ``max_tokens``.
+            num_output: Tokens to leave for the answer: the LLM's ``max_tokens``. None leaves what an LLM without one takes.
             kwargs: As of LlamaIndex's `PromptHelper`; ``context_window`` is the engine's unless given.
         """
         kwargs = {
@@ -53,14 +55,14 @@ class ChunkPreservingPromptHelper(PromptHelper):
             "tokenizer": encoder_for(engine.tokenizer).document,
             **kwargs,
         }
-        super().__init__(num_output=num_output, **kwargs)
+        super().__init__(num_output=answer_tokens(num_output, kwargs["context_window"]), **kwargs)
         self._registry = engine.registry
         self._template_tokens = _template_tokens(engine)
 
     @classmethod
     def from_llm_metadata(cls, llm_metadata: LLMMetadata, *args: Any, **kwargs: Any) -> PromptHelper:
         """Refuse: metadata knows neither tokenizer nor chunks."""
-        raise InputError(f"{cls.__name__} needs the engine: {cls.__name__}(engine, num_output=llm.max_tokens).")
+        raise InputError(f"{cls.__name__} needs the engine: {cls.__name__}(engine, llm.metadata.num_output).")
 
     @classmethod
     def class_name(cls) -> str:
@@ -83,14 +85,13 @@ class ChunkPreservingPromptHelper(PromptHelper):
         Raises:
             ValueError: The prompt template alone fills the context window.
         """
-        budget = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
-        split = partial(self._split, prompt, padding, llm, tools, 1)
+        room = self._room(prompt, 1, padding=padding, llm=llm, tools=tools)
         pieces: list[_Piece] = []
         for text in filter(None, map(str.strip, text_chunks)):
-            first, *rest = self._pieces(text, budget, split)
+            first, *rest = self._pieces(text, room)
             # Texts are joined as LlamaIndex joins them; pieces of one text as they stood in it.
             pieces += [first._replace(before=_SEPARATOR), *rest]
-        return self._pack(pieces, budget)
+        return self._pack(pieces, room.tokens)
 
     def truncate(
         self,
@@ -103,22 +104,21 @@ class ChunkPreservingPromptHelper(PromptHelper):
         """Shorten each text to its share of the context window, by whole chunks where it can."""
         if not text_chunks:
             return []
-        count = len(text_chunks)
-        budget = self._get_available_chunk_size(prompt, count, padding=padding, llm=llm, tools=tools)
-        split = partial(self._split, prompt, padding, llm, tools, count)
-        packed = (self._pack(self._pieces(text.strip(), budget, split), budget) for text in text_chunks)
+        room = self._room(prompt, len(text_chunks), padding=padding, llm=llm, tools=tools)
+        packed = (self._pack(self._pieces(text.strip(), room), room.tokens) for text in text_chunks)
         return [texts[0] if texts else "" for texts in packed]
 
-    def _split(
-        self, prompt: BasePromptTemplate, padding: int, llm: Any, tools: Any, count: int, text: str
-    ) -> list[str]:
-        splitter = self.get_text_splitter_given_prompt(prompt, count, padding=padding, llm=llm, tools=tools)
-        return splitter.split_text(text)
+    def _room(self, prompt: BasePromptTemplate, count: int, **options: Any) -> _Room:
+        # The splitter takes time to make, and few texts need it.
+        return _Room(
+            self._get_available_chunk_size(prompt, count, **options),
+            lambda text: self.get_text_splitter_given_prompt(prompt, count, **options).split_text(text),
+        )
 
-    def _pieces(self, text: str, budget: int, split: Callable[[str], list[str]]) -> list[_Piece]:
+    def _pieces(self, text: str, room: _Room) -> list[_Piece]:
         """Return what may not be cut."""
         size = self._size(text)
-        if size <= budget:
+        if size <= room.tokens:
             return [_Piece("", text, size)]
         found: list[_Piece] = []
         before = ""
@@ -131,8 +131,8 @@ class ChunkPreservingPromptHelper(PromptHelper):
                 behind = part[len(part.rstrip()) :]
             if not body:
                 continue
-            fits = self._size(body) <= budget
-            for unit in [body] if fits else split(body):
+            fits = self._size(body) <= room.tokens
+            for unit in [body] if fits else room.split(body):
                 found.append(_Piece(before, unit, self._size(unit)))
                 before = " "
             before = behind
@@ -165,5 +165,5 @@ class ChunkPreservingPromptHelper(PromptHelper):
 def _template_tokens(engine: BlendEngine) -> int:
     """Count the tokens a chat template puts around a system and a user message."""
     messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": _PROBE}]
-    whole = tokenize(chat_prompt(engine.tokenizer, messages, ChunkRegistry()), engine.tokenizer, ChunkRegistry())
+    whole = engine.tokenize(chat_prompt(engine.tokenizer, messages, ChunkRegistry()))
     return max(0, len(whole.token_ids) - 2 * len(encoder_for(engine.tokenizer).document(_PROBE)))

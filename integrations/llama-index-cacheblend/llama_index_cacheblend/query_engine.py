@@ -19,13 +19,9 @@ from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import Document, TransformComponent
 from llama_index.core.settings import Settings
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.tokens import encoder_for
-from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag import DEFAULT_CHUNK_TOKENS, BlendEngine, InputError
 from llama_index_cacheblend.embedding import BundledEmbedding
-from llama_index_cacheblend.handles import engine_for
-from llama_index_cacheblend.llm import CacheBlendLLM
+from llama_index_cacheblend.llm import CacheBlendLLM, llm_for
 from llama_index_cacheblend.nodes import precompute_nodes
 from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
 from llama_index_cacheblend.retriever import CacheBlendRetriever
@@ -51,7 +47,6 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
         embed_model: BaseEmbedding | None = None,
         transformations: Sequence[TransformComponent] | None = None,
         chunk_size: int = DEFAULT_CHUNK_TOKENS,
-        similarity_top_k: int = _TOP_K,
         precompute: bool = True,
         show_progress: bool = False,
         **options: Any,
@@ -60,28 +55,26 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
 
         Args:
             documents: What to answer from.
-            engine: The model; None takes the LLM's, else that of `Settings.llm`.
-            llm: An LLM of that engine, if you want other than its defaults.
+            engine: As of :meth:`from_index`, as is ``llm``.
+            llm: See there.
             embed_model: None takes `Settings.embed_model` if you set one, else :class:`BundledEmbedding`.
             transformations: None splits at sentence edges into chunks of ``chunk_size`` of the model's tokens, without overlap.
             chunk_size: Most tokens of a chunk, metadata included.
-            similarity_top_k: Chunks retrieved for a question.
             precompute: Compute all KV now; otherwise each chunk's is computed with the first prompt that needs it.
             show_progress: Show LlamaIndex's progress bars.
-            options: As of :meth:`from_index`.
+            options: As of :meth:`from_index` (``similarity_top_k``, ``response_mode``...).
         """
-        own = engine or (llm.engine if llm is not None else engine_for(None, cls.__name__))
+        own = llm_for(engine, llm, cls.__name__, watch_retrieval=False)
         if transformations is None:
-            count = encoder_for(own.tokenizer).document
-            transformations = [SentenceSplitter(chunk_size=chunk_size, chunk_overlap=0, tokenizer=count)]
+            transformations = [SentenceSplitter(chunk_size=chunk_size, chunk_overlap=0, tokenizer=own.tokenizer)]
         nodes = run_transformations(list(documents), transformations, show_progress=show_progress)
         if not nodes:
             raise InputError("There is nothing to index: the documents hold no text.")
         if precompute:
-            precompute_nodes(own, nodes)
+            precompute_nodes(own.engine, nodes)
         embedding = embed_model or Settings._embed_model or BundledEmbedding()
         index = VectorStoreIndex(list(nodes), embed_model=embedding, show_progress=show_progress)
-        return cls.from_index(index, engine=own, llm=llm, similarity_top_k=similarity_top_k, **options)
+        return cls.from_index(index, llm=own, **options)
 
     @classmethod
     def from_index(
@@ -133,32 +126,23 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
 
         Args:
             retriever: Any retriever.
-            engine: The model; None takes the LLM's, else that of `Settings.llm`.
-            llm: An LLM of that engine, if you want other than its defaults.
+            engine: The model, unless an LLM is given.
+            llm: None makes one of ``engine``, else of that of `Settings.llm`.
             options: As of LlamaIndex's `from_defaults`. ``context_prompt``: the default instruction and the chunks, unless given.
         """
-        own = llm or CacheBlendLLM(engine=engine_for(engine, cls.__name__))
+        own = llm_for(engine, llm, cls.__name__)
         options.setdefault("context_prompt", CONTEXT_PROMPT)
         made = cls.from_defaults(CacheBlendRetriever(retriever, own.engine), own, **options)
         assert isinstance(made, cls)
         return made
 
     @classmethod
-    def from_index(
-        cls,
-        index: BaseIndex[Any],
-        *,
-        engine: BlendEngine | None = None,
-        llm: CacheBlendLLM | None = None,
-        similarity_top_k: int = _TOP_K,
-        **options: Any,
-    ) -> Self:
-        """Chat over an index; see :meth:`from_retriever`."""
-        retriever = index.as_retriever(similarity_top_k=similarity_top_k)
-        return cls.from_retriever(retriever, engine=engine, llm=llm, **options)
+    def from_index(cls, index: BaseIndex[Any], *, similarity_top_k: int = _TOP_K, **options: Any) -> Self:
+        """Chat over an index; ``options`` are those of :meth:`from_retriever`."""
+        return cls.from_retriever(index.as_retriever(similarity_top_k=similarity_top_k), **options)
 
     def _get_response_synthesizer(self, chat_history: list[ChatMessage], streaming: bool = False) -> CompactAndRefine:
         synthesizer = super()._get_response_synthesizer(chat_history, streaming)
         if isinstance(self._llm, CacheBlendLLM):
-            synthesizer._prompt_helper = ChunkPreservingPromptHelper(self._llm.engine, self._llm.max_tokens)
+            synthesizer._prompt_helper = ChunkPreservingPromptHelper(self._llm.engine, self._llm.metadata.num_output)
         return synthesizer

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt, text_prompt
+from cacheblend_rag import (
+    BlendEngine,
+    BlendPrompt,
+    BlendSettings,
+    InputError,
+    Request,
+    SamplingParams,
+    chat_prompt,
+    text_prompt,
+)
 from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_message
 
-Request = tuple[BlendPrompt, SamplingParams, BlendSettings]
+DEFAULT_MAX_TOKENS = 512
+
 Build = Callable[[Sequence[str]], BlendPrompt]
 """Builds a prompt, given the ids of the chunks to look for in it first."""
 
-_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop", "json_schema")
+_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
+_BLEND = tuple(option.name for option in fields(BlendSettings))
 
 
 def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage]) -> Build:
@@ -36,29 +44,56 @@ def of_text(engine: BlendEngine, text: str) -> Build:
     return lambda ids: text_prompt(text, engine.registry, chunk_ids=ids)
 
 
-def make_request(build: Build, defaults: Any, named: Sequence[str], kwargs: Mapping[str, Any]) -> Request:
-    """Put a call together.
+def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any]) -> Request:
+    """Put a call together; its prompt is tokenised here and nowhere else.
 
     Args:
         build: Builds the prompt.
-        defaults: Has the sampling and blend settings that the call does not give as attributes.
+        llm: Has the engine, and the options that the call does not give, as attributes.
         named: Ids of chunks the prompt is known to hold, beside those the call names.
         kwargs: Of the call.
 
     Raises:
         InputError: An argument that no call takes, or a value out of range.
+        PromptTooLongError: Prompt and answer exceed the context window.
         UnknownChunkError: The call names a chunk that the engine does not know.
     """
-    options = dict(kwargs)
-    ids = checked_ids(options.pop(CHUNK_IDS, None))
-    blend = options.pop("blend", None) or defaults.blend
-    sampling = {name: options.pop(name, getattr(defaults, name, None)) for name in _SAMPLING}
-    if options:
-        known = (*_SAMPLING, "blend", CHUNK_IDS)
-        raise InputError(f"A call of {type(defaults).__name__} takes no {listed(options)}. It takes {listed(known)}.")
-    stop = sampling["stop"] or ()
-    sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    return build([*ids, *named]), SamplingParams(**sampling), blend
+    known = (*_SAMPLING, *_BLEND, "json_schema", CHUNK_IDS)
+    if unknown := set(kwargs) - set(known):
+        raise InputError(f"A call of {type(llm).__name__} takes no {listed(unknown)}. It takes {listed(known)}.")
+    options = {**options_of(llm), **kwargs}
+    settings = blend_settings(options)
+    prompt = build([*checked_ids(kwargs.get(CHUNK_IDS)), *named])
+    tokens = llm.engine.tokenize(prompt)
+    if not tokens.spans:
+        # An engine that is a client may yet find chunks in the text, in the registry of its server.
+        tokens = replace(tokens, text="".join(part for part in prompt.segments if isinstance(part, str)))
+    room = llm.engine.context_window - len(tokens.token_ids)
+    request: Request = llm.engine.request(tokens, sampling_params(options, room), settings)
+    return request
+
+
+def options_of(llm: Any) -> dict[str, Any]:
+    """Return the attributes of an LLM that a call may give, too."""
+    return {name: getattr(llm, name) for name in (*_SAMPLING, *_BLEND)}
+
+
+def sampling_params(options: Mapping[str, Any], room: int) -> SamplingParams:
+    """Return how to decode; ``room`` is what the context window leaves for the answer."""
+    given = {name: options[name] for name in (*_SAMPLING, "json_schema") if options.get(name) is not None}
+    given.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, room)))
+    stop = given.get("stop", ())
+    return SamplingParams(**{**given, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+
+
+def blend_settings(options: Mapping[str, Any]) -> BlendSettings:
+    """Return how to treat stored KV."""
+    return BlendSettings.from_params({name: options[name] for name in _BLEND if name in options})
+
+
+def answer_tokens(max_tokens: int | None, context_window: int) -> int:
+    """Return how much of the context window prompts must leave: ``max_tokens``, else 512 or a quarter of a small window."""
+    return max(1, min(DEFAULT_MAX_TOKENS, context_window // 4)) if max_tokens is None else max_tokens
 
 
 def listed(names: Iterable[str]) -> str:

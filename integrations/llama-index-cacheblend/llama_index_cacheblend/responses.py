@@ -14,7 +14,7 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 
-from cacheblend_rag.engines.results import Generation
+from cacheblend_rag import Generation
 
 _OWN = "cacheblend"
 

@@ -14,7 +14,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag import BlendEngine
 from llama_index_cacheblend.handles import engine_in_settings, refuse_unpicklable
 from llama_index_cacheblend.nodes import register_nodes
 

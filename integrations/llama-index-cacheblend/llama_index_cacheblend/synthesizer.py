@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks.base import CallbackManager
@@ -13,16 +13,21 @@ from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode
 from llama_index.core.schema import NodeWithScore, QueryType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
-from llama_index_cacheblend.handles import engine_for
-from llama_index_cacheblend.llm import CacheBlendLLM
+from cacheblend_rag import BlendEngine
+from llama_index_cacheblend.llm import CacheBlendLLM, llm_for
 from llama_index_cacheblend.nodes import register_nodes
 from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
 from llama_index_cacheblend.templates import qa_template
 
 USAGE_KEY = "cacheblend"
 """Key of a response's `metadata` under which the `raw` of each LLM call is found, in order."""
+
+
+class _Prepared(NamedTuple):
+    """A synthesizer for some nodes alone, and where the usage of its calls will be."""
+
+    synthesizer: BaseSynthesizer
+    calls: list[dict[str, Any]]
 
 
 class CacheBlendSynthesizer(BaseSynthesizer):
@@ -62,11 +67,9 @@ class CacheBlendSynthesizer(BaseSynthesizer):
         Raises:
             InputError: No engine, or an LLM of another engine.
         """
-        if llm is not None and engine is not None and llm.engine is not engine:
-            raise InputError("The LLM has another engine; give the engine or the LLM, not two that differ.")
-        owner = type(self).__name__
-        self._own: CacheBlendLLM = llm or CacheBlendLLM(engine=engine_for(engine, owner), watch_retrieval=False)
-        helper = prompt_helper or ChunkPreservingPromptHelper(self._own.engine, self._own.max_tokens)
+        # The nodes are registered here, so nothing need be overheard.
+        self._own = llm_for(engine, llm, type(self).__name__, watch_retrieval=False)
+        helper = prompt_helper or ChunkPreservingPromptHelper(self._own.engine, self._own.metadata.num_output)
         self._options: dict[str, Any] = {
             "response_mode": ResponseMode(response_mode),
             "text_qa_template": text_qa_template or qa_template(),
@@ -96,13 +99,12 @@ class CacheBlendSynthesizer(BaseSynthesizer):
     def _update_prompts(self, prompts: dict[str, Any]) -> None:
         self._prototype._update_prompts(prompts)
 
-    def _prepare(self, nodes: Sequence[NodeWithScore]) -> tuple[BaseSynthesizer, list[dict[str, Any]]]:
-        """Return a synthesizer for these nodes alone, and where the usage of its calls will be."""
+    def _prepare(self, nodes: Sequence[NodeWithScore]) -> _Prepared:
         calls: list[dict[str, Any]] = []
         llm = self._own.holding(register_nodes(self.engine, nodes), calls)
         inner = get_response_synthesizer(llm=llm, **{**self._options, "callback_manager": self._callback_manager})
         inner._update_prompts(self._prototype._get_prompts())
-        return inner, calls
+        return _Prepared(inner, calls)
 
     def synthesize(
         self,
@@ -112,8 +114,9 @@ class CacheBlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """Answer from ``nodes``."""
-        inner, calls = self._prepare(nodes)
-        return _with_usage(inner.synthesize(query, nodes, additional_source_nodes, **response_kwargs), calls)
+        prepared = self._prepare(nodes)
+        response = prepared.synthesizer.synthesize(query, nodes, additional_source_nodes, **response_kwargs)
+        return _with_usage(response, prepared.calls)
 
     async def asynthesize(
         self,
@@ -123,8 +126,9 @@ class CacheBlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """Async twin of :meth:`synthesize`; nodes are tokenised off the event loop."""
-        inner, calls = await asyncio.to_thread(self._prepare, nodes)
-        return _with_usage(await inner.asynthesize(query, nodes, additional_source_nodes, **response_kwargs), calls)
+        prepared = await asyncio.to_thread(self._prepare, nodes)
+        response = await prepared.synthesizer.asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
+        return _with_usage(response, prepared.calls)
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer from strings, as every synthesizer; their chunks are found by content alone."""

@@ -17,7 +17,7 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 
-from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag import BlendEngine
 from llama_index_cacheblend.nodes import node_text, register_texts
 
 # Retrieved but not yet prompted with; an engine that is never asked must not collect a corpus.

@@ -18,9 +18,7 @@ from llama_index.core.schema import BaseNode
 from plain import PlainLLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_corpus
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus, encoder_for
 from llama_index_cacheblend import BundledEmbedding, precompute_nodes
 
 pytest.register_assert_rewrite("llm_contract_answers", "llm_contract_running")
@@ -30,7 +28,7 @@ pytest.register_assert_rewrite("llm_contract_answers", "llm_contract_running")
 def engine() -> Iterator[BlendEngine]:
     """The bundled model: on transformers, or on vLLM with ``CACHEBLEND_TEST_ENGINE=vllm``."""
     if os.environ.get("CACHEBLEND_TEST_ENGINE") == "vllm":
-        from cacheblend_rag.engines.vllm import VLLMEngine
+        from cacheblend_rag import VLLMEngine
 
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         made: BlendEngine = VLLMEngine()

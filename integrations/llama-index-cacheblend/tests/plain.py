@@ -10,23 +10,22 @@ from llama_index.core.base.llms.types import ChatMessage, CompletionResponse, Co
 from llama_index.core.llms import CustomLLM
 from pydantic import PrivateAttr
 
-from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag import BlendEngine
 
 
 class PlainLLM(CustomLLM):
     """Greedy decoding of the chat template's text, tokenised in one go.
 
-    With ``apart``, the chunks in it are tokenised apart from what surrounds them: a template that puts a chunk behind a space
-    ("Context: {chunk}") would otherwise give the model one token less than a prompt made of chunks has.
+    With ``apart``, the chunks that engine knows are tokenised apart from what surrounds them: a template that puts a chunk
+    behind a space ("Context: {chunk}") would otherwise give the model one token less than a prompt made of chunks has.
     """
 
     max_tokens: int = 16
     _model: Any = PrivateAttr()
     _tokenizer: Any = PrivateAttr()
-    _apart: ChunkRegistry | None = PrivateAttr()
+    _apart: BlendEngine | None = PrivateAttr()
 
-    def __init__(self, model: Any, tokenizer: Any, apart: ChunkRegistry | None = None, **data: Any):
+    def __init__(self, model: Any, tokenizer: Any, apart: BlendEngine | None = None, **data: Any):
         super().__init__(messages_to_prompt=self._render, **data)
         self._model, self._tokenizer, self._apart = model, tokenizer, apart
 
@@ -44,8 +43,7 @@ class PlainLLM(CustomLLM):
         if self._apart is None:
             ids = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
         else:
-            parts = BlendPrompt(tuple(self._apart.find(prompt)))
-            ids = torch.tensor([tokenize(parts, self._tokenizer, self._apart).token_ids])
+            ids = torch.tensor([self._apart.tokenize(prompt).token_ids])
         with torch.no_grad():
             out = self._model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.max_tokens, do_sample=False

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
-from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag import (
+    BlendEngine,
+    BlendPrompt,
+    BlendSettings,
+    Chunk,
+    ChunkRegistry,
+    Generation,
+    ModelFingerprint,
+    ModelProfile,
+    PrecomputeReport,
+    Request,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    TokenizedPrompt,
+    Usage,
+)
 
 
 class ScriptedEngine(BlendEngine):
@@ -21,9 +30,12 @@ class ScriptedEngine(BlendEngine):
     def __init__(self, tokenizer: Any, answer: str = "fine", window: int = 8192):
         self.tokenizer, self.context_window, self.answer = tokenizer, window, answer
         self.fingerprint = ModelFingerprint("5c" * 16, "scripted")
+        self.num_layers, self.profile = 8, ModelProfile()
         self.registry = ChunkRegistry()
         self.header_ids: tuple[int, ...] = ()
-        self.asked: list[tuple[BlendPrompt, SamplingParams, BlendSettings]] = []
+        self.asked: list[Request] = []
+        self.tokenized: list[BlendPrompt] = []
+        self._sources: dict[tuple[int, ...], BlendPrompt] = {}
         self.computed: list[Chunk] = []
         self.prefetched: list[str] = []
         self.failures: dict[str, str] = {}
@@ -36,12 +48,22 @@ class ScriptedEngine(BlendEngine):
     def prefetch(self, chunk_ids: Any) -> None:
         self.prefetched += chunk_ids
 
+    def tokenize(self, prompt: BlendPrompt | TokenizedPrompt | str) -> TokenizedPrompt:
+        tokens = super().tokenize(prompt)
+        if isinstance(prompt, BlendPrompt):
+            self.tokenized.append(prompt)
+            self._sources[tokens.token_ids] = prompt
+        return tokens
+
     def stream(
-        self, prompt: BlendPrompt | str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self,
+        prompt: BlendPrompt | TokenizedPrompt | str,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
     ) -> Iterator[StreamEvent]:
-        assert isinstance(prompt, BlendPrompt)
-        self.asked.append((prompt, sampling or SamplingParams(), settings or BlendSettings()))
-        tokens = tokenize(prompt, self.tokenizer, self.registry)
+        assert isinstance(prompt, TokenizedPrompt)
+        self.asked.append(self.request(prompt, sampling, settings))
+        tokens = self.asked[-1].prompt
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
         done = Generation(self.answer, (1, 2), "stop", "blend", "scripted", usage, Timings(0.0, 0.1, 0.2))
@@ -53,8 +75,10 @@ class ScriptedEngine(BlendEngine):
 
     def chunks_asked(self) -> list[str]:
         """The texts of the chunks in the last prompt."""
-        return [segment.text for segment in self.asked[-1][0].segments if isinstance(segment, Chunk)]
+        return [span.chunk.text for span in self.asked[-1].prompt.spans]
 
     def text_asked(self) -> str:
         """The last prompt as text."""
-        return "".join(s.text if isinstance(s, Chunk) else str(s) for s in self.asked[-1][0].segments)
+        return "".join(
+            s.text if isinstance(s, Chunk) else str(s) for s in self._sources[self.asked[-1].prompt.token_ids].segments
+        )

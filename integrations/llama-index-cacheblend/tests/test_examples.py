@@ -10,8 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from cacheblend_rag import BlendEngine
-from cacheblend_rag.demo.bundle import bundled_questions
+from cacheblend_rag import BlendEngine, bundled_questions
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

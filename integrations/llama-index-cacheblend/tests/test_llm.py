@@ -18,9 +18,7 @@ from llama_index.core.schema import BaseNode, TextNode
 from llama_index.core.utils import get_tokenizer
 from scripted import ScriptedEngine
 
-from cacheblend_rag import BlendSettings, TransformersEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag import InputError, TransformersEngine, make_chunk
 from llama_index_cacheblend import CacheBlendLLM, node_text, register_nodes
 
 FIRST = "The Marlow observatory was founded in 1911."
@@ -82,15 +80,13 @@ def test_the_default_header_is_reused_as_it_is(engine: TransformersEngine, nodes
 
 
 def test_settings_reach_the_engine_and_a_call_overrides_them(scripted: ScriptedEngine) -> None:
-    llm = CacheBlendLLM(
-        engine=scripted, max_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop=["\n"], blend=BlendSettings(ratio=0.3)
-    )
+    llm = CacheBlendLLM(engine=scripted, max_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop=["\n"], ratio=0.3)
     llm.chat(user("x"))
-    _, sampling, blend = scripted.asked[-1]
+    sampling, blend = scripted.asked[-1].sampling, scripted.asked[-1].settings
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (9, 0.5, 0.9, 3)
     assert (sampling.stop, blend.ratio) == (("\n",), 0.3)
-    llm.chat(user("x"), max_tokens=5, stop="!", blend=BlendSettings(reuse="off"), temperature=0.0)
-    _, sampling, blend = scripted.asked[-1]
+    llm.chat(user("x"), max_tokens=5, stop="!", reuse="off", temperature=0.0)
+    sampling, blend = scripted.asked[-1].sampling, scripted.asked[-1].settings
     assert (sampling.max_tokens, sampling.stop, sampling.temperature, blend.reuse) == (5, ("!",), 0.0, "off")
 
 
@@ -98,21 +94,21 @@ def test_settings_reach_the_engine_and_a_call_overrides_them(scripted: ScriptedE
     "wrong", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"no_such": 1}, {"engine": "gpt"}]
 )
 def test_wrong_options_are_refused(scripted: ScriptedEngine, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError if "no_such" not in wrong else InputError, match=next(iter(wrong))):
+    with pytest.raises(ValueError if "engine" in wrong else InputError, match=next(iter(wrong))):
         CacheBlendLLM(**{"engine": scripted, **wrong})
 
 
 def test_structured_prediction_is_guided_where_the_engine_can(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
     scripted.answer = '{"name": "Lonely Tide"}'
     assert llm.structured_predict(Ship, PromptTemplate("A ship")) == Ship(name="Lonely Tide")
-    assert scripted.asked[-1][1].json_schema == Ship.model_json_schema()
+    assert scripted.asked[-1].sampling.json_schema == Ship.model_json_schema()
     assert llm.as_structured_llm(Ship).complete("A ship").raw == Ship(name="Lonely Tide")
 
 
 async def test_async_structured_prediction_is_guided_too(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
     scripted.answer = '{"name": "Lonely Tide"}'
     assert await llm.astructured_predict(Ship, PromptTemplate("A ship")) == Ship(name="Lonely Tide")
-    assert scripted.asked[-1][1].json_schema is not None
+    assert scripted.asked[-1].sampling.json_schema is not None
 
 
 def test_without_guided_decoding_an_unparsable_answer_is_an_error(engine: TransformersEngine) -> None:
@@ -158,12 +154,12 @@ def test_splitters_made_after_it_cut_by_the_models_tokens(engine: TransformersEn
 
 
 def test_serialisation_holds_settings_and_no_engine(engine: TransformersEngine) -> None:
-    llm = CacheBlendLLM(engine=engine, max_tokens=7, blend=BlendSettings(ratio=0.2), system_prompt="Be brief.")
+    llm = CacheBlendLLM(engine=engine, max_tokens=7, ratio=0.2, check_layers=(1, 3), system_prompt="Be brief.")
     data = json.loads(llm.to_json())
-    assert (data["max_tokens"], data["blend"]["ratio"], data["system_prompt"]) == (7, 0.2, "Be brief.")
+    assert (data["max_tokens"], data["ratio"], data["system_prompt"]) == (7, 0.2, "Be brief.")
     assert "engine" not in data
     again = CacheBlendLLM.from_dict(data, engine=engine)
-    assert (again.max_tokens, again.blend) == (7, BlendSettings(ratio=0.2))
+    assert (again.max_tokens, again.ratio, again.policy, again.check_layers) == (7, 0.2, None, (1, 3))
     assert "TransformersEngine" not in repr(data)
 
 
@@ -173,7 +169,7 @@ def test_a_model_is_never_pickled(engine: TransformersEngine) -> None:
 
 
 def test_usage_says_what_was_reused_recomputed_and_missing(engine: TransformersEngine) -> None:
-    llm = CacheBlendLLM(engine=engine, max_tokens=2, blend=BlendSettings(ratio=0.5))
+    llm = CacheBlendLLM(engine=engine, max_tokens=2, ratio=0.5)
     text = "A note that nobody has seen before: the bell tower leans to the east by four degrees."
     register_nodes(engine, [TextNode(text=text)])
     (size,) = [len(c.token_ids) for c in engine.registry if c.text == text]

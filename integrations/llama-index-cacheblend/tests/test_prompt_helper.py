@@ -14,10 +14,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import BaseNode
 from scripted import ScriptedEngine
 
-from cacheblend_rag import TransformersEngine
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import make_chunk
-from cacheblend_rag.prompts.prompt import chat_prompt, tokenize
+from cacheblend_rag import InputError, TransformersEngine, chat_prompt, make_chunk
 from llama_index_cacheblend import CacheBlendLLM, ChunkPreservingPromptHelper, collect_usage, node_text, use_engine
 
 TEMPLATE = PromptTemplate("Notes:\n{context_str}\n\nQuestion: {query_str}")
@@ -71,7 +68,7 @@ def test_whole_chunks_in_order_within_the_window(sizes: list[int], window: int) 
             [{"role": "user", "content": TEMPLATE.format(context_str=text, query_str="")}],
             engine.registry,
         )
-        assert len(tokenize(prompt, engine.tokenizer, engine.registry).token_ids) + 16 <= window
+        assert len(engine.tokenize(prompt).token_ids) + 16 <= window
     # As few as will do: no text would have fitted behind the one before it.
     room = helper(engine, window)._get_available_chunk_size(TEMPLATE)
     for one, other in pairwise(packed):

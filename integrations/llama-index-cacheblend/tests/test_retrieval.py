@@ -18,9 +18,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import BaseNode, MetadataMode, QueryBundle, TextNode
 from scripted import ScriptedEngine
 
-from cacheblend_rag import TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_questions
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import InputError, TransformersEngine, bundled_questions
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendLLM,

@@ -34,9 +34,7 @@ from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from plain import PlainLLM
 
-from cacheblend_rag import BlendEngine, BlendSettings, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_questions
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_questions, encoder_for
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendLLM,
@@ -218,9 +216,9 @@ class Prompts(BaseEventHandler):
 def test_at_ratio_1_the_answer_is_that_of_a_plain_llm(
     shape: str, engine: BlendEngine, plain: Callable[..., PlainLLM], index: VectorStoreIndex
 ) -> None:
-    apart = engine.registry if shape in SPACE_BEFORE_CHUNK else None
+    apart = engine if shape in SPACE_BEFORE_CHUNK else None
     want = str(SHAPES[shape](plain(apart=apart, max_tokens=TOKENS), index))
-    Settings.llm = ours = CacheBlendLLM(engine=engine, max_tokens=TOKENS, blend=BlendSettings(ratio=1.0))
+    Settings.llm = ours = CacheBlendLLM(engine=engine, max_tokens=TOKENS, ratio=1.0)
     with collect_usage() as calls:
         got = str(SHAPES[shape](ours, index))
     assert got == want
@@ -231,7 +229,7 @@ def test_at_ratio_1_the_answer_is_that_of_a_plain_llm(
 def test_at_15_percent_the_chunks_are_served_from_stored_kv(
     shape: str, engine: BlendEngine, index: VectorStoreIndex, nodes: list[BaseNode]
 ) -> None:
-    Settings.llm = ours = CacheBlendLLM(engine=engine, max_tokens=4, blend=BlendSettings(ratio=0.15))
+    Settings.llm = ours = CacheBlendLLM(engine=engine, max_tokens=4, ratio=0.15)
     prompts = Prompts(texts=[])
     get_dispatcher().event_handlers.append(prompts)
     with collect_usage() as calls:

@@ -13,9 +13,7 @@ from llama_index.core.schema import TextNode
 from pydantic import BaseModel
 from scripted import ScriptedEngine
 
-from cacheblend_rag import BlendSettings, TransformersEngine
-from cacheblend_rag.demo.bundle import bundled_questions
-from cacheblend_rag.errors import InputError
+from cacheblend_rag import InputError, TransformersEngine, bundled_questions
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendChatEngine,
@@ -41,7 +39,7 @@ class TestSynthesizer:
     async def test_it_answers_as_llama_indexs_does(
         self, mode: str, engine: TransformersEngine, index: VectorStoreIndex
     ) -> None:
-        llm = CacheBlendLLM(engine=engine, max_tokens=6, blend=BlendSettings(ratio=1.0))
+        llm = CacheBlendLLM(engine=engine, max_tokens=6, ratio=1.0)
         found = index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
         template = {"text_qa_template": qa_template(), "summary_template": qa_template()}
         want = get_response_synthesizer(llm=llm, response_mode=mode, **template).synthesize(QUESTION, found)
@@ -55,7 +53,7 @@ class TestSynthesizer:
     def test_exactly_the_nodes_chunks_are_found(self, scripted: ScriptedEngine) -> None:
         """A registered chunk that spans two nodes does not take their place."""
         one, two = "The first node, of some length.", "The second node, of some length."
-        from cacheblend_rag.prompts.chunk import make_chunk
+        from cacheblend_rag import make_chunk
 
         scripted.registry.add([make_chunk(f"{one}\n\n{two}", scripted.tokenizer)])
         nodes = [{"node": TextNode(text=text)} for text in (one, two)]
@@ -99,7 +97,7 @@ class TestSynthesizer:
         found = index.as_retriever(similarity_top_k=2).retrieve(QUESTION)
         synthesizer = CacheBlendSynthesizer(scripted, response_mode="tree_summarize", output_cls=Place)
         assert synthesizer.synthesize(QUESTION, found).response == Place(name="Oakcliff")
-        assert scripted.asked[-1][1].json_schema is not None
+        assert scripted.asked[-1].sampling.json_schema is not None
 
     def test_engine_and_llm_must_agree_and_one_is_needed(self, scripted: ScriptedEngine) -> None:
         with pytest.raises(InputError, match="another engine"):
@@ -183,6 +181,6 @@ class TestEngines:
         scripted.context_window = 1150
         chat = CacheBlendChatEngine.from_index(index, engine=scripted, similarity_top_k=6)
         chat.chat(QUESTION)
-        found = [chunk for prompt, _, _ in scripted.asked for chunk in prompt.segments if not isinstance(chunk, str)]
+        found = [span.chunk for request in scripted.asked for span in request.prompt.spans]
         assert len(scripted.asked) > 1
         assert len(found) == 6

@@ -1,0 +1,125 @@
+"""The options of a model and of a call: the same names, defaults and checks for both models; and what a call costs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendEngine, BlendSettings, InputError, Request, TokenizedPrompt, encoder_for
+from langchain_cacheblend import CacheBlendLLM, ChatCacheBlend
+
+from scripted import ScriptedEngine
+
+BOTH = pytest.mark.parametrize("model", [ChatCacheBlend, CacheBlendLLM])
+DEFAULTS = {"max_tokens": None, "temperature": 0.0, "top_p": 1.0, "seed": None, "stop": None}
+BLEND_DEFAULTS = {"ratio": None, "policy": None, "check_layers": None, "reuse": "chunks"}
+OTHERS = {"ratio": 0.3, "policy": "sink", "check_layers": (1, 3), "reuse": "prefix"}
+WRONG = [
+    ("ratio", -0.1),
+    ("ratio", 10**30),
+    ("ratio", "0.5"),
+    ("policy", "no such"),
+    ("policy", ["hkvd"]),
+    ("check_layers", (3, 1)),
+    ("check_layers", (-1,)),
+    ("check_layers", 10**30),
+    ("reuse", "nothing"),
+    ("temperature", -1.0),
+    ("top_p", 0.0),
+    ("max_tokens", 0),
+]
+
+
+@BOTH
+def test_the_options_are_fields_with_these_defaults(model: Any) -> None:
+    assert set(BLEND_DEFAULTS) == {option.name for option in fields(BlendSettings)}
+    for name, default in (DEFAULTS | BLEND_DEFAULTS).items():
+        assert model.model_fields[name].default == default, name
+
+
+@BOTH
+def test_what_is_left_open_is_the_model_profiles(model: Any, scripted: ScriptedEngine) -> None:
+    model(engine=scripted).invoke("Who?")
+    profile, settings = scripted.profile, scripted.requests[-1].settings
+    assert (settings.ratio, settings.policy) == (profile.ratio, profile.policy)
+    assert (settings.check_layers, settings.reuse) == (profile.check_layers, "chunks")
+
+
+@BOTH
+def test_blend_options_of_a_call_go_before_those_of_the_model(model: Any, scripted: ScriptedEngine) -> None:
+    llm = model(engine=scripted, **OTHERS)
+    llm.invoke("Who?")
+    assert scripted.requests[-1].settings == scripted.profile.resolve(BlendSettings(**OTHERS), 8)
+    llm.invoke("Who?", ratio=0.7, policy=None, check_layers=[2], reuse="off")
+    settings = scripted.requests[-1].settings
+    assert (settings.ratio, settings.policy, settings.check_layers) == (0.7, scripted.profile.policy, (2,))
+    assert settings.reuse == "off"
+
+
+@BOTH
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_value_is_named_when_the_model_is_made_and_by_a_call(
+    model: Any, scripted: ScriptedEngine, name: str, value: Any
+) -> None:
+    named = f"{name}.*{re.escape(str(value))}"
+    with pytest.raises(InputError, match=named):
+        model(engine=scripted, **{name: value})
+    llm = model(engine=scripted)
+    with pytest.raises(InputError, match=named):
+        llm.invoke("Who?", **{name: value})
+    with pytest.raises(InputError, match=named):
+        list(llm.stream("Who?", **{name: value}))
+    assert scripted.requests == []
+
+
+@BOTH
+@pytest.mark.parametrize("layers", [(8,), (1, 10**30)])
+def test_a_layer_beyond_the_model_is_refused_by_the_call(model: Any, scripted: ScriptedEngine, layers: Any) -> None:
+    with pytest.raises(InputError, match=f"check_layers is .*{layers[-1]}"):
+        model(engine=scripted, check_layers=layers).invoke("Who?")
+    with pytest.raises(InputError, match=f"check_layers is .*{layers[-1]}"):
+        model(engine=scripted).invoke("Who?", check_layers=layers)
+
+
+@BOTH
+def test_one_stop_string_may_come_alone(model: Any, scripted: ScriptedEngine) -> None:
+    model(engine=scripted).invoke("Who?", stop="to:")
+    assert scripted.requests[-1].sampling.stop == ("to:",)
+
+
+async def ask(llm: Any, way: str) -> None:
+    match way:
+        case "invoke":
+            llm.invoke("Who is the captain?")
+        case "stream":
+            list(llm.stream("Who is the captain?"))
+        case "ainvoke":
+            await llm.ainvoke("Who is the captain?")
+        case "astream":
+            async for _ in llm.astream("Who is the captain?"):
+                pass
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["invoke", "stream", "ainvoke", "astream"])
+async def test_a_prompt_is_tokenised_once(
+    model: Any, way: str, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, texts, prompts = encoder_for(engine.tokenizer), [], []
+    encode, tokenize = encoder.template, engine.tokenize
+    monkeypatch.setattr(encoder, "template", lambda text: texts.append(text) or encode(text))
+    monkeypatch.setattr(engine, "tokenize", lambda prompt: prompts.append(prompt) or tokenize(prompt))
+    await ask(model(engine=engine, max_tokens=1), way)
+    assert len(texts) == 1
+    # What comes back to the engine is tokens already.
+    assert len([prompt for prompt in prompts if not isinstance(prompt, TokenizedPrompt)]) == 1
+
+
+@BOTH
+def test_the_scripted_engine_is_handed_a_request(model: Any, scripted: ScriptedEngine) -> None:
+    model(engine=scripted).invoke("Who?")
+    assert len(scripted.tokenized) == 1
+    assert isinstance(scripted.requests[-1], Request)

@@ -1,0 +1,142 @@
+"""The options of the LLM and of a call: names, defaults and checks; what prompts leave for an answer; what a call costs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+from scripted import ScriptedEngine
+
+from cacheblend_rag import BlendEngine, BlendSettings, InputError, TokenizedPrompt, encoder_for
+from llama_index_cacheblend import CacheBlendLLM, ChunkPreservingPromptHelper, use_engine
+
+USER = [ChatMessage(role="user", content="Who is the captain?")]
+DEFAULTS = {"max_tokens": None, "temperature": 0.0, "top_p": 1.0, "seed": None, "stop": None}
+BLEND_DEFAULTS = {"ratio": None, "policy": None, "check_layers": None, "reuse": "chunks"}
+OTHERS = {"ratio": 0.3, "policy": "sink", "check_layers": (1, 3), "reuse": "prefix"}
+WRONG = [
+    ("ratio", -0.1),
+    ("ratio", 10**30),
+    ("ratio", "0.5"),
+    ("policy", "no such"),
+    ("policy", ["hkvd"]),
+    ("check_layers", (3, 1)),
+    ("check_layers", (-1,)),
+    ("check_layers", 10**30),
+    ("reuse", "nothing"),
+    ("temperature", -1.0),
+    ("top_p", 0.0),
+    ("max_tokens", 0),
+]
+
+
+@pytest.fixture
+def scripted(engine: BlendEngine) -> ScriptedEngine:
+    return ScriptedEngine(engine.tokenizer)
+
+
+def test_the_options_are_fields_with_these_defaults() -> None:
+    assert set(BLEND_DEFAULTS) == {option.name for option in fields(BlendSettings)}
+    for name, default in (DEFAULTS | BLEND_DEFAULTS).items():
+        assert CacheBlendLLM.model_fields[name].default == default, name
+
+
+def test_what_is_left_open_is_the_model_profiles(scripted: ScriptedEngine) -> None:
+    CacheBlendLLM(engine=scripted).chat(USER)
+    profile, settings = scripted.profile, scripted.asked[-1].settings
+    assert (settings.ratio, settings.policy) == (profile.ratio, profile.policy)
+    assert (settings.check_layers, settings.reuse) == (profile.check_layers, "chunks")
+
+
+def test_blend_options_of_a_call_go_before_those_of_the_llm(scripted: ScriptedEngine) -> None:
+    llm = CacheBlendLLM(engine=scripted, **OTHERS)
+    llm.chat(USER)
+    assert scripted.asked[-1].settings == scripted.profile.resolve(BlendSettings(**OTHERS), 8)
+    llm.complete("Who?", ratio=0.7, policy=None, check_layers=[2], reuse="off")
+    settings = scripted.asked[-1].settings
+    assert (settings.ratio, settings.policy, settings.check_layers) == (0.7, scripted.profile.policy, (2,))
+    assert settings.reuse == "off"
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_value_is_named_when_the_llm_is_made_and_by_a_call(
+    scripted: ScriptedEngine, name: str, value: Any
+) -> None:
+    named = f"{name}.*{re.escape(str(value))}"
+    with pytest.raises(InputError, match=named):
+        CacheBlendLLM(engine=scripted, **{name: value})
+    with pytest.raises(InputError, match=named):
+        use_engine(scripted, **{name: value})
+    llm = CacheBlendLLM(engine=scripted)
+    with pytest.raises(InputError, match=named):
+        llm.chat(USER, **{name: value})
+    with pytest.raises(InputError, match=named):
+        llm.stream_complete("Who?", **{name: value})
+    assert scripted.asked == []
+
+
+@pytest.mark.parametrize("layers", [(8,), (1, 10**30)])
+def test_a_layer_beyond_the_model_is_refused_by_the_call(scripted: ScriptedEngine, layers: Any) -> None:
+    with pytest.raises(InputError, match=f"check_layers is .*{layers[-1]}"):
+        CacheBlendLLM(engine=scripted, check_layers=layers).chat(USER)
+    with pytest.raises(InputError, match=f"check_layers is .*{layers[-1]}"):
+        CacheBlendLLM(engine=scripted).complete("Who?", check_layers=layers)
+
+
+def test_without_max_tokens_an_answer_gets_512_or_what_the_window_leaves(engine: BlendEngine) -> None:
+    wide, narrow = ScriptedEngine(engine.tokenizer), ScriptedEngine(engine.tokenizer, window=60)
+    for scripted in (wide, narrow):
+        CacheBlendLLM(engine=scripted).chat(USER)
+    assert wide.asked[-1].sampling.max_tokens == 512
+    assert narrow.asked[-1].sampling.max_tokens == 60 - len(narrow.asked[-1].prompt.token_ids) > 0
+    CacheBlendLLM(engine=wide, max_tokens=9).chat(USER, max_tokens=None)
+    assert wide.asked[-1].sampling.max_tokens == 512
+
+
+@pytest.mark.parametrize(("window", "left"), [(8192, 512), (2048, 512), (1000, 250), (300, 75)])
+def test_prompts_leave_room_for_an_answer_without_max_tokens(engine: BlendEngine, window: int, left: int) -> None:
+    scripted = ScriptedEngine(engine.tokenizer, window=window)
+    assert CacheBlendLLM(engine=scripted).metadata.num_output == left
+    assert ChunkPreservingPromptHelper(scripted).num_output == left
+    assert CacheBlendLLM(engine=scripted, max_tokens=7).metadata.num_output == 7
+    template = PromptTemplate("{context_str}\n\nQuestion: {query_str}")
+    (packed, *more) = ChunkPreservingPromptHelper(scripted).repack(template, ["The bell tower leans. "] * window)
+    assert more
+    CacheBlendLLM(engine=scripted).complete(template.format(context_str=packed, query_str="Which?"))
+    assert scripted.asked[-1].sampling.max_tokens >= left
+
+
+async def ask(llm: CacheBlendLLM, way: str) -> None:
+    match way:
+        case "chat":
+            llm.chat(USER)
+        case "complete":
+            llm.complete("Who is the captain?")
+        case "stream_chat":
+            list(llm.stream_chat(USER))
+        case "achat":
+            await llm.achat(USER)
+        case "astream_complete":
+            async for _ in await llm.astream_complete("Who is the captain?"):
+                pass
+
+
+@pytest.mark.parametrize("way", ["chat", "complete", "stream_chat", "achat", "astream_complete"])
+async def test_a_prompt_is_tokenised_once(way: str, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, texts, prompts = encoder_for(engine.tokenizer), [], []
+    encode, tokenize = encoder.template, engine.tokenize
+    monkeypatch.setattr(encoder, "template", lambda text: texts.append(text) or encode(text))
+    monkeypatch.setattr(engine, "tokenize", lambda prompt: prompts.append(prompt) or tokenize(prompt))
+    await ask(CacheBlendLLM(engine=engine, max_tokens=1), way)
+    assert len(texts) == 1
+    # What comes back to the engine is tokens already.
+    assert len([prompt for prompt in prompts if not isinstance(prompt, TokenizedPrompt)]) == 1
+
+
+def test_a_prompt_without_known_chunks_keeps_its_text_for_an_engine_that_is_a_client(scripted: ScriptedEngine) -> None:
+    CacheBlendLLM(engine=scripted).complete("Who is the captain?", formatted=True)
+    assert scripted.asked[-1].prompt.text == scripted.text_asked() == "Who is the captain?"
