@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DATA = "Data set"
 _STORE_BYTES = 2 << 30
+_SKIPPED_SHOWN = 3
 
 Dataset = Annotated[
     str,
@@ -131,7 +132,9 @@ def evaluate_command(
         print_json({**result.as_json(), "report_file": str(page)})
         return
     _print_result(result)
-    typer.echo(f"\nanswers  {result.answers_file}\nreport   {page}")
+    if not result.settings["files"]:
+        typer.echo()
+    typer.echo(f"answers  {result.answers_file}\nreport   {page}")
 
 
 _FEWER = EvalOptions(limit=40)
@@ -172,6 +175,17 @@ def _print_result(result: EvalResult) -> None:
         count = next(iter(found.values()))["n"]
         typer.echo(f"\n{kind or 'no kind'}, {count} questions\n")
         typer.echo(table(_rows(found, result.labels)))
+    _print_skipped(result)
+
+
+def _print_skipped(result: EvalResult) -> None:
+    for name, digest in result.settings["files"].items():
+        typer.echo(f"\ndata     {name}  {digest}")
+    if result.skipped:
+        count = len(result.skipped)
+        typer.echo(f"skipped  {count} row{'s' if count > 1 else ''} that cannot be used; the report names all")
+        for row in result.skipped[:_SKIPPED_SHOWN]:
+            typer.echo(f"         {row}")
 
 
 def _rows(methods: dict[str, Any], labels: dict[str, str]) -> list[list[str]]:
@@ -198,5 +212,6 @@ def _rows(methods: dict[str, Any], labels: dict[str, str]) -> list[list[str]]:
 def _with_interval(found: dict[str, Any], key: str) -> str:
     if found[key] is None:
         return "-"
-    low, high = found["intervals_95"][key]
-    return f"{found[key]:.1%} [{low:.1%}, {high:.1%}]"
+    interval = found["intervals_95"][key]
+    ends = "-" if interval is None else f"{interval[0]:.1%}, {interval[1]:.1%}"
+    return f"{found[key]:.1%} [{ends}]"

@@ -54,7 +54,7 @@ def ablate(
 ) -> dict[str, Any]:
     """Return ``{variant: {ratio: {"kl", "low", "high"}}}``; ``none`` is full KV reuse, ``oracle`` knows all layers.
 
-    The prompts should not share chunks: intervals resample them one by one.
+    The prompts should not share chunks: intervals resample them one by one. Fewer than five have none: its ends are None.
 
     Raises:
         ModelError: The model is not blended.
@@ -91,8 +91,8 @@ def ablate(
     }
 
 
-def _with_interval(values: list[float]) -> dict[str, float]:
-    low, high = mean_interval(values, [""] * len(values))
+def _with_interval(values: list[float]) -> dict[str, float | None]:
+    low, high = mean_interval(values, [""] * len(values)) or (None, None)
     return {"kl": float(np.mean(values)), "low": low, "high": high}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +13,7 @@ import torch
 from cacheblend_rag.bench.measure import take_turns
 from cacheblend_rag.blending.gate import first_token_kl
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.evaluation.methods import Method, Reply
 from cacheblend_rag.evaluation.metrics import exact_match, f1, f1_of_tokens, rouge_l
 from cacheblend_rag.evaluation.prepare import Preparer
@@ -94,6 +95,19 @@ def _read(path: Path, settings: dict[str, Any]) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True)
+class Answered:
+    """What was answered.
+
+    Attributes:
+        rows: A row per sample and method, in their order.
+        skipped: Samples of which no prompt can be made, and why.
+    """
+
+    rows: list[Row]
+    skipped: list[tuple[Sample, str]]
+
+
 def answer_all(
     engine: BlendEngine,
     preparer: Preparer,
@@ -101,8 +115,8 @@ def answer_all(
     methods: Sequence[Method],
     answers: AnswersFile,
     progress: Progress | None = None,
-) -> list[Row]:
-    """Answer every sample by every method and return the rows, those of an interrupted run included.
+) -> Answered:
+    """Answer every sample by every method; rows of an interrupted run are kept, samples without a prompt are skipped.
 
     The chunks of a sample are precomputed first (indexing is not part of a TTFT). The methods of a sample take turns in going
     first, so that a busy or throttling machine slows all of them alike. One answer per method is made and thrown away at the
@@ -117,15 +131,23 @@ def answer_all(
         methods: How.
         answers: Where the rows go.
         progress: Called with samples done, of how many, and what is at hand.
+
+    Raises:
+        InputError: No sample has a prompt.
     """
     say = progress or (lambda done, total, at: None)
     done = answers.done()
     warm = False
+    skipped: list[tuple[Sample, str]] = []
     for number, sample in enumerate(samples):
         say(number, len(samples), sample.id)
         if all((sample.id, method.key) in done for method in methods):
             continue
-        case = preparer.case(sample)
+        try:
+            case = preparer.case(sample)
+        except (InputError, PromptTooLongError) as error:
+            skipped.append((sample, str(error)))
+            continue
         engine.precompute(case.chunks)
         if not warm:
             for method in methods:
@@ -142,7 +164,9 @@ def answer_all(
     # Names may have changed between runs: what a row is called follows from its key.
     names = {method.key: method.name for method in methods}
     rows = [{**row, "method": names[row["key"]]} for row in kept]
-    return sorted(rows, key=lambda row: (wanted[row["id"]], order[row["key"]]))
+    if not rows:
+        raise InputError(f"None of the {len(samples)} questions can be asked: {skipped[0][1]}")
+    return Answered(sorted(rows, key=lambda row: (wanted[row["id"]], order[row["key"]])), skipped)
 
 
 def _row(engine: BlendEngine, case: EvalCase, method: Method, replies: dict[str, Reply]) -> Row:
@@ -161,6 +185,7 @@ def _row(engine: BlendEngine, case: EvalCase, method: Method, replies: dict[str,
         "question": sample.question,
         "answers": list(sample.answers),
         "answer": answer,
+        "text": reply.text,
         "em": exact_match(answer, sample.answers),
         "f1": f1(answer, sample.answers),
         "f1_model_tokens": f1_of_tokens(answer, sample.answers, engine.tokenizer),

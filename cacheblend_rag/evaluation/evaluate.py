@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.answers import AnswersFile, Progress, Row, answer_all
-from cacheblend_rag.evaluation.datasets import load_samples
+from cacheblend_rag.evaluation.datasets import load_data_set
 from cacheblend_rag.evaluation.methods import DEFAULT, SettingsMethod, make_methods
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_rag.evaluation.samples import Skipped
 from cacheblend_rag.evaluation.summary import find_worst, summarize
 
 
@@ -27,7 +29,7 @@ class EvalSettings:
     """What to evaluate.
 
     Attributes:
-        dataset: Name or file; see :func:`~cacheblend_rag.evaluation.datasets.load_samples`.
+        dataset: Name or file; see :func:`~cacheblend_rag.evaluation.datasets.load_data_set`.
         data: Where named data sets are.
         methods: See :func:`~cacheblend_rag.evaluation.methods.make_methods`.
         blend: Settings of the method ``blend``.
@@ -54,10 +56,13 @@ class EvalResult:
     """What a run found.
 
     Attributes:
-        settings: Everything the answers depend on, and how many there are.
+        settings: Everything the answers depend on, ``files`` with their hashes included, and how many there are.
         labels: Methods by name, as people read them.
         summary: See :func:`~cacheblend_rag.evaluation.summary.summarize`.
-        worst: The worst disagreements of each method but full recompute with it.
+        worst_of: The method whose disagreements with full recompute are shown: the blend, or another one if it has none;
+            None if every answer agrees, or full recompute is not among the methods.
+        worst: Its worst ones; see :func:`~cacheblend_rag.evaluation.summary.find_worst`.
+        skipped: Rows of the data set that could not be used.
         machine: Machine and library versions.
         rows: Every answer.
         answers_file: Where they are; None if they were kept in memory.
@@ -66,7 +71,9 @@ class EvalResult:
     settings: dict[str, Any]
     labels: dict[str, str]
     summary: dict[str, Any]
+    worst_of: str | None
     worst: list[dict[str, Any]]
+    skipped: list[Skipped]
     machine: dict[str, Any]
     rows: list[Row]
     answers_file: Path | None
@@ -77,7 +84,9 @@ class EvalResult:
             "settings": self.settings,
             **self.summary,
             "labels": self.labels,
+            "worst_of": self.worst_of,
             "worst": self.worst,
+            "skipped": [asdict(row) for row in self.skipped],
             "machine": self.machine,
             "answers_file": None if self.answers_file is None else str(self.answers_file),
         }
@@ -103,7 +112,7 @@ def evaluate(
         raise ModelError(f"This model is not blended, so there is nothing to compare: {engine.gate.reason}.")
     methods = make_methods(settings.methods, engine.profile.resolve(settings.blend, engine.num_layers))
     engine.rank_for(*(method.settings for method in methods if isinstance(method, SettingsMethod)))
-    samples = load_samples(
+    data = load_data_set(
         settings.dataset,
         settings.data,
         settings.limit,
@@ -113,37 +122,54 @@ def evaluate(
         chunks=settings.demo_chunks or settings.preparation.k,
         chunk_tokens=settings.preparation.chunk_tokens,
     )
-    set_header(engine, samples)
-    settled = identify_run(engine, settings, samples[0].instruction)
+    set_header(engine, data.samples)
+    settled = identify_run(engine, settings, data.files, data.samples[0].instruction)
     file = None
     if out is not None:
         digest = hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()[:8]
         name = Path(settings.dataset).stem
         file = out / f"answers-{name}-{digest}.jsonl"
     with AnswersFile(file, settled) as answers:
-        rows = answer_all(engine, Preparer(engine, settings.preparation), samples, methods, answers, progress)
-    compared = [method.name for method in methods if method.name != "full"]
-    shown = "blend" if "blend" in compared else compared[0] if compared else "full"
+        preparer = Preparer(engine, settings.preparation)
+        answered = answer_all(engine, preparer, data.samples, methods, answers, progress)
+    rows = answered.rows
+    compared = sorted((m.name for m in methods if m.name != "full"), key=lambda name: name != "blend")
+    worst_of, worst = find_worst(rows, compared)
+    source = next(iter(data.files), settings.dataset)
+    unasked = [Skipped(source, sample.where or sample.id, why) for sample, why in answered.skipped]
     return EvalResult(
-        settings={**settled, "limit": settings.limit, "questions": len(samples)},
+        settings={**settled, "limit": settings.limit, "questions": len({row["id"] for row in rows})},
         labels={method.name: method.label for method in methods},
         summary=summarize(rows),
-        worst=find_worst(rows, method=shown),
+        worst_of=worst_of,
+        worst=worst,
+        skipped=[*data.skipped, *unasked],
         machine=describe_machine(engine.runner.device),
         rows=rows,
         answers_file=file,
     )
 
 
-def identify_run(engine: TransformersEngine, settings: EvalSettings, instruction: str | None) -> dict[str, Any]:
-    """Return what answers depend on besides method and sample (a method's key holds its own settings), for JSON."""
+def identify_run(
+    engine: TransformersEngine, settings: EvalSettings, files: Mapping[str, str], instruction: str | None
+) -> dict[str, Any]:
+    """Return what answers depend on besides method and sample (a method's key holds its own settings), for JSON.
+
+    Args:
+        engine: The model.
+        settings: What is evaluated.
+        files: Every file of the data set, by name, with its hash.
+        instruction: The first sentence of the prompts.
+    """
     return {
         "model": engine.fingerprint.name,
         "fingerprint": engine.fingerprint.digest,
+        "tokenizer": _hash_tokenizer(engine.tokenizer),
         "dtype": str(engine.runner.dtype).removeprefix("torch."),
         "device": str(engine.runner.device),
         "threads": torch.get_num_threads(),
         "dataset": settings.dataset,
+        "files": dict(files),
         "seed": settings.seed,
         "demo_chunks": settings.demo_chunks,
         "kinds": settings.kinds,
@@ -154,3 +180,13 @@ def identify_run(engine: TransformersEngine, settings: EvalSettings, instruction
         },
         **asdict(settings.preparation),
     }
+
+
+def _hash_tokenizer(tokenizer: Any) -> str:
+    """Return a hash of what turns a prompt into tokens: the model's fingerprint does not cover it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    for state in ("truncation", "padding"):  # set by use
+        rules.pop(state, None)
+    text = json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True)
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"

@@ -1,4 +1,4 @@
-"""Means, medians and differences with 95% bootstrap intervals."""
+"""95% intervals of shares, means and quantiles; none where a sample is too small, or too uniform, to say anything."""
 
 from __future__ import annotations
 
@@ -6,22 +6,44 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from scipy.stats import beta
 
 RESAMPLES: Final = 2000
 CONFIDENCE: Final = 0.95
 MIN_GROUPS: Final = 8
-"""With fewer groups their resampling says nothing: values are resampled one by one."""
+"""With fewer groups nothing can be said about them: values count one by one."""
+MIN_VALUES: Final = 5
+"""With fewer values resampling says nothing: there is no bootstrap interval."""
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Interval = tuple[float, float]
 
 
-def mean_interval(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> tuple[float, float]:
-    """Return the bootstrap interval of the mean of ``values``, resampling whole groups.
+def share_interval(values: Sequence[float], groups: Sequence[str]) -> Interval:
+    """Return the Clopper-Pearson interval of the mean of ``values``, each 0 or 1, for as many values as are independent.
 
-    Values of one group (questions about the same chunks) are not independent; resampling them one by one would make the
-    interval too narrow. An empty group name is a group of its own. With fewer than :data:`MIN_GROUPS` groups values are
-    resampled one by one all the same, and the interval is only a lower bound of the uncertainty.
+    Values of one group (questions about the same chunks) are not independent: what counts is how many independent values
+    would have a mean of this variance (Korn and Graubard, 1998). All-equal values show no variance, so that each group
+    counts once. An empty group name is a group of its own. With fewer than :data:`MIN_GROUPS` groups values count one by
+    one all the same, and the interval is only a lower bound of the uncertainty.
     """
+    sums, counts = _by_group(values, groups)
+    total, share = float(counts.sum()), float(sums.sum() / counts.sum())
+    if len(sums) >= MIN_GROUPS:
+        total = min(total, _independent(sums, counts, share))
+    successes, tail = share * total, (1 - CONFIDENCE) / 2
+    low = float(beta.ppf(tail, successes, total - successes + 1)) if successes else 0.0
+    high = float(beta.ppf(1 - tail, successes + 1, total - successes)) if share < 1 else 1.0
+    return low, high
+
+
+def mean_interval(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> Interval | None:
+    """Return the bootstrap interval of the mean of ``values``, resampling whole groups; see :func:`share_interval`.
+
+    Returns None for fewer than :data:`MIN_VALUES` values, and for values that are all equal.
+    """
+    if len(values) < MIN_VALUES:
+        return None
     sums, counts = _by_group(values, groups)
     if len(sums) < MIN_GROUPS:
         sums, counts = np.asarray(values, np.float64), np.ones(len(values))
@@ -30,8 +52,10 @@ def mean_interval(values: Sequence[float], groups: Sequence[str], seed: int = 0)
     return _quantiles(means)
 
 
-def median_interval(values: Sequence[float], seed: int = 0, quantile: float = 0.5) -> tuple[float, float]:
-    """Return the bootstrap interval of a quantile of ``values``."""
+def quantile_interval(values: Sequence[float], seed: int = 0, quantile: float = 0.5) -> Interval | None:
+    """Return the bootstrap interval of a quantile of ``values``; None as :func:`mean_interval`."""
+    if len(values) < MIN_VALUES:
+        return None
     array = np.asarray(values, np.float64)
     return _quantiles(np.quantile(array[_draws(len(array), seed)], quantile, axis=1))
 
@@ -50,11 +74,19 @@ def _by_group(values: Sequence[float], groups: Sequence[str]) -> tuple[Floats, F
     return np.array(sums), np.array(counts)
 
 
+def _independent(sums: Floats, counts: Floats, share: float) -> float:
+    """Return how many independent values the grouped ones are worth."""
+    if share in (0, 1):
+        return len(sums)
+    spread = float(np.square(sums - share * counts).sum())
+    return float(share * (1 - share) * counts.sum() ** 2 / spread) if spread else float("inf")
+
+
 def _draws(count: int, seed: int) -> Any:
     return np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
 
 
-def _quantiles(values: Floats) -> tuple[float, float]:
+def _quantiles(values: Floats) -> Interval | None:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(values, (tail, 1 - tail))
-    return float(low), float(high)
+    return (float(low), float(high)) if low < high else None

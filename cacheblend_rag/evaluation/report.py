@@ -50,15 +50,17 @@ def render_page(
     subtitle: str,
     sections: Sequence[Section],
     settings: Mapping[str, Any],
-    worst: Sequence[Mapping[str, Any]] | None = None,
-    labels: Mapping[str, str] | None = None,
+    result: EvalResult | None = None,
 ) -> str:
-    """Return the page; every text is escaped. ``worst`` None leaves that part out, an empty list says there is none."""
+    """Return the page; every text is escaped. Without a ``result`` the worst disagreements are left out."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string((files("cacheblend_rag.evaluation") / "report.html.j2").read_text("utf-8"))
-    return template.render(
-        title=title, subtitle=subtitle, sections=sections, settings=settings, worst=worst, labels=labels or {}
-    )
+    shown = {key: _in_words(value) for key, value in settings.items()}
+    return template.render(title=title, subtitle=subtitle, sections=sections, settings=shown, result=result)
+
+
+def _in_words(value: Any) -> Any:
+    return ", ".join(f"{key} {one}" for key, one in value.items()) or "none" if isinstance(value, Mapping) else value
 
 
 def write_report(path: Path, result: EvalResult) -> Path:
@@ -66,15 +68,15 @@ def write_report(path: Path, result: EvalResult) -> Path:
     settings = result.settings
     subtitle = (
         f"{settings['questions']} questions, up to {settings['k']} chunks of {settings['chunk_tokens']} tokens; "
-        "95% bootstrap intervals over groups of questions that share chunks"
+        "95% intervals: Clopper-Pearson for exact match and agreement, bootstrap for the others, both over groups of questions "
+        "that share chunks; – where fewer than five questions, or values that are all equal, say nothing"
     )
     page = render_page(
         f"{settings['model']} on {Path(settings['dataset']).name}",
         subtitle,
         result_sections(result),
         {**settings, **result.machine, "answers": result.answers_file.name if result.answers_file else "in memory"},
-        result.worst,
-        result.labels,
+        result,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
@@ -93,6 +95,11 @@ def result_sections(result: EvalResult) -> list[Section]:
             for kind, found in kinds.items()
         ]
         sections.append(Section("kinds", "By kind of question", svg=_kinds_plot(result), tables=tables))
+    if result.skipped:
+        count = len(result.skipped)
+        rows = [[Cell(row.file), Cell(row.where), Cell(row.why)] for row in result.skipped]
+        text = f"{count} row{'s' if count > 1 else ''} of the data set could not be used; no number here counts them."
+        sections.append(Section("skipped", "Skipped rows", [text], tables=[Table(("file", "row", "why"), rows)]))
     return sections
 
 
@@ -128,7 +135,7 @@ def _cell(
 ) -> Cell:
     if value is None:
         return Cell("–")
-    ends = "" if interval is None else " – ".join(form.format(end * scale) for end in interval)
+    ends = "–" if interval is None else " – ".join(form.format(end * scale) for end in interval)
     return Cell(form.format(value * scale) + unit, ends)
 
 
@@ -138,6 +145,12 @@ def _score(result: EvalResult) -> tuple[str, str]:
     return ("rouge_l", "Rouge-L") if summary_like else ("em", "exact match")
 
 
+def _ends(found: Mapping[str, Any], key: str) -> tuple[float, float]:
+    """Return where an interval is drawn: at the value, without width, where there is none."""
+    low, high = found["intervals_95"][key] or (found[key], found[key])
+    return low, high
+
+
 def _overview(result: EvalResult) -> str:
     key, label = _score(result)
     methods = result.summary["methods"]
@@ -145,10 +158,13 @@ def _overview(result: EvalResult) -> str:
         names = list(methods)
         for index, name in enumerate(names):
             found, look = methods[name], style(name, index)
-            low, high = found["intervals_95"][key]
             value = found[key]
+            low, high = _ends(found, key)
             left.barh(index, value, color=look["color"], height=0.62)
-            left.errorbar(value, index, xerr=[[value - low], [high - value]], color="#333333", capsize=3, linewidth=1)
+            if low < high:
+                left.errorbar(
+                    value, index, xerr=[[value - low], [high - value]], color="#333333", capsize=3, linewidth=1
+                )
             left.annotate(f" {value:.1%}", (high, index), va="center", fontsize=8.5)
             right.plot(
                 found["ttft_s"]["median"] * 1000,
@@ -159,17 +175,18 @@ def _overview(result: EvalResult) -> str:
                 marker=look["marker"],
                 label=result.labels[name],
             )
-            right.errorbar(
-                found["ttft_s"]["median"] * 1000,
-                value,
-                yerr=[[value - low], [high - value]],
-                color=look["color"],
-                linewidth=1,
-                capsize=2,
-            )
+            if low < high:
+                right.errorbar(
+                    found["ttft_s"]["median"] * 1000,
+                    value,
+                    yerr=[[value - low], [high - value]],
+                    color=look["color"],
+                    linewidth=1,
+                    capsize=2,
+                )
         left.set_yticks(range(len(names)), [result.labels[name] for name in names])
         left.invert_yaxis()
-        left.set_xlim(0, max(1.0, *(m["intervals_95"][key][1] for m in methods.values())) * 1.14)
+        left.set_xlim(0, max(1.0, *(_ends(m, key)[1] for m in methods.values())) * 1.14)
         left.grid(axis="y", visible=False)
         left.set_title(label)
         right.set_title(f"{label} against TTFT")
@@ -190,7 +207,7 @@ def _kinds_plot(result: EvalResult) -> str:
             found = [kinds[kind].get(name) for kind in kinds]
             at = [i + (index - (len(names) - 1) / 2) * width for i, one in enumerate(found) if one is not None]
             values = [one[key] for one in found if one is not None]
-            ends = [one["intervals_95"][key] for one in found if one is not None]
+            ends = [_ends(one, key) for one in found if one is not None]
             errors = [[v - low for v, (low, _) in zip(values, ends, strict=True)]]
             errors.append([high - v for v, (_, high) in zip(values, ends, strict=True)])
             axes.bar(at, values, width * 0.92, color=style(name, index)["color"], label=result.labels[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cacheblend_rag.prompts.chunk import Chunk
@@ -28,6 +28,7 @@ class Sample:
         kind: Kind of question, reported apart; empty if the data set tells none.
         group: Samples of one group share their texts; confidence intervals resample groups.
         instruction: First sentence of the prompt; every sample of a data set has the same.
+        where: The row it was read from, as ``line 3``; empty for a generated one.
     """
 
     id: str
@@ -39,6 +40,26 @@ class Sample:
     kind: str = ""
     group: str = ""
     instruction: str = DEFAULT_INSTRUCTION
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that cannot be used.
+
+    Attributes:
+        file: The file's name.
+        where: The row's line, number or key in it.
+        why: What is wrong with it.
+    """
+
+    file: str
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        """Return it in a line."""
+        return f"{self.file}, {self.where}: {self.why}"
 
 
 @dataclass(frozen=True)

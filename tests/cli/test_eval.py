@@ -72,6 +72,38 @@ def test_eval_prints_a_table(run, model_dir, questions, tmp_path):
         assert text in result.stdout
 
 
+def test_eval_prints_what_was_skipped_and_no_interval_without_width(run, model_dir, questions, tmp_path):
+    questions.write_text(
+        questions.read_text().split("\n")[0] + '\n{"question": "Who?", "chunks": ["x"], "answers": 3}\n'
+    )
+    args = (
+        "--model",
+        model_dir,
+        "--dataset",
+        questions,
+        "--max-tokens",
+        "2",
+        "--out",
+        tmp_path,
+        "--methods",
+        "full,prefix",
+    )
+    result = run("eval", *args)
+    assert result.exit_code == 0, result.stderr
+    assert "skipped  1 row that" in result.stdout
+    assert "questions.jsonl, line 2: an answer must be a string, found int" in result.stdout
+    assert "xxh3_128:" in result.stdout
+    assert "100.0% [2.5%, 100.0%]" in result.stdout
+    assert "[100.0%, 100.0%]" not in result.stdout
+    assert "[0.0%, 0.0%]" not in result.stdout
+    found = as_json(run("eval", *args, "--json"))
+    assert len(found["skipped"]) == 1
+    assert found["methods"]["full"]["intervals_95"]["f1"] is None
+    page = Path(found["report_file"]).read_text()
+    assert "100.0 – 100.0" not in page
+    assert "Skipped rows" in page
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -180,6 +180,16 @@ class EngineContract:
             events = list(engine.stream(prompt, SamplingParams(max_tokens=12, stop=(stop,))))
             assert "".join(e.text for e in events) == got.text
 
+    def test_answers_end_at_the_tokenizers_end_token_though_no_config_names_one(self, engine, prompt) -> None:
+        end = engine.tokenizer.eos_token_id
+        assert end is not None
+        for seed in range(16):  # so hot that any token comes up soon
+            got = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=2.0, seed=seed))
+            assert end not in got.token_ids
+            if got.finish_reason == "stop":
+                return
+        raise AssertionError("No answer has ended before its 200 tokens.")
+
     def test_sampling_is_repeatable_by_seed_and_differs_without_it(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         hot = [SamplingParams(max_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pytest
+import xxhash
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.evaluation.datasets import demo_samples, find_file, load_samples, read_samples
+from cacheblend_rag.evaluation.datasets import demo_samples, find_file, hash_files, load_data_set, read_data_set
 from cacheblend_rag.evaluation.datasets.fiction.samples import KINDS
 from tests.conftest import tokenizer_named
 
@@ -34,6 +37,17 @@ LONGBENCH = {
     "dataset": "2wikimqa",
     "_id": "l1",
 }
+
+
+CTXS = {
+    "ctxs": [{"title": "Gull", "text": "A ship built in 1889."}, {"title": "", "text": "It sails."}],
+    "question": "When was the Gull built?",
+    "answers": ["1889"],
+}
+
+
+def read_samples(file, seed=0):
+    return read_data_set(file, seed).samples
 
 
 def write(path, rows, kind="jsonl"):
@@ -111,9 +125,9 @@ def test_plain_rows_bring_chunks_or_documents(tmp_path):
     ("content", "named"),
     [
         ('{"question": "Q"}', "line 1"),
-        ('{"question": "Q", "answers": [], "chunks": ["x"]}', "an answer"),
-        ('{"question": "Q", "answer": "A", "chunks": [3]}', "strings"),
-        ('{"question": "Q", "answer": "A", "chunks": ["x"]}\nnonsense', "line 2"),
+        ('{"question": "Q", "answers": [], "chunks": ["x"]}', "no answer"),
+        ('{"question": "Q", "answer": "A", "chunks": [3]}', "a text must be a string, found int"),
+        ("nonsense\nmore", "line 2: this is no JSON"),
         ("[1, 2]", "row 1"),
         ("[]", "no rows"),
         (json.dumps([{**MUSIQUE, "paragraphs": [{"title": "x"}]}]), "paragraph_text"),
@@ -126,7 +140,111 @@ def test_what_cannot_be_read_is_named(tmp_path, content, named):
         read_samples(file)
 
 
+GOOD = {"question": "Q", "answer": "A", "chunks": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"question": "Q", "answer": "A"}, "unknown format"),
+        ({"answer": "A", "chunks": ["x"]}, "unknown format"),
+        ({**GOOD, "chunks": []}, "no text"),
+        ({**GOOD, "chunks": [" ", ""]}, "no text"),
+        ({"question": "Q", "answer": "A", "context": ""}, "no text"),
+        ({"question": "Q", "answer": "A", "documents": None}, "NoneType"),
+        ({**GOOD, "question": " "}, "question is empty"),
+        ({**GOOD, "question": 7}, "question is no string"),
+        ({**GOOD, "answer": 1889}, "an answer must be a string, found int"),
+        ({**GOOD, "chunks": {"a": "b"}}, "a text must be a string, found dict"),
+        ({**GOOD, "task": "poem"}, "poem"),
+        ({**MUSIQUE, "question": None}, "question is no string"),
+        ({**MUSIQUE, "paragraphs": []}, "no text"),
+        ({**MUSIQUE, "paragraphs": [{"title": "Gull", "paragraph_text": None}]}, "NoneType"),
+        ({**TITLED, "context": [["Gull", 3]]}, "a text must be a string, found int"),
+        ({**TITLED, "context": [["Gull"]]}, "unpack"),
+        ({**LONGBENCH, "context": ""}, "no text"),
+        ({**LONGBENCH, "answers": None}, "NoneType"),
+        ({**CTXS, "ctxs": []}, "no text"),
+        ({**CTXS, "ctxs": [{"title": "Gull", "text": ""}]}, "no text"),
+        ({**CTXS, "ctxs": [{"title": "Gull"}]}, "the field 'text' is missing"),
+        ({**CTXS, "ctxs": "Gull"}, "indices"),
+        (["Q", "A"], "expected a JSON object, found list"),
+    ],
+)
+def test_a_bad_row_is_skipped_and_named(tmp_path, row, why):
+    found = read_data_set(write(tmp_path / "a.jsonl", [GOOD, row, GOOD]))
+    assert len(found.samples) == 2
+    (skipped,) = found.skipped
+    assert (skipped.file, skipped.where) == ("a.jsonl", "line 2")
+    assert why in skipped.why
+    with pytest.raises(InputError, match="line 1"):
+        read_data_set(write(tmp_path / "b.jsonl", [row, row]))
+
+
+def test_a_line_that_is_no_json_is_skipped_and_named(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(f"{json.dumps(GOOD)}\nnonsense\n")
+    found = read_data_set(file)
+    assert len(found.samples) == 1
+    assert [str(row) for row in found.skipped] == [
+        "a.jsonl, line 2: this is no JSON (Expecting value: line 1 column 1 (char 0))"
+    ]
+
+
+def test_many_bad_rows_are_counted_in_the_error(tmp_path):
+    with pytest.raises(InputError, match=r"line 3: .*and 4 more rows"):
+        read_data_set(write(tmp_path / "a.jsonl", [{"x": 1}] * 7))
+
+
+def test_one_sentence_is_not_taken_for_a_list_of_letters(tmp_path):
+    row = {**TITLED, "context": [["Gull", "Built in 1889."]]}
+    assert read_samples(write(tmp_path / "a.jsonl", [row]))[0].texts == ("Gull\nBuilt in 1889.",)
+    row = {**LONGBENCH, "answers": "Ada"}
+    assert read_samples(write(tmp_path / "b.jsonl", [row]))[0].answers == ("Ada",)
+
+
+def test_the_files_of_cacheblends_authors_are_read_one_chunk_a_passage(tmp_path):
+    nested = {**CTXS, "answers": [["1889", "in 1889"]]}
+    first, second = read_samples(write(tmp_path / "musique_s.json", [CTXS, nested], "json"))
+    assert first.texts == ("Gull\nA ship built in 1889.", "It sails.")
+    assert (first.packing, first.task, first.answers) == ("ready", "qa", ("1889",))
+    assert second.answers == ("1889", "in 1889")
+    row = {
+        "ctxs": [{"title": "", "text": f"Dialogue: A: {word}\nSummary: A says {word}."} for word in ("hi", "bye")],
+        "question": "Dialogue: C: no\nSummary: ",
+        "answers": ["C refuses."],
+    }
+    (dialogue,) = read_samples(write(tmp_path / "samsum.json", [row], "json"))
+    assert dialogue.texts == ("Dialogue: A: hi\nSummary: A says hi.", "Dialogue: A: bye\nSummary: A says bye.")
+    assert dialogue.question.endswith("Dialogue: C: no")
+    assert dialogue.task == "dialogue"
+    row = {**CTXS, "question": "Write a one-page summary of all the news.", "answers": ["A ship sails."]}
+    (summary,) = read_samples(write(tmp_path / "multi_news.json", [row], "json"))
+    assert summary.task == "summary"
+
+
+def test_a_published_file_of_that_layout_is_read():
+    directory = os.environ.get("CACHEBLEND_DATA")
+    file = Path(directory or "nowhere") / "nq" / "nq-open-oracle.jsonl.gz"
+    if not file.is_file():
+        pytest.skip("CACHEBLEND_DATA holds no nq/nq-open-oracle.jsonl.gz")
+    found = read_data_set(file)
+    assert len(found.samples) == 2655
+    assert not found.skipped
+    assert found.samples[0].texts[0].startswith("List of Nobel laureates in Physics\n")
+
+
+def test_a_file_is_named_with_the_hash_of_its_content(tmp_path):
+    file = write(tmp_path / "a.jsonl", [GOOD])
+    digest = read_data_set(file).files["a.jsonl"]
+    assert digest == f"xxh3_128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
+    assert hash_files(str(file), None) == read_data_set(file).files
+    write(file, [{**GOOD, "answer": "B"}])
+    assert read_data_set(file).files["a.jsonl"] != digest
+
+
 def test_named_data_sets_are_found_in_the_users_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("CACHEBLEND_DATA", raising=False)
     file = write(tmp_path / "musique" / "musique_ans_v1.0_dev.jsonl", [MUSIQUE])
     assert (
         find_file("musique", tmp_path)
@@ -145,16 +263,16 @@ def test_named_data_sets_are_found_in_the_users_directory(tmp_path, monkeypatch)
 def test_limit_draws_by_seed_and_keeps_the_files_order(tmp_path):
     rows = [{"id": f"q{i:02}", "question": "Q", "answer": "A", "chunks": ["x"]} for i in range(30)]
     file = write(tmp_path / "a.jsonl", rows)
-    ids = [s.id for s in load_samples(str(file), None, 10, 3, None)]
+    ids = [s.id for s in load_data_set(str(file), None, 10, 3, None).samples]
     assert ids == sorted(ids)
     assert len(ids) == 10
-    assert ids == [s.id for s in load_samples(str(file), None, 10, 3, None)]
-    assert ids != [s.id for s in load_samples(str(file), None, 10, 4, None)]
+    assert ids == [s.id for s in load_data_set(str(file), None, 10, 3, None).samples]
+    assert ids != [s.id for s in load_data_set(str(file), None, 10, 4, None).samples]
 
 
 def test_unknown_data_sets_are_refused():
     with pytest.raises(InputError, match="no data set 'squad'"):
-        load_samples("squad", None, 1, 0, None)
+        load_data_set("squad", None, 1, 0, None)
 
 
 def test_demo_questions_follow_the_seed_and_come_in_every_kind():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -230,6 +231,36 @@ def test_figures_of_a_blend_of_ratio_0_are_not_taken_for_the_profiles(engine, tm
     zero = replace(SMALL, blend=BlendSettings(0.0))
     kept = [_settings(Context(engine, settings, tmp_path), FIGURES[2]) for settings in (zero, SMALL)]
     assert kept[0] != kept[1]
+
+
+def test_figures_of_a_changed_data_file_are_measured_anew(engine, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    rows = [
+        {"question": f"Q{i}?", "answers": ["x"], "chunks": [f"{word} {i}" for word in ("harbour", "dawn", "grain")]}
+        for i in range(3)
+    ]
+    settings = replace(SMALL, dataset=str(file))
+
+    def once(rows):
+        file.write_text("\n".join(map(json.dumps, rows)))
+        page = make_figures(Context(engine, settings, tmp_path / "out", repeat=1), [8]).read_text()
+        return page, json.loads((tmp_path / "out" / "figure-08.json").read_text())
+
+    first, second = once(rows), once([*rows[:2], {**rows[2], "chunks": ["canary 1", "cello 2", "anchor 3"]}])
+    assert first[1]["rows"] != second[1]["rows"]
+    assert first[1]["settings"]["files"] != second[1]["settings"]["files"]
+    assert second[1]["settings"]["files"]["questions.jsonl"] in second[0]
+
+
+def test_a_data_file_that_changes_between_figures_ends_the_run(engine, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    row = {"question": "Q?", "answers": ["x"], "chunks": ["harbour", "dawn"]}
+    file.write_text(json.dumps(row))
+    context = Context(engine, replace(SMALL, dataset=str(file)), tmp_path, repeat=1)
+    assert context.identity["files"]
+    file.write_text(json.dumps({**row, "answers": ["y"]}))
+    with pytest.raises(InputError, match="has changed"):
+        context.evaluate(("full",), lambda *_: None)
 
 
 class _Flat:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
-from cacheblend_rag.evaluation.intervals import mean_interval, median_interval
+from cacheblend_rag.evaluation.intervals import mean_interval, quantile_interval, share_interval
 from cacheblend_rag.evaluation.metrics import exact_match, f1, f1_of_tokens, normalize, rouge_l
 from tests.conftest import tokenizer_named
 
@@ -75,5 +76,38 @@ def test_intervals_cover_the_true_mean_about_as_often_as_they_say():
 
 def test_a_quantiles_interval_holds_the_quantile():
     values = list(map(float, range(100)))
-    low, high = median_interval(values, quantile=0.9)
+    low, high = quantile_interval(values, quantile=0.9)
     assert low < np.quantile(values, 0.9) < high
+
+
+@pytest.mark.parametrize(("ones", "n"), [(0, 1), (1, 1), (1, 2), (5, 5), (3, 20), (40, 40)])
+def test_a_shares_interval_is_the_exact_binomial_one_and_never_without_width(ones, n):
+    found = share_interval([1.0] * ones + [0.0] * (n - ones), [""] * n)
+    assert found == pytest.approx(tuple(binomtest(ones, n).proportion_ci(0.95, "exact")))
+    assert found[0] < found[1]
+
+
+def test_a_shares_interval_is_wider_where_questions_share_chunks():
+    values = [float(i % 2) for i in range(40) for _ in range(10)]
+    groups = [str(i) for i in range(40) for _ in range(10)]
+    assert share_interval(values, groups) == pytest.approx(share_interval(values[::10], [""] * 40))
+    # Where all agree, questions about the same chunks prove no more than one of them.
+    assert share_interval([1.0] * 400, groups) == pytest.approx(share_interval([1.0] * 40, [""] * 40))
+    mixed = share_interval([1.0, 0.0] * 200, groups)
+    assert mixed == pytest.approx(share_interval([1.0, 0.0] * 200, [""] * 400))
+
+
+def test_shares_intervals_cover_the_true_share_at_least_as_often_as_they_say():
+    generator = np.random.default_rng(2)
+    covered = 0
+    for _ in range(300):
+        share = generator.uniform(0.5, 1.0)
+        low, high = share_interval((generator.random(12) < share).astype(float).tolist(), [""] * 12)
+        covered += low <= share <= high
+    assert covered >= 285
+
+
+@pytest.mark.parametrize("values", [[0.3], [0.3, 0.9, 0.1, 0.2], [0.7] * 30])
+def test_too_few_values_or_equal_ones_have_no_bootstrap_interval(values):
+    assert mean_interval(values, [""] * len(values)) is None
+    assert quantile_interval(values) is None

@@ -12,9 +12,11 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.evaluation.answers import AnswersFile, answer_all
 from cacheblend_rag.evaluation.baselines import MapReduce, MapRerank
-from cacheblend_rag.evaluation.evaluate import EvalSettings, evaluate
+from cacheblend_rag.evaluation.datasets import hash_files
+from cacheblend_rag.evaluation.evaluate import EvalSettings, evaluate, identify_run
 from cacheblend_rag.evaluation.methods import make_methods
 from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_rag.evaluation.report import write_report
 from cacheblend_rag.evaluation.samples import Sample
 from cacheblend_rag.evaluation.summary import find_worst, summarize
 from cacheblend_rag.prompts.chunk import make_chunk
@@ -35,7 +37,7 @@ def run(engine, names="full,prefix,reuse,blend", samples=SAMPLES, path=None, ble
     methods = make_methods(names.split(","), ModelProfile().resolve(blend or BlendSettings(0.3), 8))
     set_header(engine, samples)
     with AnswersFile(path, {"x": 1}) as answers:
-        return answer_all(engine, Preparer(engine, FEW), samples, methods, answers)
+        return answer_all(engine, Preparer(engine, FEW), samples, methods, answers).rows
 
 
 def test_methods_answer_the_same_prompt_and_differ_in_what_they_compute(engine):
@@ -101,8 +103,11 @@ def test_summary_counts_kinds_apart_and_follows_from_the_rows(engine):
         assert numbers["n"] == 2
         assert numbers["computed_tokens"] == sum(row["computed_tokens"] for row in mine) / 2
         assert numbers["agreement_with_full"] == sum(row["agrees_with_full"] for row in mine) / 2
-        for low, high in (numbers["intervals_95"]["computed_share"], numbers["intervals_95"]["ttft_s"]["median"]):
-            assert low <= high
+        low, high = numbers["intervals_95"]["agreement_with_full"]
+        assert low <= numbers["agreement_with_full"] <= high
+        assert high - low > 0.8
+        # Two questions say nothing about how numbers scatter.
+        assert numbers["intervals_95"]["computed_share"] is numbers["intervals_95"]["ttft_s"]["median"] is None
     assert found["methods"]["full"]["computed_share"] == 1
 
 
@@ -112,21 +117,45 @@ def test_without_full_recompute_there_is_nothing_to_agree_with(engine):
     assert found["first_token_kl"] is None
 
 
-def test_worst_disagreements_come_first_and_agreements_not_at_all():
-    def row(number, method, answer, em, kl):
-        scores = {"em": em, "f1": em, "rouge_l": em, "first_token_kl": kl}
-        return {"id": str(number), "method": method, "answer": answer, "task": "qa", "kind": "", **scores} | {
-            "question": "Q",
-            "answers": ["a"],
-        }
+def row(number, method, answer, em=1.0, kl=0.0, agrees=None, text=None):
+    scores = {"em": em, "f1": em, "rouge_l": em, "first_token_kl": kl}
+    return {
+        "id": str(number),
+        "method": method,
+        "answer": answer,
+        "text": text or answer,
+        "agrees_with_full": answer == "a" if agrees is None else agrees,
+        "task": "qa",
+        "kind": "",
+        "question": "Q",
+        "answers": ["a"],
+        **scores,
+    }
 
+
+def test_worst_disagreements_come_first_and_agreements_not_at_all():
     answers = [("a", 1, 0.1), ("b", 0, 5.0), ("c", 0, 0.2), ("a", 1, 9.0)]
     rows = []
     for number, (answer, em, kl) in enumerate(answers):
         rows += [row(number, "full", "a", 1, 0.0), row(number, "blend", answer, em, kl)]
     rows += [row(4, "full", "x", 0, 0.0), row(4, "blend", "y", 0, 8.0)]
-    assert [case["id"] for case in find_worst(rows)] == ["1", "2", "4"]
-    assert find_worst(rows)[0]["replies"] == {"full": "a", "blend": "b"}
+    method, worst = find_worst(rows, ["blend"])
+    assert method == "blend"
+    assert [case["id"] for case in worst] == ["1", "2", "4"]
+    assert worst[0]["replies"] == {"full": "a", "blend": "b"}
+
+
+def test_answers_that_differ_behind_their_first_line_are_disagreements_too():
+    rows = [row(0, "full", "a"), row(0, "blend", "a", agrees=False, text="a\nand more")]
+    method, worst = find_worst(rows, ["blend"])
+    assert method == "blend"
+    assert worst[0]["replies"]["blend"] == "a\nand more"
+
+
+def test_where_the_blend_always_agrees_the_next_method_is_shown():
+    rows = [row(0, "full", "a"), row(0, "blend", "a"), row(0, "reuse", "b", 0.0)]
+    assert find_worst(rows, ["blend", "reuse"])[0] == "reuse"
+    assert find_worst(rows[:2], ["blend"]) == (None, [])
 
 
 def test_long_documents_are_cut_and_the_nearest_chunks_kept_in_reading_order(engine):
@@ -238,3 +267,68 @@ def test_evaluate_writes_a_file_that_grows_with_the_limit(engine, tmp_path):
     assert len(first.rows) == 6
     assert more.rows[:6] == first.rows
     assert more.summary["methods"]["full"]["n"] == 5
+
+
+def test_a_changed_data_file_is_answered_anew_and_named_with_its_hash(engine, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    settings = EvalSettings(str(file), methods=("full", "reuse"), preparation=FEW)
+
+    def once(answer):
+        file.write_text(json.dumps({"id": "q", "question": "Q?", "answers": [answer], "chunks": list(TEXTS)}))
+        return evaluate(engine, settings, tmp_path / "out")
+
+    first, second = once("Ada"), once("Bo")
+    assert second.rows[0]["answers"] == ["Bo"]
+    assert first.answers_file != second.answers_file
+    again = once("Ada")
+    assert again.answers_file == first.answers_file
+    assert again.rows == first.rows
+    assert first.as_json()["settings"]["files"] == hash_files(str(file), None) != second.settings["files"]
+
+
+def test_another_tokenizer_or_template_is_another_run(engine):
+    settings = EvalSettings("demo", preparation=FEW)
+    kept, template = identify_run(engine, settings, {}, None), engine.tokenizer.chat_template
+    assert kept == identify_run(engine, settings, {}, None)
+    try:
+        engine.tokenizer.chat_template = "{{ messages[0].content }}"
+        assert identify_run(engine, settings, {}, None) != kept
+    finally:
+        engine.tokenizer.chat_template = template
+
+
+def test_a_row_that_makes_no_prompt_is_skipped_and_named(engine, tmp_path):
+    good = {"question": "Q?", "answers": ["x"], "chunks": list(TEXTS)}
+    rows = [good, {**good, "chunks": ["harbour " * 9000]}, {**good, "chunks": []}, good]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    result = evaluate(engine, EvalSettings(str(file), methods=("full", "blend"), preparation=FEW))
+    assert result.settings["questions"] == result.summary["methods"]["full"]["n"] == 2
+    skipped = {row["where"]: row["why"] for row in result.as_json()["skipped"]}
+    assert set(skipped) == {"line 2", "line 3"}
+    assert "context window" in skipped["line 2"]
+    page = write_report(tmp_path / "page.html", result).read_text()
+    assert "2 rows of the data set could not be used" in page
+    assert "line 2" in page
+    file.write_text(json.dumps(rows[1]))
+    with pytest.raises(InputError, match="None of the 1 questions"):
+        evaluate(engine, EvalSettings(str(file), preparation=FEW))
+
+
+def test_the_report_says_none_only_where_every_method_agrees(engine, tmp_path):
+    def page(methods):
+        result = evaluate(engine, EvalSettings(str(file), methods=methods, preparation=FEW))
+        return write_report(tmp_path / "page.html", result).read_text(), result
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps({"question": "Q?", "answers": ["x"], "chunks": list(TEXTS)}))
+    text, result = page(("full", "hkvd@1"))
+    assert result.summary["methods"]["hkvd@1"]["agreement_with_full"] == 1
+    assert "every answer is the one full recompute gives" in text
+    text, result = page(("full", "hkvd@1", "reuse"))
+    assert result.summary["methods"]["reuse"]["agreement_with_full"] == 0
+    assert "every answer is the one" not in text
+    assert "Worst disagreements of full KV reuse" in text
+    text, _ = page(("reuse", "blend"))
+    assert "every answer is the one" not in text
+    assert "Not known" in text

@@ -23,6 +23,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.blendable import why_not_blendable
+from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
@@ -103,7 +104,7 @@ class TransformersEngine(BlendEngine):
         self._lock = threading.Lock()
         self._closed = False
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
-        self._end_tokens = _end_tokens(loaded.model)
+        self._end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
         self.rope: Rope | None = None
         refusal = why_not_blendable(config)
         self.gate = GateReport(False, refusal) if refusal else self._run_gate()
@@ -298,11 +299,3 @@ def _generation(request: Request, prefill: _Prefill, answer: AnswerBuilder, timi
         ratio=prefill.ratio,
         logprobs=tuple(answer.logprobs),
     )
-
-
-def _end_tokens(model: Any) -> frozenset[int]:
-    configs = (getattr(model, "generation_config", None), model.config)
-    found = next((c.eos_token_id for c in configs if c is not None and c.eos_token_id is not None), None)
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, (list, tuple)) else [found])

@@ -21,6 +21,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
@@ -105,7 +106,8 @@ class BlendClient:
         self._write_back = write_back
         ranks = llm.vllm_config.parallel_config.tensor_parallel_size
         self.entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks)
-        self._end_tokens = _end_tokens(llm)
+        model = llm.model_config
+        self._end_tokens = end_tokens(model.hf_text_config, model.try_get_generation_config(), launch.tokenizer)
         self._background: set[asyncio.Task[Any]] = set()
         self._names = (f"cacheblend-{uuid4().hex[:8]}-{n}" for n in itertools.count())
         probe = probe_ids(self.tokenizer, int(llm.model_config.get_vocab_size()), self.context_window)
@@ -309,6 +311,8 @@ class BlendClient:
             top_p=sampling.top_p,
             seed=sampling.seed,
             stop=list(sampling.stop),
+            # vLLM knows those of the generation config and the tokenizer alone.
+            stop_token_ids=sorted(self._end_tokens),
             detokenize=self.tokenizer is not None,
             structured_outputs=None
             if schema is None
@@ -337,14 +341,3 @@ def _logprobs(piece: CompletionOutput, count: int | None) -> list[TokenLogprob]:
         top = likeliest(((i, p.logprob) for i, p in ranked.items()), count)
         found.append(TokenLogprob(token, ranked[token].logprob, top))
     return found
-
-
-def _end_tokens(llm: EngineClient) -> frozenset[int]:
-    config = llm.model_config
-    found: set[int] = set()
-    for value in (
-        config.try_get_generation_config().get("eos_token_id"),
-        getattr(config.hf_text_config, "eos_token_id", None),
-    ):
-        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return frozenset(found)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.samples import Skipped
 
 ENVIRONMENT = "CACHEBLEND_DATA"
 
@@ -65,31 +70,74 @@ def find_file(name: str, data: Path | None) -> Path:
     )
 
 
-def read_rows(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the rows of a JSON array, a JSON object of rows, or JSON lines (gzipped or not), each with where it stands.
+@dataclass(frozen=True)
+class RowsFile:
+    """A file as it was read.
+
+    Attributes:
+        rows: Its rows, each with where it stands.
+        skipped: What is no row.
+        digest: Hash of the bytes that were read.
+    """
+
+    rows: list[tuple[str, dict[str, Any]]]
+    skipped: list[Skipped]
+    digest: str
+
+
+def hash_file(file: Path) -> str:
+    """Return the hash of a file's bytes, as ``xxh3_128:`` and hex digits.
 
     Raises:
-        InputError: The file cannot be read; the message names the line.
+        InputError: The file cannot be read.
     """
+    return _hash(_read_bytes(file))
+
+
+def read_rows(file: Path) -> RowsFile:
+    """Return the rows of a JSON array, a JSON object of rows, or JSON lines (gzipped or not).
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    raw = _read_bytes(file)
     try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        text = raw.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+        text = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise InputError(f"{file} cannot be read: {error}.") from error
-    rows = _parse(text, file)
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise InputError(f"{file}, {where}: expected a JSON object, found {type(row).__name__}.")
-    if not rows:
+    found = RowsFile([], [], _hash(raw))
+    for where, row in _parse(text):
+        if isinstance(row, dict):
+            found.rows.append((where, row))
+        else:
+            why = f"this is no JSON ({row})" if isinstance(row, ValueError) else _no_object(row)
+            found.skipped.append(Skipped(file.name, where, why))
+    if not found.rows and not found.skipped:
         raise InputError(f"{file} holds no rows.")
-    return rows
+    return found
 
 
-def _parse(text: str, file: Path) -> list[tuple[str, Any]]:
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error}.") from error
+
+
+def _hash(raw: bytes) -> str:
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(raw)}"
+
+
+def _no_object(row: Any) -> str:
+    return f"expected a JSON object, found {type(row).__name__}"
+
+
+def _parse(text: str) -> list[tuple[str, Any]]:
+    """Return rows with where they stand; instead of a line that is no JSON stands what is wrong with it."""
     try:
         whole = json.loads(text)
     except ValueError:
-        return _parse_lines(text, file)
+        return _parse_lines(text)
     if isinstance(whole, list):
         return [(f"row {i}", row) for i, row in enumerate(whole, 1)]
     if isinstance(whole, dict) and isinstance(whole.get("data"), list):
@@ -99,13 +147,13 @@ def _parse(text: str, file: Path) -> list[tuple[str, Any]]:
     return [("line 1", whole)]
 
 
-def _parse_lines(text: str, file: Path) -> list[tuple[str, Any]]:
-    rows = []
+def _parse_lines(text: str) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
     # Not splitlines: U+2028 and the like stand inside JSON strings.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 rows.append((f"line {number}", json.loads(line)))
             except ValueError as error:
-                raise InputError(f"{file}, line {number}: this is no JSON ({error}).") from error
+                rows.append((f"line {number}", error))
     return rows

@@ -1,12 +1,14 @@
 """Rows of the data sets in use, told apart by their fields.
 
-MuSiQue, 2WikiMultihopQA and HotpotQA as published, SAMSum and MultiNews, LongBench rows and prompts, and plain JSON lines.
+MuSiQue, 2WikiMultihopQA and HotpotQA as published, SAMSum and MultiNews, LongBench rows and prompts, the files of CacheBlend's
+authors (``ctxs``), and plain JSON lines.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag.errors import InputError
@@ -20,7 +22,13 @@ DIALOGUE = "Summarize each dialogue in a few short sentences, as these examples 
 _PASSAGE = re.compile(r"^Passage \d+:\n", re.MULTILINE)
 _QUESTION = re.compile(r"(?:\n[^\n]*)?\n+(?:Question|Query):\s*(?P<question>[^\n]+)\s*\nAnswer:\s*$")
 _DIALOGUE = re.compile(r"^Dialogue: ", re.MULTILINE)
+_SUMMARY_REQUEST = re.compile(r"\s*(?:Write|Give|Provide)\b[^\n]{0,40}\bsummary\b|\s*Summari[sz]e\b", re.IGNORECASE)
 _LONGBENCH_SUMMARIES = {"multi_news", "gov_report", "qmsum", "vcsum"}
+
+PLAIN_FORMAT = (
+    'A row of your own is {"question": "...", "answers": ["..."], "chunks": ["...", "..."]}, or with "documents" instead of '
+    '"chunks" to have them cut and retrieved from.'
+)
 
 Row = Mapping[str, Any]
 
@@ -40,19 +48,44 @@ def sample_of(row: Row, name: str) -> Sample | None:
     """
     for fits, read in _FORMATS:
         if fits(row):
-            return read(row, str(row.get("id") or row.get("_id") or name))
-    raise InputError(
-        f"unknown format (fields: {', '.join(map(str, row))}). Write "
-        '{"question": "...", "answers": ["..."], "chunks": ["...", "..."]}, or "documents" instead of "chunks" to have them '
-        "cut and retrieved from."
-    )
+            sample = read(row, str(row.get("id") or row.get("_id") or name))
+            return None if sample is None else _checked(sample)
+    raise InputError(f"unknown format (fields: {', '.join(map(str, row)) or 'none':.200})")
+
+
+def _checked(sample: Sample) -> Sample:
+    """Return ``sample`` without blank answers and texts; raise if nothing can be asked, answered from or scored."""
+    for what, value in (("question", sample.question), ("instruction", sample.instruction)):
+        if not isinstance(value, str):
+            raise TypeError(f"the {what} is no string but {type(value).__name__}")
+    if not sample.question.strip():
+        raise ValueError("the question is empty")
+    answers = _strings(sample.answers, "an answer")
+    if not answers:
+        raise ValueError("there is no answer to score with")
+    texts = _strings(sample.texts, "a text")
+    # Dialogues get theirs from the other rows of the file.
+    if not texts and (sample.texts or sample.task != "dialogue"):
+        raise ValueError("there is no text to answer from: the context is missing or empty")
+    return replace(sample, answers=answers, texts=texts)
+
+
+def _strings(value: Any, what: str) -> tuple[str, ...]:
+    """Return a string, or a list of strings, as those that are not blank."""
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{what} must be a string, found {type(value).__name__}")
+    for one in values:
+        if not isinstance(one, str):
+            raise TypeError(f"{what} must be a string, found {type(one).__name__}")
+    return tuple(one for one in values if one.strip())
 
 
 def _musique(row: Row, name: str) -> Sample | None:
     if row.get("answerable") is False:
         return None
-    texts = tuple(f"{p['title']}\n{p['paragraph_text']}" for p in row["paragraphs"])
-    answers = (row["answer"], *row.get("answer_aliases", ()))
+    texts = tuple(_passage(p["title"], p["paragraph_text"]) for p in row["paragraphs"])
+    answers = (row["answer"], *_strings(row.get("answer_aliases", ()), "an alias"))
     return Sample(name, row["question"], answers, texts, kind=name.split("__", maxsplit=1)[0][:4], instruction=QA)
 
 
@@ -60,7 +93,7 @@ def _titled(row: Row, name: str) -> Sample:
     context = row["context"]
     if isinstance(context, Mapping):  # as the Hugging Face hub has it
         context = list(zip(context["title"], context.get("sentences", context.get("content")), strict=True))
-    texts = tuple(f"{title}\n{' '.join(s.strip() for s in sentences)}" for title, sentences in context)
+    texts = tuple(_passage(title, " ".join(s.strip() for s in _strings(body, "a text"))) for title, body in context)
     return Sample(name, row["question"], (row["answer"],), texts, kind=str(row.get("type", "")), instruction=QA)
 
 
@@ -82,16 +115,16 @@ def _longbench(row: Row, name: str) -> Sample:
     context = _clean(row["context"])
     if kind == "samsum":
         question = _clean(row["input"]).removeprefix("Dialogue:").rsplit("\nSummary:", 1)[0].strip()
-        return _few_shot(name, question, tuple(row["answers"]), context)
+        return _few_shot(name, question, _strings(row["answers"], "an answer"), context)
     if kind in _LONGBENCH_SUMMARIES:
         question = row["input"].strip() or SUMMARY_REQUEST
-        return _long(name, question, tuple(row["answers"]), context, "summary", SUMMARY)
-    return _long(name, row["input"], tuple(row["answers"]), context, "qa", QA)
+        return _long(name, question, _strings(row["answers"], "an answer"), context, "summary", SUMMARY)
+    return _long(name, row["input"], _strings(row["answers"], "an answer"), context, "qa", QA)
 
 
 def _longbench_prompt(row: Row, name: str) -> Sample:
     # The first paragraph tells the model what to do; we have our own words for that.
-    prompt, gold = _clean(row["origin_prompt"]).partition("\n\n")[2], tuple(row["gold"])
+    prompt, gold = _clean(row["origin_prompt"]).partition("\n\n")[2], _strings(row["gold"], "an answer")
     asked = _QUESTION.search(prompt)
     if asked is not None:
         return _long(name, asked["question"], gold, prompt[: asked.start()], "qa", QA)
@@ -125,19 +158,43 @@ def dialogue_example(dialogue: str, summary: str) -> str:
     return f"Dialogue: {dialogue}\nSummary: {summary}"
 
 
+def _contexts(row: Row, name: str) -> Sample:
+    """The layout of the data files of CacheBlend's authors, of DPR and of FiD: retrieved passages, each of them a chunk."""
+    answers = row["answers"]
+    if isinstance(answers, (list, tuple)):  # the authors' 2WikiMultihopQA nests them
+        answers = tuple(one for answer in answers for one in _strings(answer, "an answer"))
+    question, ctxs = row["question"], row["ctxs"]
+    bodies = [_strings(passage["text"], "a text") for passage in ctxs]
+    if bodies and all(body and body[0].lstrip().startswith("Dialogue:") for body in bodies):
+        # Few-shot examples; the question is a dialogue with an open "Summary:" behind it.
+        dialogue = question.strip().removeprefix("Dialogue:").rsplit("\nSummary:", 1)[0].strip()
+        texts = tuple(text.strip() for body in bodies for text in body)
+        return Sample(name, dialogue_request(dialogue), answers, texts, "ready", "dialogue", instruction=DIALOGUE)
+    texts = tuple(_passage(passage.get("title") or "", passage["text"]) for passage in ctxs)
+    if _SUMMARY_REQUEST.match(question):
+        return Sample(name, question, answers, texts, "ready", "summary", instruction=SUMMARY)
+    return Sample(name, question, answers, texts, "ready", instruction=QA)
+
+
+def _passage(title: Any, text: Any) -> str:
+    """Return a passage below its title; nothing where there is a title alone, which answers nothing."""
+    body = "\n".join(_strings(text, "a text"))
+    heading = "".join(_strings(title, "a title"))
+    return f"{heading}\n{body}" if heading and body else body
+
+
 def _plain(row: Row, name: str) -> Sample:
-    answers = row.get("answers", row.get("answer"))
-    answers = (answers,) if isinstance(answers, str) else tuple(answers)
-    texts = row["chunks"] if "chunks" in row else row.get("documents", row.get("context"))
-    texts = (texts,) if isinstance(texts, str) else tuple(texts)
-    if not all(isinstance(text, str) for text in (row["question"], *answers, *texts)) or not answers:
-        raise ValueError("question, answers and texts must be strings, and there must be an answer")
+    answers = _strings(row.get("answers", row.get("answer")), "an answer")
+    given = row["chunks"] if "chunks" in row else row.get("documents", row.get("context"))
+    texts = _strings(given, "a text")
     task = row.get("task", "qa")
     if task not in ("qa", "summary", "dialogue"):
         raise ValueError(f"task {task!r} is not qa, summary or dialogue")
+    if not texts:
+        raise ValueError("there is no text to answer from: the context is missing or empty")
     extra = {"instruction": row["instruction"]} if "instruction" in row else {}
     packing: Packing = "ready" if "chunks" in row else "split"
-    return Sample(name, row["question"], answers, texts, packing, task, row.get("kind", ""), **extra)
+    return Sample(name, row["question"], answers, texts, packing, task, str(row.get("kind", "")), **extra)
 
 
 def _clean(text: str) -> str:
@@ -152,6 +209,7 @@ def _has(*fields: str) -> Callable[[Row], bool]:
 _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row, str], Sample | None]], ...] = (
     (_has("paragraphs", "question", "answer"), _musique),
     (lambda row: _has("question", "answer", "context")(row) and not isinstance(row["context"], str), _titled),
+    (_has("ctxs", "question", "answers"), _contexts),
     (_has("origin_prompt", "gold"), _longbench_prompt),
     (_has("input", "context", "answers", "dataset"), _longbench),
     (_has("dialogue", "summary"), _dialogue),

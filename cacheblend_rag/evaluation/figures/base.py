@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.evaluation.datasets import load_samples
-from cacheblend_rag.evaluation.evaluate import EvalResult, EvalSettings, evaluate
+from cacheblend_rag.errors import InputError, ModelError, PromptTooLongError
+from cacheblend_rag.evaluation.datasets import hash_files, load_data_set
+from cacheblend_rag.evaluation.evaluate import EvalResult, EvalSettings, evaluate, identify_run
 from cacheblend_rag.evaluation.inspector import PromptInspector
 from cacheblend_rag.evaluation.prepare import Preparer, set_header
 
@@ -70,11 +71,17 @@ class Context:
         return self.engine.profile.resolve(self.settings.blend, self.engine.num_layers)
 
     def evaluate(self, methods: Sequence[str], say: Say, **changes: Any) -> EvalResult:
-        """Evaluate the data set by ``methods``; what earlier figures have answered is not answered again."""
+        """Evaluate the data set by ``methods``; what earlier figures have answered is not answered again.
+
+        Raises:
+            InputError: The data set's file is not the one that the run began with.
+        """
         settings = replace(self.settings, methods=tuple(methods), **changes)
         result = evaluate(
             self.engine, settings, self.out, lambda done, total, at: say(done / total, f"question {done} of {total}")
         )
+        if result.settings["files"] != self.identity["files"]:
+            raise InputError(f"{self.settings.dataset} has changed since the run began; start it again.")
         self._results[(tuple(methods), tuple(sorted(changes)))] = result
         return result
 
@@ -91,10 +98,16 @@ class Context:
         return next((r for (_, changed), r in self._results.items() if not changed and "blend" in r.labels), None)
 
     @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What every figure depends on; the data set's files are hashed once, as the run begins."""
+        files = hash_files(self.settings.dataset, self.settings.data)
+        return {**identify_run(self.engine, self.settings, files, None), "limit": self.settings.limit}
+
+    @cached_property
     def inspectors(self) -> list[PromptInspector]:
         """A few prompts of the data set to look into, those whose question needs two chunks first."""
         how = self.settings.preparation
-        samples = load_samples(
+        data = load_data_set(
             self.settings.dataset,
             self.settings.data,
             8 * _INSPECTED,
@@ -104,9 +117,19 @@ class Context:
             chunks=how.k,
             chunk_tokens=how.chunk_tokens,
         )
-        set_header(self.engine, samples)
-        samples.sort(key=lambda sample: "cross" not in sample.kind)
+        set_header(self.engine, data.samples)
+        samples = sorted(data.samples, key=lambda sample: "cross" not in sample.kind)
         chosen = list({sample.group or sample.id: sample for sample in reversed(samples)}.values())
         chosen.sort(key=lambda sample: "cross" not in sample.kind)
         preparer = Preparer(self.engine, how)
-        return [PromptInspector.of_case(self.engine, preparer.case(sample)) for sample in chosen[:_INSPECTED]]
+        found: list[PromptInspector] = []
+        for sample in chosen:
+            try:
+                found.append(PromptInspector.of_case(self.engine, preparer.case(sample)))
+            except (InputError, PromptTooLongError, ModelError) as error:
+                why = error  # no prompt can be made of it, or none with stale KV
+            if len(found) == _INSPECTED:
+                break
+        if not found:
+            raise ModelError(f"There is no prompt to look into: {why}")
+        return found

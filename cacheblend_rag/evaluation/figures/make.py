@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.evaluation.evaluate import identify_run
 from cacheblend_rag.evaluation.figures import attention, deviation, quality, speed
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row
 from cacheblend_rag.evaluation.figures.findings import FINDINGS
@@ -114,8 +113,7 @@ def _make(context: Context, figure: Figure, say: Callable[[float, str], None]) -
 
 def _settings(context: Context, figure: Figure) -> dict[str, Any]:
     text = {
-        **identify_run(context.engine, context.settings, None),
-        "limit": context.settings.limit,
+        **context.identity,
         "blend": context.blend.to_params(),
         "repeat": context.repeat,
         "figure": figure.number,
@@ -136,16 +134,14 @@ def _read(file: Path, settings: dict[str, Any]) -> list[Row] | None:
 def _write_page(context: Context, sections: Sequence[Section]) -> Path:
     engine = context.engine
     result = context.main
-    settings = {**identify_run(engine, context.settings, None), "limit": context.settings.limit}
     page = context.out / "index.html"
     page.write_text(
         render_page(
             f"{engine.fingerprint.name}: the paper's figures",
             "Each figure of CacheBlend (arXiv 2405.16444) measured on this model, with what the paper found beside it",
             [*sections, *(result_sections(result) if result is not None else [])],
-            {**settings, **describe_machine(engine.runner.device)},
-            None if result is None else result.worst,
-            {} if result is None else result.labels,
+            {**context.identity, **describe_machine(engine.runner.device)},
+            result,
         ),
         encoding="utf-8",
     )

@@ -22,11 +22,11 @@ CORE: Final = ("full", "prefix", "reuse", "blend", "map_reduce", "map_rerank")
 
 
 def _quality(result: EvalResult, **more: Any) -> list[Row]:
-    """Return a row per method: score with interval, TTFT, tokens."""
+    """Return a row per method: score with interval (None where there is none), TTFT, tokens."""
     key = "rouge_l" if any(row["task"] != "qa" for row in result.rows) else "f1"
     rows = []
     for name, found in result.summary["methods"].items():
-        low, high = found["intervals_95"][key]
+        low, high = found["intervals_95"][key] or (None, None)
         agreement = found["agreement_with_full"]
         rows.append(
             {
@@ -49,6 +49,11 @@ def _quality(result: EvalResult, **more: Any) -> list[Row]:
     return rows
 
 
+def _ends(row: Row) -> tuple[float, float]:
+    """Return where a row's interval is drawn: at its value, without width, where it has none."""
+    return (row["quality"], row["quality"]) if row["low"] is None else (row["low"], row["high"])
+
+
 def _measure_counts(context: Context, say: Say) -> list[Row]:
     rows = []
     for at, count in enumerate(_COUNTS):
@@ -68,7 +73,7 @@ def _draw_counts(rows: Sequence[Row]) -> Drawing:
     with figure(6.0, 3.6) as (made, axes):
         for name in ("full", "blend", "reuse"):
             mine = [row for row in rows if row["method"] == name]
-            interval = ([row["low"] for row in mine], [row["high"] for row in mine])
+            interval = tuple(zip(*map(_ends, mine), strict=True))
             draw_points(
                 axes,
                 name,
@@ -94,14 +99,14 @@ def _draw_ttft(rows: Sequence[Row], names: Sequence[str] = ("full", "prefix", "r
         for index, row in enumerate(row for row in rows if row["method"] in names):
             look = style(row["method"], index)
             x, y = row["ttft_median_s"] * 1000, row["quality"]
-            axes.errorbar(
-                x, y, [[y - row["low"]], [row["high"] - y]], color=look["color"], linewidth=1.2, capsize=3, zorder=2
-            )
+            low, high = _ends(row)
+            if row["low"] is not None:
+                axes.errorbar(x, y, [[y - low], [high - y]], color=look["color"], linewidth=1.2, capsize=3, zorder=2)
             axes.plot(
                 x, y, look["marker"], color=look["color"], markersize=10, label=row["label"], zorder=3, clip_on=False
             )
         axes.set_xlim(0, axes.get_xlim()[1] * 1.08)
-        axes.set_ylim(0, max(0.05, 1.05 * max(row["high"] for row in rows)))
+        axes.set_ylim(0, max(0.05, 1.05 * max(_ends(row)[1] for row in rows)))
         axes.set_xlabel("time to first token, ms (median)")
         axes.set_ylabel(rows[0]["score"])
         axes.annotate(
@@ -132,7 +137,7 @@ def _draw_ratios(rows: Sequence[Row]) -> Drawing:
     with figure(8.0, 3.4, columns=2) as (made, (left, right)):
         x = [row["ratio"] * 100 for row in blends]
         look = style("blend")
-        left.fill_between(x, [r["low"] for r in blends], [r["high"] for r in blends], color=look["color"], alpha=0.13)
+        left.fill_between(x, *zip(*map(_ends, blends), strict=True), color=look["color"], alpha=0.13)
         left.plot(x, [row["quality"] for row in blends], label="blend", **look)
         left.axhline(full["quality"], color=style("full")["color"], linewidth=1.2, linestyle="--", label=LABELS["full"])
         left.set_ylim(0, 1.02)
@@ -157,7 +162,7 @@ FIGURES: Final = (
         "Quality rises with the number of chunks as long as they may attend to each other; with full KV reuse it falls "
         "behind full recompute.",
         "The question's nearest chunks by L2 distance, in reading order. The demo set retrieves from contexts of 8 chunks. Bands "
-        "are 95% intervals.",
+        "are 95% intervals; there are none below five questions.",
         _measure_counts,
         _draw_counts,
         2.5,
