@@ -329,7 +329,7 @@ def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:
     attention = None if candidates.attention is None else candidates.attention[keep]
     static = None if candidates.static is None else candidates.static[keep]
     positions, chunk, offset = candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep]
-    return Candidates(positions, chunk, offset, static, attention=attention)
+    return Candidates(positions, chunk, offset, attention=attention, static=static)
 
 
 def _tokens_at(kv: LayerKV, tokens: torch.Tensor) -> LayerKV:

@@ -192,7 +192,15 @@ def test_chunks_are_precomputed_in_batches_below_the_size_limit_and_reports_add_
     def handle(request: Any) -> Response:
         sent = fake.requests[-1][2]["chunks"]
         failed = {sent[0]["id"]: "no room"}
-        report = {"computed": len(sent) - 1, "present": 0, "tokens": 7, "seconds": 9.0, "failed": failed}
+        report = {
+            "computed": len(sent) - 1,
+            "present": 0,
+            "tokens": 7,
+            "seconds": 9.0,
+            "failed": failed,
+            "ranked": 1,
+            "rank_s": 0.0,
+        }
         return JSONResponse({"data": [], "report": report})
 
     fake.handle = handle

@@ -161,7 +161,7 @@ def test_an_answer_has_sources_usage_and_the_documented_json(pipeline: RagPipeli
     assert answer.answer == "two words"
     assert any("Ada Brenmoor" in source.text for source in answer.sources)
     shown = json.loads(json.dumps(answer.to_dict()))
-    assert list(shown) == ["answer", "sources", "mode", "reason", "usage", "timings", "notes"]
+    assert list(shown) == ["answer", "sources", "mode", "reason", "policy", "ratio", "usage", "timings", "notes"]
     assert set(shown["sources"][0]) == {"id", "path", "score", "text"}
     assert set(shown["usage"]) == {
         *("prompt_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens", "completion_tokens")

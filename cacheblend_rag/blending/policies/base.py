@@ -17,19 +17,19 @@ class Candidates:
         positions: Absolute positions in the prompt.
         chunk: Which chunk of the prompt each belongs to, counting chunks with candidates from 0.
         offset: Index within its chunk.
-        static: Static deviation (:mod:`cacheblend_rag.blending.static`), where every chunk's is stored.
         deviation: KV deviation at the check layer (fp32, summed over KV heads and dimensions of K and V), for policies
             that need it.
         attention: How much the question attends to each (fp32, mean over layers, heads and question tokens), measured over
             stored KV, for policies that need it.
+        static: Static deviation (:mod:`cacheblend_rag.blending.static`), where every chunk's is stored.
     """
 
     positions: torch.Tensor
     chunk: torch.Tensor
     offset: torch.Tensor
-    static: torch.Tensor | None = None
     deviation: torch.Tensor | None = None
     attention: torch.Tensor | None = None
+    static: torch.Tensor | None = None
 
 
 class SelectionPolicy(ABC):
