@@ -106,7 +106,8 @@ def evaluate_command(
     methods: Annotated[
         str,
         typer.Option(
-            help="full, prefix, reuse, blend, map_reduce, map_rerank, langchain_map_reduce, langchain_map_rerank, and further "
+            help="full, prefix, reuse, blend, map_reduce, map_rerank, langchain_map_reduce, langchain_map_rerank, reorder "
+            "(chunks in an order that a prefix cache hits), reorder+blend, and further "
             "blends as POLICY@RATIO or POLICY@RATIO@LAYERS (sink@0.1, hkvd@0.15@1+3); separated by commas.",
         ),
     ] = "full,prefix,reuse,blend",
@@ -189,11 +190,27 @@ def _print_skipped(result: EvalResult) -> None:
 
 
 def _rows(methods: dict[str, Any], labels: dict[str, str]) -> list[list[str]]:
-    rows = [["", "EM", "F1", "Rouge-L", "agrees with full", "first-token KL", "TTFT median", "p90", "computed"]]
+    reordered = any(found["agreement_with_reordered_full"] is not None for found in methods.values())
+    own_order = ["of its own order"] if reordered else []
+    head = [
+        "",
+        "EM",
+        "F1",
+        "Rouge-L",
+        "agrees with full",
+        *own_order,
+        "first-token KL",
+        "TTFT median",
+        "p90",
+        "computed",
+    ]
+    rows = [head]
     for name, found in methods.items():
         # The report has the other intervals; a terminal has no room for them.
         cells = [_with_interval(found, "em"), f"{found['f1']:.1%}", f"{found['rouge_l']:.1%}"]
         cells.append(_with_interval(found, "agreement_with_full"))
+        if reordered:
+            cells.append(_with_interval(found, "agreement_with_reordered_full"))
         kl = found["first_token_kl"]
         ttft = found["ttft_s"]
         rows.append(

@@ -14,7 +14,7 @@ from cacheblend_rag.bench.measure import take_turns
 from cacheblend_rag.blending.gate import first_token_kl
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError, PromptTooLongError
-from cacheblend_rag.evaluation.methods import Method, Reply
+from cacheblend_rag.evaluation.methods import InTurn, Method, Reply
 from cacheblend_rag.evaluation.metrics import exact_match, f1, f1_of_tokens, rouge_l
 from cacheblend_rag.evaluation.prepare import Preparer
 from cacheblend_rag.evaluation.samples import EvalCase, Sample
@@ -122,7 +122,8 @@ def answer_all(
     first, so that a busy or throttling machine slows all of them alike. One answer per method is made and thrown away at the
     start: it warms the libraries up.
 
-    First-token KL and agreement compare with full recompute and are there only if that is among the methods.
+    First-token KL and agreement compare with full recompute, of the chunks in their own order, and are there only if that is
+    among the methods.
 
     Args:
         engine: The model; its header must be that of the samples (:func:`~cacheblend_rag.evaluation.prepare.set_header`).
@@ -136,17 +137,20 @@ def answer_all(
         InputError: No sample has a prompt.
     """
     say = progress or (lambda done, total, at: None)
+    in_turn = [method for method in methods if isinstance(method, InTurn)]
+    cases = _Cases(preparer, keep=bool(in_turn))
+    if in_turn:
+        every = [case for sample in samples if (case := cases.get(sample)) is not None]
+        for one in in_turn:
+            one.begin(every)
     done = answers.done()
     warm = False
-    skipped: list[tuple[Sample, str]] = []
     for number, sample in enumerate(samples):
         say(number, len(samples), sample.id)
         if all((sample.id, method.key) in done for method in methods):
             continue
-        try:
-            case = preparer.case(sample)
-        except (InputError, PromptTooLongError) as error:
-            skipped.append((sample, str(error)))
+        case = cases.get(sample)
+        if case is None:
             continue
         engine.precompute(case.chunks)
         if not warm:
@@ -165,8 +169,31 @@ def answer_all(
     names = {method.key: method.name for method in methods}
     rows = [{**row, "method": names[row["key"]]} for row in kept]
     if not rows:
-        raise InputError(f"None of the {len(samples)} questions can be asked: {skipped[0][1]}")
-    return Answered(sorted(rows, key=lambda row: (wanted[row["id"]], order[row["key"]])), skipped)
+        raise InputError(f"None of the {len(samples)} questions can be asked: {next(iter(cases.skipped.values()))[1]}")
+    return Answered(sorted(rows, key=lambda row: (wanted[row["id"]], order[row["key"]])), list(cases.skipped.values()))
+
+
+class _Cases:
+    """The prompts of samples, each made once if they are kept."""
+
+    def __init__(self, preparer: Preparer, keep: bool):
+        self.skipped: dict[str, tuple[Sample, str]] = {}
+        self._preparer, self._keep = preparer, keep
+        self._made: dict[str, EvalCase] = {}
+
+    def get(self, sample: Sample) -> EvalCase | None:
+        if sample.id in self.skipped:
+            return None
+        if sample.id in self._made:
+            return self._made[sample.id]
+        try:
+            case = self._preparer.case(sample)
+        except (InputError, PromptTooLongError) as error:
+            self.skipped[sample.id] = (sample, str(error))
+            return None
+        if self._keep:
+            self._made[sample.id] = case
+        return case
 
 
 def _row(engine: BlendEngine, case: EvalCase, method: Method, replies: dict[str, Reply]) -> Row:
@@ -192,14 +219,16 @@ def _row(engine: BlendEngine, case: EvalCase, method: Method, replies: dict[str,
         "rouge_l": rouge_l(answer, sample.answers),
         "first_token_kl": kl,
         "agrees_with_full": None if full is None else reply.text == full.text,
+        "agrees_with_reordered_full": None if reply.reordered_full is None else reply.text == reply.reordered_full,
         "ttft_s": reply.ttft_s,
         "total_s": reply.total_s,
         "load_s": reply.load_s,
         "prompt_tokens": reply.prompt_tokens,
         "computed_tokens": reply.computed_tokens,
         "reused_tokens": reply.reused_tokens,
+        "background_tokens": reply.background_tokens,
         "mode": reply.mode,
-        "chunks": [chunk.id for chunk in case.chunks],
+        "chunks": [chunk.id for chunk in (case.chunks if reply.chunks is None else reply.chunks)],
         "left_out": case.left_out,
     }
 

@@ -24,6 +24,8 @@ _STYLES: Final = {
     "map_rerank": ("#CC79A7", "P", "-."),
     "langchain_map_reduce": ("#56B4E9", "<", "--"),
     "langchain_map_rerank": ("#B8860B", ">", "-."),
+    "reorder": ("#E69F00", "X", (0, (5, 2))),
+    "reorder+blend": ("#56B4E9", "h", "-"),
 }
 _OTHERS: Final = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#B8860B", "#7f7f7f")
 

@@ -105,27 +105,30 @@ def result_sections(result: EvalResult) -> list[Section]:
 
 def results_table(methods: Mapping[str, Any], result: EvalResult, title: str = "") -> Table:
     """Return the methods' numbers as a table."""
-    head = (
-        "",
-        "exact match",
-        "F1",
-        "Rouge-L",
-        "agrees with full",
-        "first-token KL, nats",
-        "TTFT, median",
-        "TTFT, 90%",
-        "tokens computed",
-    )
+    shares = {
+        "em": "exact match",
+        "f1": "F1",
+        "rouge_l": "Rouge-L",
+        "agreement_with_full": "agrees with full",
+        "agreement_with_reordered_full": "agrees with full of its own order",
+    }
+    if all(found["agreement_with_reordered_full"] is None for found in methods.values()):
+        del shares["agreement_with_reordered_full"]
+    head = ("", *shares.values(), "first-token KL, nats", "TTFT, median", "TTFT, 90%", "tokens computed")
+    if any(found["background_tokens"] for found in methods.values()):
+        head += ("tokens computed behind the answer",)
     rows = []
     for name, found in methods.items():
         intervals = found["intervals_95"]
         cells = [Cell(result.labels[name])]
-        for key in ("em", "f1", "rouge_l", "agreement_with_full"):
+        for key in shares:
             cells.append(_cell(found[key], intervals.get(key), "{:.1f}", "%", 100))
         cells.append(_cell(found["first_token_kl"], intervals.get("first_token_kl"), "{:.2g}"))
         for key in ("median", "p90"):
             cells.append(_cell(found["ttft_s"][key], intervals["ttft_s"][key], "{:,.0f}", " ms", 1000))
         cells.append(_cell(found["computed_tokens"], intervals["computed_tokens"], "{:,.0f}"))
+        if any(one["background_tokens"] for one in methods.values()):
+            cells.append(_cell(found["background_tokens"], intervals["background_tokens"], "{:,.0f}"))
         rows.append(cells)
     return Table(head, rows, title)
 

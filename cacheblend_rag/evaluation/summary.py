@@ -17,12 +17,14 @@ _MEANS: Final = {
     "rouge_l": "rouge_l",
     "first_token_kl": "first_token_kl",
     "agreement_with_full": "agrees_with_full",
+    "agreement_with_reordered_full": "agrees_with_reordered_full",
     "computed_tokens": "computed_tokens",
     "reused_tokens": "reused_tokens",
+    "background_tokens": "background_tokens",
     "prompt_tokens": "prompt_tokens",
 }
 
-_SHARES: Final = {"em", "agreement_with_full"}
+_SHARES: Final = {"em", "agreement_with_full", "agreement_with_reordered_full"}
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:

@@ -104,6 +104,22 @@ def test_eval_prints_what_was_skipped_and_no_interval_without_width(run, model_d
     assert "Skipped rows" in page
 
 
+def test_eval_shows_what_a_new_order_does_to_answers_apart_from_what_reuse_does(run, model_dir, questions, tmp_path):
+    args = ("--model", model_dir, "--dataset", questions, "--max-tokens", "2", "--out", tmp_path)
+    methods = ("--methods", "full,reorder,reorder+blend")
+    result = run("eval", *args, *methods)
+    assert result.exit_code == 0, result.stderr
+    assert "of its own order" in result.stdout
+    assert "prefix caching, reordered" in result.stdout
+    found = as_json(run("eval", *args, *methods, "--json"))
+    assert found["methods"]["reorder"]["agreement_with_reordered_full"] == 1
+    assert found["methods"]["reorder+blend"]["background_tokens"] > 0
+    page = Path(found["report_file"]).read_text()
+    assert "agrees with full of its own order" in page
+    assert "tokens computed behind the answer" in page
+    assert "of its own order" not in run("eval", *args, "--methods", "full,prefix").stdout
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

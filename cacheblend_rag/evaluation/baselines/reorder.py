@@ -1,0 +1,104 @@
+"""Chunks in an order that an ordinary prefix cache hits: the lossless rival of blending (the idea of ContextPilot, MLSys '26).
+
+A prefix cache reuses KV only up to the first chunk that stood elsewhere before. Requests that share chunks can be made to share
+prefixes: of what was served before, the longest sequence whose chunks are all wanted goes first. The KV is then exact, and what
+may be lost is what the order of the chunks tells the model. (ContextPilot also writes hints about the order into the prompt and
+schedules requests; this does neither.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
+
+DEFAULT_BUDGET = 1 << 17
+"""Tokens in the prefix cache: 16 GiB of KV at 128 KiB a token, as an 8B model with grouped-query attention has."""
+
+
+@dataclass
+class _Node:
+    """A chunk behind those above it in the tree: one cached prefix."""
+
+    tokens: int = 0
+    used: int = 0
+    below: dict[str, _Node] = field(default_factory=dict)
+
+
+class ReorderedPrompts:
+    """Orders each request's chunks by what was served before, and knows which prefix of them is cached.
+
+    The cache is simulated: a tree of the chunk sequences that were served, of at most ``budget`` tokens. When they exceed it,
+    the sequence that was not used for the longest time loses its last chunk first, as in RadixAttention.
+    """
+
+    def __init__(self, budget: int = DEFAULT_BUDGET):
+        """Start with an empty cache of ``budget`` tokens; 0 caches nothing.
+
+        Raises:
+            InputError: The budget is negative.
+        """
+        if budget < 0:
+            raise InputError(f"budget is {budget}; give a number of tokens from 0 on.")
+        self.budget = budget
+        self._root = _Node()
+        self._total = 0
+        self._clock = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens the cache holds."""
+        return self._total
+
+    def order(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Return ``chunks``, each once: the cached sequence of most tokens first, the others behind it as they came."""
+        wanted: dict[str, Chunk] = {}
+        for chunk in chunks:
+            wanted.setdefault(chunk.id, chunk)
+        first = self._longest(self._root, tuple(wanted))[1]
+        return [wanted[name] for name in (*first, *(name for name in wanted if name not in first))]
+
+    def count_cached(self, chunks: Sequence[Chunk]) -> int:
+        """Return how many of ``chunks``, in their order, are a cached prefix."""
+        node, count = self._root, 0
+        while count < len(chunks) and (below := node.below.get(chunks[count].id)) is not None:
+            node, count = below, count + 1
+        return count
+
+    def serve(self, chunks: Sequence[Chunk]) -> None:
+        """Note that a prompt of ``chunks``, in this order, was computed: all its prefixes are cached, within the budget."""
+        self._clock += 1
+        node = self._root
+        for chunk in chunks:
+            if chunk.id not in node.below:
+                node.below[chunk.id] = _Node(len(chunk.token_ids))
+                self._total += len(chunk.token_ids)
+            node = node.below[chunk.id]
+            node.used = self._clock
+        while self._total > self.budget:
+            self._evict()
+
+    def _longest(self, node: _Node, wanted: Sequence[str]) -> tuple[int, list[str]]:
+        best: tuple[int, list[str]] = (0, [])
+        for name in wanted:  # of equal ones the first in retrieval order
+            if (below := node.below.get(name)) is not None:
+                tokens, rest = self._longest(below, [other for other in wanted if other != name])
+                if tokens + below.tokens > best[0]:
+                    best = (tokens + below.tokens, [name, *rest])
+        return best
+
+    def _evict(self) -> None:
+        """Drop the leaf that was not used for the longest time; of one request's chunks the last."""
+        ends = [(node.used, -depth, above, name) for above, name, node, depth in self._nodes() if not node.below]
+        _, _, above, name = min(ends, key=lambda end: end[:2])
+        self._total -= above.below.pop(name).tokens
+
+    def _nodes(self) -> Iterable[tuple[_Node, str, _Node, int]]:
+        waiting = [(self._root, 0)]
+        while waiting:
+            above, depth = waiting.pop()
+            for name, node in above.below.items():
+                yield above, name, node, depth + 1
+                waiting.append((node, depth + 1))
