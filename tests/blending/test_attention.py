@@ -17,8 +17,21 @@ from cacheblend_rag.engines.transformers import TransformersEngine, attention
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from tests.blending.families import make_model
+from tests.blending.prompts import Scene, engine_for
 
 HEADER, CHUNK, CHUNKS, QUESTION = 4, 1018, 4, 20
+_WITH_WINDOW: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.12,
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "max_window_layers": 2,
+}
 
 
 def masked_attention(
@@ -90,6 +103,23 @@ def test_other_devices_and_unequal_head_dims_are_masked_block_by_block(monkeypat
         monkeypatch.setattr(queries, "_on_cpu", values is not value)
         want = masked_attention(where, query, key, values, None, None)
         assert (queries.attend(query, key, values) - want).abs().max() < 2e-5
+
+
+def test_the_window_is_known_where_the_model_does_not_tell_its_attention() -> None:
+    config = hf.Qwen2MoeConfig(**_WITH_WINDOW, moe_intermediate_size=32, num_experts=2, num_experts_per_tok=1)
+    model, scene = make_model(config), Scene()
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    seen: list[torch.Tensor] = []
+    engine.on_first_logits = seen.append
+    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(1.0))
+    assert answer.mode == "blend"
+    with torch.no_grad():
+        ids = torch.tensor([scene.prompt.token_ids])
+        want = model(input_ids=ids, use_cache=False).logits[0, -1]
+        unwindowed = make_model(type(config)(**{**config.to_dict(), "use_sliding_window": False, "layer_types": None}))
+        assert (unwindowed(input_ids=ids, use_cache=False).logits[0, -1] - want).abs().max() > 1e-2
+    assert (seen[0] - want).abs().max() < 1e-4
 
 
 class _Largest(TorchDispatchMode):
