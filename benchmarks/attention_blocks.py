@@ -1,65 +1,75 @@
-"""How many query rows per block make scattered attention fastest on this CPU: ratios to one masked call over all rows.
+"""Attention at given positions on this CPU, relative to full causal attention: in parts, and masked block by block.
 
-python benchmarks/attention_blocks.py [--threads N] [--repeat N]
+python benchmarks/attention_blocks.py [--tokens N] [--heads N] [--kv-heads N] [--ratio R] [--threads N] [--repeat N]
+
+``share`` is the part of full attention's scores that these queries need: what attention would take if scores were all.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.nn.functional import scaled_dot_product_attention
 
-HEADS, KV_HEADS, DIM, TOKENS, CHUNK = 16, 4, 64, 3104, 512
+from cacheblend_rag.bench.measure import median
+from cacheblend_rag.engines.transformers.attention import Queries
+
+DIM, CHUNK, QUESTION = 64, 512, 32
 
 
-def seconds(run: Callable[[], object], repeat: int) -> float:
-    run()
-    times = []
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+def masked_blocks(queries: Queries, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Mask every block of queries over all keys up to its last one, as windowed layers do."""
+    query, key, value = inputs
+    groups = query.shape[0] // key.shape[0]
+    key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
+    return queries._attend_masked(query.unflatten(0, (key.shape[0], groups)), key, value, None, None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=3104)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    question = torch.arange(TOKENS - 32, TOKENS)
-    chosen = torch.randperm(5 * CHUNK)[: int(0.15 * 5 * CHUNK)].sort().values + CHUNK
+    tokens = options.tokens
+    stale = tokens - QUESTION - CHUNK
+    chosen = torch.randperm(stale)[: int(options.ratio * stale)].sort().values + CHUNK
+    query = torch.randn(tokens, options.heads, DIM).transpose(0, 1)
+    key, value = torch.randn(2, options.kv_heads, tokens, DIM)
+    gqa = options.heads != options.kv_heads
+
+    def full() -> torch.Tensor:
+        return scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, enable_gqa=gqa)
+
     for name, positions in {
-        "sparse pass": torch.cat([chosen, question]),
-        "dense pass": torch.arange(CHUNK, TOKENS - 32),
+        "sparse pass": torch.cat([chosen, torch.arange(tokens - QUESTION, tokens)]),
+        "all behind the first chunk": torch.arange(CHUNK, tokens),
     }.items():
-        rows, end = len(positions), int(positions[-1]) + 1
-        q = torch.randn(1, HEADS, rows, DIM)
-        k, v = torch.randn(1, KV_HEADS, end, DIM), torch.randn(1, KV_HEADS, end, DIM)
-        allowed = (torch.arange(end) <= positions[:, None])[None, None]
-        mask = torch.zeros(allowed.shape).masked_fill_(~allowed, torch.finfo(torch.float32).min)
-
-        def whole(q=q, k=k, v=v, allowed=allowed) -> torch.Tensor:
-            groups = HEADS // KV_HEADS
-            return sdpa(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), attn_mask=allowed)
-
-        def blocks(size: int, q=q, k=k, v=v, mask=mask, positions=positions, rows=rows) -> None:
-            for a in range(0, rows, size):
-                b = min(a + size, rows)
-                e = int(positions[b - 1]) + 1
-                sdpa(q[:, :, a:b], k[:, :, :e], v[:, :, :e], attn_mask=mask[:, :, a:b, :e], enable_gqa=True)
-
-        base = seconds(whole, options.repeat)
-        ratios = {size: seconds(lambda s=size: blocks(s), options.repeat) / base for size in (32, 64, 128, 256, 512)}
-        print(
-            f"{name}: {rows} rows; time relative to one call: " + ", ".join(f"{s} {r:.2f}" for s, r in ratios.items())
-        )
+        inputs = (query[:, positions], key, value)
+        runs: dict[str, Callable[[], object]] = {"full": full}
+        for size in (32, 64, 128, 256):
+            queries = Queries(positions, size)
+            runs[f"parts of {size}"] = lambda queries=queries, inputs=inputs: queries.attend(*inputs)
+            runs[f"masked blocks of {size}"] = lambda queries=queries, inputs=inputs: masked_blocks(queries, inputs)
+        seconds: dict[str, list[float]] = {run: [] for run in runs}
+        for number in range(options.repeat + 1):
+            for run, function in runs.items():
+                begin = time.process_time()
+                function()
+                if number:  # the first round warms up
+                    seconds[run].append(time.process_time() - begin)
+        base = median(seconds.pop("full"))
+        share = float((positions + 1).sum()) / (tokens * (tokens + 1) / 2)
+        print(f"{name}: {len(positions)} of {tokens} queries, share {share:.3f}")
+        print("; ".join(f"{run} {median(times) / base:.3f}" for run, times in seconds.items()), flush=True)
 
 
 if __name__ == "__main__":

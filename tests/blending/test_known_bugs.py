@@ -20,6 +20,8 @@ from cacheblend_rag.blending.rope import Rope, apply_rotation
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import engine as engine_module
+from cacheblend_rag.engines.transformers import target as target_module
+from cacheblend_rag.engines.transformers.attention import scattered
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, kv_key
 from tests.blending import reference
@@ -52,12 +54,11 @@ def assert_equals_reference(engine: Any, scene: Scene, ratio: float = 0.3) -> No
 def test_1_a_selected_token_sees_no_key_behind_its_position(bug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine, scene = ready_engine()
 
-    def bottom_right_aligned(self: ModelRunner, positions: torch.Tensor, visible: int) -> torch.Tensor:
-        rows = torch.arange(len(positions))[:, None] + visible - len(positions)
-        return torch.zeros(len(positions), visible).masked_fill_(torch.arange(visible) > rows, -1e30)[None, None]
+    def bottom_right_aligned(positions: torch.Tensor) -> Any:
+        return scattered(torch.arange(len(positions)) + int(positions[-1]) + 1 - len(positions))
 
     if bug:
-        monkeypatch.setattr(ModelRunner, "_mask", bottom_right_aligned)
+        monkeypatch.setattr(target_module, "scattered", bottom_right_aligned)
     with fails_if(bug):
         assert_equals_reference(engine, scene)
 
@@ -259,8 +260,8 @@ def test_8_a_model_that_blends_wrongly_fails_the_gate_and_is_served_by_ordinary_
 ) -> None:
     model, scene = make_model(hf.LlamaConfig(**_BASE)), Scene()
     if bug == "mask":
-        everything = lambda self, positions, visible: torch.zeros(1, 1, len(positions), visible)  # noqa: E731
-        monkeypatch.setattr(ModelRunner, "_mask", everything)
+        everything = lambda positions: scattered(positions[-1:].expand(len(positions)))  # noqa: E731
+        monkeypatch.setattr(target_module, "scattered", everything)
     elif bug == "rotation":
         backwards = lambda k, r, *a: apply_rotation(k, rope_module.Rotation(r.cos, -r.sin), *a)  # noqa: E731
         monkeypatch.setattr(

@@ -1,7 +1,11 @@
-"""SDPA for scattered queries on a CPU: in blocks of rows that read only the keys they may see.
+"""Attention for queries at given positions, without a mask of all queries by all keys.
 
-Registered with transformers as an attention implementation; outside a scattered pass it is transformers' own SDPA. The mask
-is the same either way, so results agree to the last bits; blocks only skip keys that the mask would hide from all of their rows.
+Registered with transformers as an attention implementation; outside a pass of the fusor it is transformers' own SDPA. Inside
+one, queries and the keys they see are cut into rectangles. On a CPU a rectangle that its queries see whole needs no mask, and
+neither does a triangle of neighbouring positions (``is_causal``); only the few keys that stand among a block of scattered
+queries are masked. The parts are joined by their log-sum-exp, which is exact up to rounding. Elsewhere, and where a sliding
+window hides old keys, queries are masked block by block, and each block reads only the keys between its first and its last
+visible one.
 """
 
 from __future__ import annotations
@@ -12,16 +16,17 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "cacheblend_sdpa"
 
-# Rows per block: measured best between 32 and 512 on a CPU (benchmarks/attention_blocks.py).
-_BLOCK = 64
+# Queries per masked block: measured best on a CPU (benchmarks/attention_blocks.py); a GPU wants fewer, larger calls.
+_BLOCK, _GPU_BLOCK = 64, 1024
 
-_row_ends: ContextVar[list[int] | None] = ContextVar("cacheblend_row_ends", default=None)
+_queries: ContextVar[Queries | None] = ContextVar("cacheblend_queries", default=None)
 
 Watcher = Callable[[int, torch.Tensor], None]
 _watcher: ContextVar[Watcher | None] = ContextVar("cacheblend_watcher", default=None)
@@ -49,15 +54,182 @@ def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, 
     return scores[0].softmax(-1)
 
 
+class Queries:
+    """Queries of one sequence at ascending positions; each sees the keys at positions up to its own.
+
+    Keys and values are those of the positions from 0 on.
+    """
+
+    def __init__(self, positions: torch.Tensor, block: int | None = None):
+        """Take ``positions``, ``[queries]``; ``block`` is how many queries are masked at once, None for what is fast."""
+        self._positions, self._at = positions, positions.tolist()
+        self._on_cpu = positions.device.type == "cpu"
+        self._block = block or (_BLOCK if self._on_cpu else _GPU_BLOCK)
+        # A pass makes each mask once, for all layers: together they hold one block's queries by all keys at the most.
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Return the attention ``[queries, heads, head_dim]``.
+
+        Args:
+            query: ``[heads, queries, head_dim]``.
+            key: ``[kv_heads, keys, head_dim]``; the keys reach at least to the last query's position.
+            value: Like ``key``.
+            scale: Of the scores; None is ``head_dim ** -0.5``.
+            window: How many keys a query sees at the most, its own included; None for all.
+        """
+        kv_heads, groups = key.shape[0], query.shape[0] // key.shape[0]
+        query = query.view(kv_heads, groups, *query.shape[1:])
+        # The heads of a group read the same keys: a stride of 0 instead of copies.
+        key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
+        if window is not None and window > self._at[-1]:
+            window = None
+        if self._on_cpu and window is None and key.shape[3] == value.shape[3]:
+            out = _Parts(query, key, value, scale)
+            self._add(out, 0, len(self._at), 0)
+            return out.joined.to(query.dtype).flatten(1, 2)
+        if not self._on_cpu:  # its kernels are not known to take a stride of 0
+            key, value = key.contiguous(), value.contiguous()
+        return self._attend_masked(query, key, value, scale, window).flatten(1, 2)
+
+    def visible(self, begin: int, end: int, first: int, last: int, window: int | None = None) -> torch.Tensor:
+        """Return which of the keys from ``first`` to before ``last`` the queries ``begin`` to before ``end`` see.
+
+        Returns:
+            True where they do, ``[queries, keys]``.
+        """
+        at = self._positions[begin:end, None]
+        keys = torch.arange(first, last, device=at.device)
+        return keys <= at if window is None else (keys <= at) & (keys > at - window)
+
+    def _add(self, out: _Parts, begin: int, end: int, first: int) -> None:
+        """Attend from the queries ``begin`` to before ``end`` to the keys from ``first`` on."""
+        nearest, count = self._at[begin], end - begin
+        if nearest > first:
+            self._add(out, begin, end, nearest)
+            out.add_seen_whole(begin, end, first, nearest)
+        elif self._at[end - 1] - nearest == count - 1:
+            out.set_causal(begin, end, first)
+        elif count <= self._block:
+            out.set_masked(begin, end, first, self._mask(begin, end, out.dtype))
+        else:
+            middle = begin + -(-count // (2 * self._block)) * self._block
+            self._add(out, begin, middle, first)
+            self._add(out, middle, end, first)
+
+    def _mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        if (begin, end) not in self._masks:
+            visible = self.visible(begin, end, self._at[begin], self._at[end - 1] + 1)
+            self._masks[begin, end] = _additive(visible, dtype)
+        return self._masks[begin, end]
+
+    def _attend_masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None
+    ) -> torch.Tensor:
+        count = len(self._at)
+        # Laid out as the model wants it back: no copy at the end.
+        out = query.new_empty(count, *query.shape[:2], value.shape[3])
+        for begin in range(0, count, self._block):
+            end = min(begin + self._block, count)
+            first = 0 if window is None else max(0, self._at[begin] + 1 - window)
+            last = self._at[end - 1] + 1
+            part = scaled_dot_product_attention(
+                query[:, :, begin:end],
+                key[:, :, first:last],
+                value[:, :, first:last],
+                attn_mask=_additive(self.visible(begin, end, first, last, window), query.dtype),
+                scale=scale,
+            )
+            out[begin:end] = part.permute(2, 0, 1, 3)
+        return out
+
+
+class _Parts:
+    """The attention of queries to some keys, to which others are added.
+
+    Attributes:
+        joined: Attention so far, ``[queries, kv_heads, groups, head_dim]``, at least fp32.
+        dtype: Of queries, keys and values.
+    """
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None):
+        """Take queries ``[kv_heads, groups, queries, head_dim]``, and keys and values likewise."""
+        self._query, self._key, self._value, self._scale = query, key, value, scale
+        self.dtype = query.dtype
+        kv_heads, self._groups, count, dim = query.shape
+        # One matrix per KV head, group by group within a query: its product with keys that all see needs no loop over heads.
+        self._folded = query.transpose(1, 2).reshape(kv_heads, 1, count * self._groups, dim)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        self.joined = query.new_empty(count, kv_heads, self._groups, dim, dtype=wide)
+        self._lse = query.new_empty(count, kv_heads, self._groups, dtype=wide)
+
+    def set_causal(self, begin: int, end: int, first: int) -> None:
+        """Attend from neighbouring queries to the keys at their own positions, the first of which is ``first``."""
+        self._set(begin, end, *self._attend(self._query[:, :, begin:end], first, first + end - begin, causal=True))
+
+    def set_masked(self, begin: int, end: int, first: int, mask: torch.Tensor) -> None:
+        """Attend to the keys from ``first`` on under an additive ``mask``, ``[queries, keys]``."""
+        self._set(begin, end, *self._attend(self._query[:, :, begin:end], first, first + mask.shape[1], mask))
+
+    def add_seen_whole(self, begin: int, end: int, first: int, last: int) -> None:
+        """Add the keys from ``first`` to before ``last``, which all these queries see."""
+        part, lse = self._attend(self._folded[:, :, begin * self._groups : end * self._groups], first, last)
+        split = (self._query.shape[0], end - begin, self._groups)
+        part, lse = part.view(*split, part.shape[3]).transpose(0, 1), lse.view(split).transpose(0, 1)
+        joined, joined_lse = self.joined[begin:end], self._lse[begin:end]
+        joined.lerp_(part.to(joined.dtype), torch.sigmoid(lse - joined_lse)[..., None])
+        torch.logaddexp(joined_lse, lse, out=joined_lse)
+
+    def _set(self, begin: int, end: int, part: torch.Tensor, lse: torch.Tensor) -> None:
+        self.joined[begin:end] = part.permute(2, 0, 1, 3)
+        self._lse[begin:end] = lse.permute(2, 0, 1)
+
+    def _attend(
+        self, query: torch.Tensor, first: int, last: int, mask: torch.Tensor | None = None, causal: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = query.shape[1]
+        # What scaled_dot_product_attention runs on a CPU; called by its name since it also returns the log-sum-exp.
+        part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query,
+            self._key[:, :heads, first:last],
+            self._value[:, :heads, first:last],
+            is_causal=causal,
+            attn_mask=mask,
+            scale=self._scale,
+        )
+        return part, lse
+
+
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # SDPA would make a boolean mask additive anew in every call.
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
 @contextmanager
 def scattered(positions: torch.Tensor) -> Iterator[None]:
-    """Run a forward whose queries stand at ascending ``positions``, ``[tokens]``."""
-    on_cpu = positions.device.type == "cpu"
-    token = _row_ends.set([int(p) + 1 for p in positions[_BLOCK - 1 :: _BLOCK]] if on_cpu else None)
+    """Run a forward whose queries stand at ascending ``positions``, ``[tokens]``, of one sequence, without a mask."""
+    token = _queries.set(Queries(positions))
     try:
         yield
     finally:
-        _row_ends.reset(token)
+        _queries.reset(token)
+
+
+def _mask(*, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """Return the model's mask for a kind of layer; in a scattered pass nothing but how far a sliding window reaches."""
+    if _queries.get() is None:
+        mask: torch.Tensor | None = sdpa_mask(local_size=local_size, **kwargs)
+        return mask
+    # Not every model tells its attention the window, but all hand on the mask. Its shape says it: no device is waited for.
+    return None if local_size is None else torch.empty(1, 1, 0, local_size)
 
 
 def _attention(
@@ -70,29 +242,20 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    queries = _queries.get()
     watcher = _watcher.get()
+    window = None if queries is None or attention_mask is None else attention_mask.shape[3]
     if watcher is not None:
-        watcher(int(module.layer_idx), _weights(query, key, attention_mask, scaling))  # type: ignore[arg-type]
-    ends = _row_ends.get()
-    if ends is None or attention_mask is None:
+        mask = attention_mask
+        if queries is not None:
+            mask = queries.visible(0, query.shape[2], 0, key.shape[2], window)
+        watcher(int(module.layer_idx), _weights(query, key, mask, scaling))  # type: ignore[arg-type]
+    if queries is None:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    rows, keys = query.shape[2], key.shape[2]
-    # Laid out as the model wants it back, [batch, rows, heads, dim]: no copy at the end.
-    out = query.new_empty(query.shape[0], rows, query.shape[1], value.shape[3])
-    for start, end in zip(range(0, rows, _BLOCK), [*ends, keys], strict=False):
-        block = slice(start, min(start + _BLOCK, rows))
-        out[:, block] = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, block],
-            key[:, :, :end],
-            value[:, :, :end],
-            attn_mask=attention_mask[:, :, block, :end],
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        ).transpose(1, 2)
-    return out, None
+    return queries.attend(query[0], key[0], value[0], scaling, window)[None], None
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, _mask)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blending.rope import CosSin, Rope
-from cacheblend_rag.engines.transformers.attention import scattered, watched
+from cacheblend_rag.engines.transformers.attention import NAME, scattered, watched
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, StopForward
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV
@@ -99,8 +99,10 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def _mask(self, positions: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the exact causal mask ``[1, 1, tokens, visible]`` for scattered queries, one per kind of layer."""
+    def _mask(self, positions: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """Return what eager attention needs: the exact causal mask ``[1, 1, tokens, visible]``, one per kind of layer."""
+        if self.model.config.get_text_config()._attn_implementation == NAME:
+            return None
         keys = torch.arange(visible, device=self.device)
         causal = keys <= positions[:, None]
 
@@ -108,7 +110,7 @@ class ModelRunner:
             allowed = causal
             if kind == "sliding_attention" and self._window is not None:
                 allowed = causal & (keys > positions[:, None] - self._window)
-            # Additive, since eager attention adds it, and SDPA would convert a boolean one anew in every layer.
+            # Additive, since eager attention adds it.
             mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
             return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[None, None]
 
