@@ -83,9 +83,12 @@ class _Screen:
     def __init__(self, pipeline: RagPipeline, report: IndexReport):
         from rich.console import Console
 
+        from cacheblend_rag.blending.policies import policy
+
         self._console: Console = Console(highlight=False, soft_wrap=False)
-        profile: Any = getattr(pipeline.engine, "profile", None)
-        self._ratio = f"{profile.ratio:.0%}" if profile is not None else "15%"
+        profile = pipeline.engine.profile
+        dependent = "that depend most on what stands before them"
+        chosen = f"{dependent}, ranked at indexing" if policy(profile.policy).needs_static else "whose KV deviates most"
         stats = pipeline.chunks.stats()
         store: Any = getattr(pipeline.engine, "store", None)
         held = (
@@ -104,7 +107,7 @@ class _Screen:
         table.add_row("full KV reuse", "reuse every chunk as it is: fast, but no chunk has ever seen another")
         table.add_row(
             "[bold]blend[/]",
-            f"reuse every chunk, and recompute the {self._ratio} of its tokens whose KV deviates most: what this library does",
+            f"reuse every chunk, and recompute the {profile.ratio:.0%} of its tokens {chosen}: what this library does",
         )
         self._console.print(table)
 
