@@ -101,10 +101,14 @@ class VLLMEngine(BlendEngine):
             self._stop_loop()
             self._remove_temporary()
             raise
-        self.fingerprint, self.tokenizer = self.client.fingerprint, self.client.tokenizer
-        self.context_window, self.header_ids = self.client.context_window, self.client.header_ids
-        self.num_layers, self.registry = self.client.num_layers, self.client.registry
-        self.profile, self.gate = self.client.profile, self.client.gate
+        self._show(self.client)
+
+    def _show(self, client: BlendClient) -> None:
+        """Show what the client found out as the engine's own attributes."""
+        self.fingerprint, self.tokenizer = client.fingerprint, client.tokenizer
+        self.context_window, self.header_ids = client.context_window, client.header_ids
+        self.num_layers, self.registry = client.num_layers, client.registry
+        self.profile, self.gate = client.profile, client.gate
 
     async def _start(self, launch: Launch, ratio: float | None, write_back: bool, rank: Rank | None) -> BlendClient:
         set_environment()

@@ -210,7 +210,7 @@ def test_a_store_deleted_under_a_running_engine_is_prefilled(engine, corpus, que
         7,
     ],
 )
-def test_malformed_wishes_from_the_network_are_prefilled(engine, questions, params: Any) -> None:
+def test_malformed_options_from_the_network_are_prefilled(engine, questions, params: Any) -> None:
     from vllm import SamplingParams as VLLMSampling
 
     tokens = engine.tokenize(BlendPrompt((questions[0],)))
