@@ -59,6 +59,8 @@ def _numbers(rows: Sequence[Row]) -> dict[str, Any]:
         numbers = [float(value) for value in values]
         found[name] = float(np.mean(numbers))
         intervals[name] = (share_interval if name in _SHARES else mean_interval)(numbers, groups)
+        if name == "agreement_with_full" and rows[0]["method"] == "full":
+            intervals[name] = None  # with itself: true by definition, not measured
     shares = [row["computed_tokens"] / row["prompt_tokens"] for row in rows]
     found["computed_share"] = float(np.mean(shares))
     intervals["computed_share"] = mean_interval(shares, groups)
