@@ -1,9 +1,10 @@
 """The parity gate: does blending this model, with these libraries, compute what the model itself computes?
 
-Every model passes it before it is blended. It compares logits with the model's own full prefill in three blends of a
-prompt of random tokens: one recomputed whole (ratio 1), and two whose stored KV is exact although it was computed at other
-positions, one of them reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree. It also reports the first-token KL divergence
-of an ordinary 15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
+Every model passes it before it is blended. It compares logits with the model's own full prefill in three blends of a prompt of
+random tokens: one recomputed whole (ratio 1), and two whose stored KV is exact although it was computed at other positions, one
+reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree. It also
+reports the first-token KL divergence of an ordinary 15% blend, which says how much the approximation costs on meaningless text;
+that part judges nothing.
 """
 
 from __future__ import annotations
