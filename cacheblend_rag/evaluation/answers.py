@@ -162,15 +162,21 @@ def answer_all(
         new = [m for m in methods if (sample.id, m.key) not in done]
         answers.add([_row(engine, case, method, replies) for method in new])
     say(len(samples), len(samples), "")
-    wanted = {sample.id: number for number, sample in enumerate(samples)}
-    order = {method.key: number for number, method in enumerate(methods)}
-    kept = [row for row in answers.rows if row["id"] in wanted and row["key"] in order]
-    # Names may have changed between runs: what a row is called follows from its key.
-    names = {method.key: method.name for method in methods}
-    rows = [{**row, "method": names[row["key"]]} for row in kept]
+    rows = _in_order(answers.rows, samples, methods)
     if not rows:
         raise InputError(f"None of the {len(samples)} questions can be asked: {next(iter(cases.skipped.values()))[1]}")
-    return Answered(sorted(rows, key=lambda row: (wanted[row["id"]], order[row["key"]])), list(cases.skipped.values()))
+    return Answered(rows, list(cases.skipped.values()))
+
+
+def _in_order(rows: Sequence[Row], samples: Sequence[Sample], methods: Sequence[Method]) -> list[Row]:
+    """Return the rows of these samples and methods, in their order."""
+    wanted = {sample.id: number for number, sample in enumerate(samples)}
+    order = {method.key: number for number, method in enumerate(methods)}
+    kept = [row for row in rows if row["id"] in wanted and row["key"] in order]
+    # Names may have changed between runs: what a row is called follows from its key.
+    names = {method.key: method.name for method in methods}
+    named = [{**row, "method": names[row["key"]]} for row in kept]
+    return sorted(named, key=lambda row: (wanted[row["id"]], order[row["key"]]))
 
 
 class _Cases:
