@@ -101,6 +101,8 @@ def test_prompts_travel_as_token_ids_with_the_places_of_their_chunks(fake) -> No
     engine.generate("plain text", SHORT)
     assert fake.requests[-1][2]["prompt"] == "plain text"
     assert "spans" not in fake.requests[-1][2]["cacheblend"]
+    engine.generate(f"{engine.tokenizer.bos_token}plain text", SHORT)
+    assert fake.requests[-1][2]["prompt"] == "plain text"  # the server's tokenizer adds the BOS token by itself
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from cacheblend_rag.engines.remote.answer import Answer
 from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
 from cacheblend_rag.engines.remote.tokenizers import checked, load_tokenizer
 from cacheblend_rag.engines.remote.wire import Wire, with_version
+from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import last_generation
@@ -26,7 +27,7 @@ from cacheblend_rag.errors import ServerError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.tokens import pack_ids
+from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
 from cacheblend_rag.protocol import ModelInfo
 from cacheblend_rag.store.kv import ModelFingerprint
 
@@ -139,7 +140,12 @@ class RemoteEngine(BlendEngine):
         Raises:
             ServerError: The server does not answer, refuses, or ends the answer early.
         """
-        return self._stream(completion_request(self._name, self.request(prompt, sampling, settings)))
+        return self._stream(self._completion(self.request(prompt, sampling, settings)))
+
+    def _completion(self, request: Request) -> dict[str, Any]:
+        # A rendered chat may begin with the BOS token that the server's tokenizer adds: the model must not read it twice.
+        prefix = str(self.tokenizer.decode(list(encoder_for(self.tokenizer).prefix_ids)))
+        return completion_request(self._name, request, prefix)
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
         answer = Answer(self._wire.url, self.fingerprint.digest, request["logprobs"] or 0)
@@ -155,7 +161,7 @@ class RemoteEngine(BlendEngine):
     ) -> AsyncIterator[StreamEvent]:
         """Async twin of :meth:`stream`; a cancelled consumer ends the work on the server."""
         asked = await asyncio.to_thread(self.request, prompt, sampling, settings)
-        request = completion_request(self._name, asked)
+        request = self._completion(asked)
         answer = Answer(self._wire.url, self.fingerprint.digest, request["logprobs"] or 0)
         with self._wire.explained(answer.begun):
             async with await self._wire.asynchronous().completions.create(**request) as pieces:

@@ -14,8 +14,13 @@ from cacheblend_rag.prompts.chunk import Chunk
 _BATCH_CHUNKS, _BATCH_BYTES = 64, 4 << 20
 
 
-def completion_request(model: str, request: Request) -> dict[str, Any]:
+def completion_request(model: str, request: Request, prefix: str = "") -> dict[str, Any]:
     """Return the arguments of a streamed completion.
+
+    Args:
+        model: Name the server has it under.
+        request: What to ask.
+        prefix: What the server's tokenizer puts before a text by itself: a text that spells it is sent without.
 
     Raises:
         InputError: The JSON schema is no JSON.
@@ -36,7 +41,7 @@ def completion_request(model: str, request: Request) -> dict[str, Any]:
         extra["return_tokens_as_token_ids"] = True
     return {
         "model": model,
-        "prompt": list(prompt.token_ids) if prompt.text is None else prompt.text,
+        "prompt": list(prompt.token_ids) if prompt.text is None else prompt.text.removeprefix(prefix),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
