@@ -184,33 +184,35 @@ def test_a_store_deleted_under_a_running_engine_is_prefilled(engine, corpus, que
     assert engine.precompute(corpus[:6]).failed == {}
 
 
+GOOD: dict[str, Any] = {
+    "spans": [[5, 9, "x"]],
+    "settings": {"ratio": 0.1, "policy": "hkvd", "check_layers": [1], "reuse": "chunks"},
+    "widths": [1],
+}
+
+
+def wrong_settings(**changes: Any) -> dict[str, Any]:
+    return {**GOOD, "settings": {**GOOD["settings"], **changes}}
+
+
 @pytest.mark.parametrize(
-    "params",
+    ("params", "named"),
     [
-        {"spans": "no"},
-        {
-            "spans": [[0, 10**9, "x"]],
-            "ratio": 0.1,
-            "policy": "hkvd",
-            "check_layers": [1],
-            "widths": [1],
-            "reuse": "chunks",
-        },
-        {"spans": [[5, 9, "x"]], "ratio": 7, "policy": "hkvd", "check_layers": [1], "widths": [1], "reuse": "chunks"},
-        {
-            "spans": [[5, 9, "x"]],
-            "ratio": 0.1,
-            "policy": "none such",
-            "check_layers": [1],
-            "widths": [1],
-            "reuse": "chunks",
-        },
-        {"save": -3},
-        "text",
-        7,
+        ({**GOOD, "spans": "no"}, ""),
+        ({**GOOD, "spans": [[0, 10**9, "x"]]}, "outside the prompt"),
+        ({**GOOD, "spans": [[9, 5, "x"]]}, "not ascending"),
+        ({**GOOD, "widths": [1, 1]}, "widths"),
+        ({**GOOD, "settings": {}}, "ratio"),
+        (wrong_settings(ratio=7), "ratio is 7"),
+        (wrong_settings(policy="none such"), "none such"),
+        (wrong_settings(check_layers=[3, 1]), "check_layers"),
+        (wrong_settings(reuse="nothing"), "reuse"),
+        ({"save": -3}, "save"),
+        ("text", ""),
+        (7, ""),
     ],
 )
-def test_malformed_options_from_the_network_are_prefilled(engine, questions, params: Any) -> None:
+def test_malformed_options_from_the_network_are_prefilled(engine, questions, params: Any, named: str) -> None:
     from vllm import SamplingParams as VLLMSampling
 
     tokens = engine.tokenize(BlendPrompt((questions[0],)))
@@ -226,7 +228,17 @@ def test_malformed_options_from_the_network_are_prefilled(engine, questions, par
     output = run(engine, ask())
     assert output.finished
     assert len(output.outputs[0].token_ids) >= 1
-    assert "malformed" in output.kv_transfer_params["cacheblend"]["reason"]
+    reason = output.kv_transfer_params["cacheblend"]["reason"]
+    assert "malformed" in reason
+    assert named in reason
+
+
+def test_well_formed_options_are_read() -> None:
+    from cacheblend_rag.engines.vllm.messages import BlendJob, read_params
+
+    job = read_params({"cacheblend": GOOD}, 20)
+    assert isinstance(job, BlendJob)
+    assert job.to_params() == GOOD
 
 
 def test_guided_decoding_follows_a_json_schema(engine) -> None:
