@@ -133,9 +133,16 @@ def _print_calibration(found: Calibration, file: Path) -> None:
         typer.echo(
             table([["ratio", "KL"], *([f"{ratio:.0%}", f"{value:.4f}"] for ratio, value in found.ratios.items())])
         )
+    if found.ranked:
+        typer.echo("\nranked at indexing, no dense pass:")
+        rows = [["ratio", *(f"KL by {name}" for name in found.ranked)]]
+        for ratio in next(iter(found.ranked.values())):
+            rows.append([f"{ratio:.0%}", *(f"{kl[ratio]:.4f}" for kl in found.ranked.values())])
+        typer.echo(table(rows))
     typer.echo(f"\n{found.why[0].upper()}{found.why[1:]}.")
     typer.echo(
-        f"Profile: check layers {_join_numbers(found.profile.check_layers)}, ratio {found.profile.ratio:.0%}, written to {file}"
+        f"Profile: policy {found.profile.policy}, ratio {found.profile.ratio:.0%}, check layers "
+        f"{_join_numbers(found.profile.check_layers)}, written to {file}"
     )
 
 

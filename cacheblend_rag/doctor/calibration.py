@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cacheblend_rag.blending.calibration.rules import Calibration, calibrate
 from cacheblend_rag.blending.profile import save_profile
+from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -36,5 +37,7 @@ def calibrate_engine(
     if engine.rope is None or not engine.gate.passed:
         raise ModelError(f"This model is not blended, so there is nothing to calibrate: {engine.gate.reason}.")
     end = getattr(engine.tokenizer, "eos_token_id", None)
-    found = calibrate(engine.subject(), engine.rope, engine.header_ids, prompts, end, progress)
+    subject = engine.subject()
+    probe = probe_ids(engine.tokenizer, subject.vocab_size, engine.context_window)
+    found = calibrate(subject, engine.rope, engine.header_ids, prompts, end, progress, probe)
     return found, save_profile(found.profile, engine.fingerprint.digest, output)

@@ -10,7 +10,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend_rag.blending.calibration.measurement import ANSWER_TOKENS, PromptMeasurement, Scored, top
-from cacheblend_rag.blending.calibration.rules import MIN_PROMPTS, PAPER_RATIO, RATIOS, _choose_ratio, calibrate
+from cacheblend_rag.blending.calibration.rules import (
+    MIN_PROMPTS,
+    PAPER_RATIO,
+    RANKED,
+    RATIOS,
+    _cheaper,
+    _choose_ratio,
+    calibrate,
+)
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.engines.transformers.loading import usable_attention
@@ -152,3 +160,35 @@ def test_where_no_ratio_suffices_it_is_the_papers_or_more():
 def test_a_model_that_blending_does_not_help_keeps_the_papers_ratio():
     worse = dict.fromkeys(RATIOS, -0.5)
     assert _choose_ratio(kl_per_ratio(worse, MIN_PROMPTS), np.ones(MIN_PROMPTS))[0] == PAPER_RATIO
+
+
+PROBE = tuple(range(6, 26))
+
+
+def test_policies_that_rank_at_indexing_are_measured_where_there_is_a_probe(model):
+    prompts = [prompt(s) for s in range(2)]
+    found = calibrate(model, model.detect_rope(), HEADER, prompts, probe=PROBE)
+    assert list(found.ranked) == list(RANKED)
+    assert all(list(kl) == list(RATIOS) for kl in found.ranked.values())
+    assert found.profile.policy == "hkvd"  # two prompts are no ground for another
+    assert calibrate(model, model.detect_rope(), HEADER, prompts).ranked == {}
+
+
+def test_a_ranked_blend_in_calibration_is_the_engines_own(model):
+    measured = PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), end_token=None, probe=PROBE)
+    target = model.target(prompt(0).token_ids, model.detect_rope())
+    result = fuse(measured._plan, target, policy("static"), 0.2, BlendSchedule())
+    static = torch.cat([span.static_deviation() for span in measured._plan.stale])
+    first = measured._plan.stale[0].start
+    assert result.recomputed.tolist() == [first + i for i in sorted(top(static, 8).tolist())]
+
+
+def test_the_policy_with_the_least_compute_that_suffices_is_chosen():
+    none = np.ones(MIN_PROMPTS)
+    late = {0.02: 0.3, 0.05: 0.5, 0.1: 0.6, 0.15: 0.95, 0.2: 0.96, 0.3: 0.97}
+    ranked = {"static": kl_per_ratio(late, MIN_PROMPTS), "static-query": kl_per_ratio(STEADY, MIN_PROMPTS)}
+    assert _cheaper(ranked, none, compute=0.3)[:2] == ("static-query", 0.05)
+    assert _cheaper({"static": ranked["static"]}, none, compute=0.3)[:2] == ("static", 0.15)
+    assert _cheaper({"static": ranked["static"]}, none, compute=0.15) is None
+    few = {name: {r: kl[:-1] for r, kl in by_ratio.items()} for name, by_ratio in ranked.items()}
+    assert _cheaper(few, none[:-1], compute=0.3) is None

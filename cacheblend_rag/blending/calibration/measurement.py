@@ -15,6 +15,7 @@ from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
@@ -32,14 +33,22 @@ class PromptMeasurement:
     """
 
     def __init__(
-        self, subject: GateSubject, rope: Rope, header: Sequence[int], prompt: TokenizedPrompt, end_token: int | None
+        self,
+        subject: GateSubject,
+        rope: Rope,
+        header: Sequence[int],
+        prompt: TokenizedPrompt,
+        end_token: int | None,
+        probe: Sequence[int] = (),
     ):
-        """Run the full prefill and every chunk alone; ``end_token`` ends the answer."""
+        """Run the full prefill and every chunk alone, and behind ``probe`` if there is one; ``end_token`` ends the answer."""
         self._subject, self._rope, self._prompt = subject, rope, prompt
         alone: dict[tuple[int, ...], ChunkKV] = {}
         for ids in {tuple(span.chunk.token_ids) for span in prompt.spans} | ({()} if header else set()):
             _, kv = subject.full_prefill([*header, *ids])
             alone[ids] = _from(kv, len(header) if ids else 0)
+            if ids and probe:
+                alone[ids] = self._ranked(alone[ids], [*header, *probe], ids)
         self._plan = make_plan(prompt, header, lambda ids: alone[tuple(ids)])
         self.usable = bool(self._plan.stale)
         if not self.usable:
@@ -49,6 +58,12 @@ class PromptMeasurement:
         self.deviation = self._deviation()
         normed = self.deviation[1:] / self.deviation[1:].mean(1, keepdim=True).clamp_min(1e-30)
         self.oracle = normed.sum(0)
+
+    def _ranked(self, alone: ChunkKV, before: Sequence[int], ids: Sequence[int]) -> ChunkKV:
+        """Return a chunk's KV with its static deviation, as an index holds it."""
+        _, whole = self._subject.full_prefill([*before, *ids])
+        behind = [LayerKV(k[:, len(before) :], v[:, len(before) :]) for k, v in whole.layers]
+        return ChunkKV(alone.layers, alone.start, static=static_deviation(alone, behind, len(before), self._rope))
 
     def kl(self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> float:
         """Return the mean KL, in nats, of a blend against the full prefill, over the answer's first tokens."""

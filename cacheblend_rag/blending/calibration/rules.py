@@ -16,12 +16,16 @@ The rules that turn this into a profile:
 2. *Ratio*: the smallest of :data:`RATIOS` whose KL reduction is at least :data:`ENOUGH` with 95% confidence (bootstrap over
    prompts). Where none is, the smallest from the paper's 15% up that reaches :data:`ENOUGH` of what the largest reaches.
    With fewer than :data:`MIN_PROMPTS` prompts never less than 15%.
-3. If full KV reuse loses nothing on these prompts, they cannot tell schedules apart: the defaults stay.
+3. *Policy*: :data:`RANKED` policies need no dense pass, whose cost is counted as a ratio: the check layers passed, as a share
+   of all layers. The one that reaches :data:`ENOUGH` with that confidence at the least compute takes the place of ``hkvd`` where
+   it computes less, and with at least :data:`MIN_PROMPTS` prompts. Check layers stay in the profile for chunks without a rank.
+4. If full KV reuse loses nothing on these prompts, they cannot tell schedules apart: the defaults stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -43,6 +47,7 @@ RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 PAPER_RATIO = 0.15
 ENOUGH = 0.9
 MIN_PROMPTS = 8
+RANKED = ("static", "static-query")
 # Below this mean KL, in nats, full KV reuse answers as the full prefill does.
 _HARMLESS = 0.01
 _PAIR_WIDTHS = ((1.25, 1.0), (2.5, 1.0))
@@ -80,6 +85,7 @@ class Calibration:
         layers: Every layer from 1 on.
         schedules: Mean KL of every schedule tried.
         ratios: Mean KL of the chosen schedule at every ratio.
+        ranked: The same of the policies that need no dense pass, by name.
     """
 
     profile: ModelProfile
@@ -89,6 +95,7 @@ class Calibration:
     layers: list[LayerAgreement]
     schedules: list[tuple[BlendSchedule, float]]
     ratios: dict[float, float]
+    ranked: dict[str, dict[float, float]]
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -102,6 +109,7 @@ def calibrate(
     prompts: Sequence[TokenizedPrompt],
     end_token: int | None = None,
     progress: Callable[[str], None] | None = None,
+    probe: Sequence[int] = (),
 ) -> Calibration:
     """Measure ``prompts`` and choose a profile by the rules above.
 
@@ -112,6 +120,7 @@ def calibrate(
         prompts: RAG prompts of at least two chunks each.
         end_token: Ends an answer.
         progress: Called with a line of text before each step.
+        probe: What chunks are ranked behind; without one, policies that rank at indexing are left out.
 
     Raises:
         InputError: No prompt holds a token with stale KV.
@@ -120,17 +129,20 @@ def calibrate(
     measurements = []
     for number, prompt in enumerate(prompts, 1):
         say(f"full prefill and chunks of prompt {number} of {len(prompts)}")
-        measurement = PromptMeasurement(subject, rope, header_ids, prompt, end_token)
+        measurement = PromptMeasurement(subject, rope, header_ids, prompt, end_token, probe)
         if measurement.usable:
             measurements.append(measurement)
     if not measurements:
         raise InputError("Calibration needs prompts of at least two chunks and a question behind them; there is none.")
-    return _Calibrator(measurements, subject.num_layers, say).run()
+    return _Calibrator(measurements, subject.num_layers, say, bool(probe)).run()
 
 
 class _Calibrator:
-    def __init__(self, measurements: list[PromptMeasurement], num_layers: int, say: Callable[[str], None]):
+    def __init__(
+        self, measurements: list[PromptMeasurement], num_layers: int, say: Callable[[str], None], has_ranks: bool
+    ):
         self._measurements, self._num_layers, self._say = measurements, num_layers, say
+        self._has_ranks = has_ranks
         self._measured: dict[tuple[BlendSchedule, float], Floats] = {}
 
     def run(self) -> Calibration:
@@ -151,6 +163,7 @@ class _Calibrator:
             ),
         }
         schedules = self._schedules(none)
+        ranked: dict[str, dict[float, Floats]] = {}
         if none.mean() < _HARMLESS:
             profile, why, ratios = ModelProfile(), "full KV reuse changes nothing on these prompts; defaults kept", {}
         else:
@@ -159,6 +172,11 @@ class _Calibrator:
             ratio, because = _choose_ratio(ratios, none)
             profile = ModelProfile(ratio, check_layers=chosen.check_layers, widths=chosen.widths)
             why = f"{why}; {because}"
+            ranked = self._ranked_policies()
+            compute = ratio + self._cost(chosen) / self._num_layers
+            if (better := _cheaper(ranked, none, compute)) is not None:
+                profile, because = replace(profile, policy=better[0], ratio=better[1]), better[2]
+                why = f"{why}; {because}"
         kl = {name: float(values.mean()) for name, values in ends.items()}
         summary = {"prompts": len(self._measurements), "why": why, "kl": kl}
         return Calibration(
@@ -169,6 +187,9 @@ class _Calibrator:
             layers=self._agreement(),
             schedules=[(schedule, float(values.mean())) for schedule, values in schedules.items()],
             ratios={ratio: float(values.mean()) for ratio, values in ratios.items()},
+            ranked={
+                name: {ratio: float(values.mean()) for ratio, values in found.items()} for name, found in ranked.items()
+            },
         )
 
     def _measure(self, schedule: BlendSchedule, ratio: float) -> Floats:
@@ -180,6 +201,18 @@ class _Calibrator:
                 [measurement.kl(policy("hkvd"), ratio, schedule) for measurement in self._measurements]
             )
         return self._measured[key]
+
+    def _ranked_policies(self) -> dict[str, dict[float, Floats]]:
+        """Return the KL of every prompt by the policies that rank at indexing, at every ratio."""
+        found: dict[str, dict[float, Floats]] = {}
+        for name in RANKED if self._has_ranks else ():
+            self._say(f"blends by {name}")
+            with suppress(InputError):  # a model whose attention cannot be watched
+                found[name] = {
+                    ratio: np.array([m.kl(policy(name), ratio, BlendSchedule()) for m in self._measurements])
+                    for ratio in RATIOS
+                }
+        return found
 
     def _schedules(self, none: Floats) -> dict[BlendSchedule, Floats]:
         # A dense pass over more than half of the layers costs more than blending saves.
@@ -245,17 +278,40 @@ class _Calibrator:
         return found
 
 
-def _choose_ratio(measured: dict[float, Floats], none: Floats) -> tuple[float, str]:
+def _cheaper(ranked: dict[str, dict[float, Floats]], none: Floats, compute: float) -> tuple[str, float, str] | None:
+    """Return the ranked policy and ratio that suffice for sure at the least compute below ``compute``, and why."""
+    if len(none) < MIN_PROMPTS:
+        return None
+    sure = [(ratio, name) for name, kl in ranked.items() if (ratio := _smallest_sure(kl, none)) is not None]
+    if not sure or min(sure)[0] >= compute:
+        return None
+    ratio, name = min(sure, key=lambda found: found[0])
+    return (
+        name,
+        ratio,
+        f"{name} removes as much at {ratio:.0%} without a dense pass, which hkvd needs {compute:.0%} for in all",
+    )
+
+
+def _smallest_sure(measured: dict[float, Floats], none: Floats) -> float | None:
+    """Return the smallest ratio that removes :data:`ENOUGH` of full KV reuse's KL with confidence; None if there is none."""
     draws = np.random.default_rng(0).integers(len(none), size=(_RESAMPLES, len(none)))
-    floor = 0.0 if len(none) >= MIN_PROMPTS else PAPER_RATIO
     for ratio, kl in measured.items():
         reduction = 1 - kl[draws].mean(1) / none[draws].mean(1).clip(1e-30)
-        if ratio >= floor and float(np.quantile(reduction, 1 - _CONFIDENCE)) >= ENOUGH:
-            few = "" if not floor else f", and not less than {PAPER_RATIO:.0%} on only {len(none)} prompts"
-            return ratio, (
-                f"{ratio:.0%} is the smallest ratio that removes {ENOUGH:.0%} of full KV reuse's KL with "
-                f"{_CONFIDENCE:.0%} confidence{few}"
-            )
+        if float(np.quantile(reduction, 1 - _CONFIDENCE)) >= ENOUGH:
+            return ratio
+    return None
+
+
+def _choose_ratio(measured: dict[float, Floats], none: Floats) -> tuple[float, str]:
+    floor = 0.0 if len(none) >= MIN_PROMPTS else PAPER_RATIO
+    ratio = _smallest_sure({ratio: kl for ratio, kl in measured.items() if ratio >= floor}, none)
+    if ratio is not None:
+        few = "" if not floor else f", and not less than {PAPER_RATIO:.0%} on only {len(none)} prompts"
+        return ratio, (
+            f"{ratio:.0%} is the smallest ratio that removes {ENOUGH:.0%} of full KV reuse's KL with "
+            f"{_CONFIDENCE:.0%} confidence{few}"
+        )
     mean = {ratio: 1 - float(kl.mean()) / float(none.mean()) for ratio, kl in measured.items() if ratio >= PAPER_RATIO}
     if max(mean.values()) <= 0:
         return PAPER_RATIO, "no ratio brings the blend closer to the full prefill than full KV reuse is"
