@@ -18,8 +18,8 @@ import cacheblend_rag
 ROOT = Path(__file__).parent.parent
 PLACES = ("README.md", "docs/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
 ENDINGS = {".py", ".md", ".ipynb"}
-# Compares attention kernels of the transformers engine, which are nobody else's business.
-INSIDERS = {ROOT / "benchmarks" / "attention_blocks.py"}
+# Measure pieces that are nobody else's business: attention kernels, one engine's passes, the table of evaluations.
+INSIDERS = {ROOT / "benchmarks" / name for name in ("attention_blocks.py", "prompt_lengths.py", "pooled_quality.py")}
 # `python -m` names a program, not an import.
 DOTTED = re.compile(r"(?<!python -m )\bcacheblend_rag\.(\w+)\.(\w+)")
 

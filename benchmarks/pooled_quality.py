@@ -1,0 +1,47 @@
+"""Quality over several runs of `cacheblend eval`, one for each seed, as one table with 95% intervals.
+
+for seed in 101 102 103 104 105; do
+    cacheblend eval --seed $seed --limit 100 --methods full,reuse,hkvd@0.05@2,static@0.05,static-query@0.05 --out report/$seed
+done
+python benchmarks/pooled_quality.py report/*/answers-*.jsonl
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.evaluation.summary import summarize  # not public: a table of our own results
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The answers of one run; contexts of different runs are different groups."""
+    _, *lines = file.read_text(encoding="utf-8").splitlines()
+    return [{**row, "group": f"{file}:{row['group']}"} for row in map(json.loads, lines)]
+
+
+def interval(found: dict[str, Any], name: str) -> str:
+    value, limits = found[name], found["intervals_95"].get(name)
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f}" + ("" if limits is None else f" [{100 * limits[0]:.1f}, {100 * limits[1]:.1f}]")
+
+
+def main() -> None:
+    rows = [row for name in sys.argv[1:] for row in read_rows(Path(name))]
+    if not rows:
+        sys.exit("Name the answers-*.jsonl files of `cacheblend eval` runs.")
+    print(
+        "| method | questions | computed, % | exact match, % | agrees with full recompute, % | first-token KL, nats |"
+    )
+    print("|---|---:|---:|---:|---:|---:|")
+    for name, found in summarize(rows)["methods"].items():
+        shown = [interval(found, each) for each in ("em", "agreement_with_full")]
+        kl, limits = found["first_token_kl"], found["intervals_95"].get("first_token_kl")
+        kls = f"{kl:.2g}" + ("" if limits is None else f" [{limits[0]:.2g}, {limits[1]:.2g}]")
+        share = 100 * found["computed_share"]
+        print(f"| {name} | {found['n']} | {share:.1f} | {shown[0]} | {shown[1]} | {kls} |")
+
+
+if __name__ == "__main__":
+    main()
