@@ -50,7 +50,7 @@ def test_bench_index_prints_a_ratio(run):
         (["--cold", *TINY], "--kv disk"),
         (["--model", "a", *TINY], "not both"),
         (["--ratio", "1.5", *TINY], "ratio is 1.5"),
-        (["--policy", "best", *TINY], "known ones: hkvd, sink"),
+        (["--policy", "best", *TINY], "known ones: static, static-query, hkvd"),
         (["--check-layers", "2,1", *TINY], "ascending"),
         (["--check-layers", "7", *TINY], "layers 1 to 1"),
         (["--device", "abacus", *TINY[:-2]], "abacus"),
