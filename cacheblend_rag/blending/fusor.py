@@ -101,6 +101,7 @@ class FuseResult:
     Attributes:
         recomputed: Ascending positions of tokens with stored KV that were recomputed.
         policy: Name of the policy that chose them.
+        unranked: Whether another was wanted, and a chunk had no static deviation.
         computed_tokens: All positions that went through all layers.
         load_wait_s: Seconds the computation waited for stored KV.
         loaded_bytes: Bytes of stored KV read.
@@ -108,6 +109,7 @@ class FuseResult:
 
     recomputed: torch.Tensor
     policy: str
+    unranked: bool
     computed_tokens: int
     load_wait_s: float
     loaded_bytes: int
@@ -137,7 +139,8 @@ def fuse_stepwise(
     Args:
         plan: What is stored; must use stored KV.
         target: The model.
-        policy: Which tokens to recompute. One that needs static deviations gives way to :data:`FALLBACK` where a chunk has none.
+        policy: Which tokens to recompute. One that needs static deviations gives way to :data:`FALLBACK` where a chunk has
+            none, and ``static-query`` to ``static`` where the target shows no attention.
         ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill.
         schedule: Check layers, for policies that measure KV deviation.
 
@@ -162,8 +165,11 @@ class _Fusor:
     ):
         self._candidates = _candidates(plan, target.device, policy.needs_static)
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
-        if policy.needs_static and not target.agree(self._candidates.static is not None):
+        self._unranked = policy.needs_static and not target.agree(self._candidates.static is not None)
+        if self._unranked:
             policy = policy_named(FALLBACK)
+        elif policy.needs_static and policy.needs_attention and not isinstance(target, AttentiveTarget):
+            policy = policy_named("static")
         self._target, self._policy, self._ratio = target, policy, ratio
         self._forced = _forced(plan, self._candidates.positions, target.device)
         total = len(self._candidates.positions)
@@ -237,9 +243,8 @@ class _Fusor:
 
     def result(self) -> FuseResult:
         """Return what was done."""
-        return FuseResult(
-            self._recomputed, self._policy.name, self._computed, self.loader.wait_s, self.loader.loaded_bytes
-        )
+        name, loader = self._policy.name, self.loader
+        return FuseResult(self._recomputed, name, self._unranked, self._computed, loader.wait_s, loader.loaded_bytes)
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:

@@ -175,13 +175,13 @@ class TransformersEngine(BlendEngine):
             yield StreamEvent(answer.flush(), _generation(request, prefill, answer, timings))
         finally:
             del prefill.cache
-            self._release(prefill, request)
+            self._release(prefill)
 
     def _decode(self, token: int, prefill: _Prefill) -> torch.Tensor:
         with self._lock:
             return self.runner.append(torch.tensor([[token]], device=self.runner.device), prefill.cache)[0]
 
-    def _release(self, prefill: _Prefill, request: Request) -> None:
+    def _release(self, prefill: _Prefill) -> None:
         """Let go of stored KV, and write back what was missing."""
         plan = prefill.plan
         for span in (*plan.exact, *plan.stale):
@@ -190,7 +190,7 @@ class TransformersEngine(BlendEngine):
             return
         if plan.missing:
             self._store_missing(plan.missing)
-        if self.rank != "off" and prefill.policy not in (None, request.settings.policy):
+        if self.rank != "off" and prefill.unranked:
             self._rank_after_use([span.chunk for span in plan.stale if span.chunk is not None])
 
     def _store_missing(self, chunks: Sequence[Chunk]) -> None:
@@ -250,6 +250,7 @@ class TransformersEngine(BlendEngine):
             result.load_wait_s,
             result.policy,
             settings.ratio,
+            result.unranked,
         )
 
     def close(self) -> None:
@@ -272,6 +273,7 @@ class _Prefill:
     load_s: float = 0.0
     policy: str | None = None
     ratio: float | None = None
+    unranked: bool = False
 
     @property
     def mode(self) -> Mode:

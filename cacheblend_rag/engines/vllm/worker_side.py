@@ -217,15 +217,10 @@ class _Blend:
                 fused.loaded_bytes,
                 time.perf_counter() - self._begin,
                 tuple(chunk.id for chunk in plan.missing),
-                self._unranked(plan, fused.policy),
+                tuple(s.chunk.id for s in plan.stale if s.chunk is not None) if fused.unranked else (),
                 plan.reason,
             )
             return
-
-    def _unranked(self, plan: BlendPlan, used: str) -> tuple[str, ...]:
-        if used == self.load.job.settings.policy:
-            return ()
-        return tuple(span.chunk.id for span in plan.stale if span.chunk is not None)
 
     def _fuse(self, plan: BlendPlan) -> Generator[float, None, FuseResult]:
         load, job = self.load, self.load.job

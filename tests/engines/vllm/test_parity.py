@@ -98,6 +98,9 @@ def test_static_is_the_reference_and_a_chunk_without_a_rank_gets_one_after_its_f
     expected = reference.blend(model, SCENE.header, SCENE.parts(), 0.3, chosen=sorted(chosen)).logits.log_softmax(-1)
     torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), expected, atol=1e-4, rtol=0)
     engine.reset_prefix_cache()
+    with_query = BlendSettings(0.3, "static-query", (1,))
+    torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, with_query), expected, atol=1e-4, rtol=0)
+    engine.reset_prefix_cache()
     answer = engine.generate(SCENE.prompt, ANSWER, settings)
     assert (answer.mode, answer.policy, answer.ratio, answer.usage.recomputed_tokens) == (
         "blend",
