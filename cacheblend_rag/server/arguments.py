@@ -166,6 +166,6 @@ def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> M
         blended=client.gate.passed,
         reason=client.gate.reason,
         num_layers=client.num_layers,
-        defaults=client.profile.resolve(BlendSettings(), client.num_layers).to_params(),
+        defaults=client.resolve(BlendSettings()).to_params(),
         widths=client.profile.widths,
     )

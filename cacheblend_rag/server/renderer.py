@@ -116,6 +116,8 @@ class BlendRenderer:
             )
         try:
             options = read_options(request.model_extra)
+            # Here, not only where a prompt is blended: a wrong option is refused whatever the prompt holds.
+            self._client.resolve(options.settings)
         except InputError as error:
             raise VLLMValidationError(str(error), parameter="cacheblend") from error
         self._catalogue.refresh()
@@ -160,10 +162,7 @@ class BlendRenderer:
         else:
             return engine_input
         self._check_length(request, len(prompt.token_ids))
-        try:
-            tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, engine_input.get("cache_salt"))
-        except InputError as error:
-            raise VLLMValidationError(str(error), parameter="cacheblend") from error
+        tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, engine_input.get("cache_salt"))
         offsets = "prompt_token_offsets"  # of tokens that are no longer those of the prompt
         return {**{name: value for name, value in engine_input.items() if name != offsets}, **tokens}
 

@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
@@ -141,6 +141,10 @@ class BlendClient:
             )
         return cls(llm, launch, store, gate, ratio=ratio, write_back=write_back, rank=rank)
 
+    def resolve(self, settings: BlendSettings) -> ResolvedSettings:
+        """Return ``settings`` with nothing left open; raises InputError for a check layer beyond the model."""
+        return self.profile.resolve(settings, self.num_layers)
+
     def tokens_prompt(
         self, prompt: TokenizedPrompt, settings: BlendSettings | None = None, salt: str | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -157,7 +161,7 @@ class BlendClient:
         Raises:
             InputError: A check layer beyond the model.
         """
-        resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers)
+        resolved = self.resolve(settings or BlendSettings())
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
         if salt is not None:
             tokens["cache_salt"] = salt
