@@ -219,7 +219,7 @@ def test_the_transformers_engine_forgets_and_computes_again(engine: Transformers
     entries = engine.store.stats().entries
     store.add_texts([text], ids=["a"])
     assert engine.store.stats().entries > entries
-    llm = ChatCacheBlend(engine=engine, max_tokens=4)
+    llm = ChatCacheBlend(engine=engine, max_tokens=4, ratio=1.0)  # at which a blend answers as a prefill does
     before = llm.invoke(f"{text}\n\nQuestion: When does it burn?")
     assert before.response_metadata["cacheblend"]["mode"] == "blend"
     store.delete(["a"])
