@@ -13,6 +13,7 @@ from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.store.kv import KVKey
 
 PARAMS = "cacheblend"
 """Our key in a request's ``kv_transfer_params``, on the way in and out."""
@@ -84,6 +85,11 @@ class SaveJob:
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :func:`read_params` reads."""
         return {"save": self.start, "rank": self.rank}
+
+
+def receipt(key: KVKey, rank: bool) -> str:
+    """Return what a worker reports a written entry by; a ranking is another piece of work than the KV itself."""
+    return f"{key}:rank" if rank else str(key)
 
 
 def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJob | SaveJob | None:

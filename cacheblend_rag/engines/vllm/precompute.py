@@ -12,7 +12,7 @@ from vllm import SamplingParams as VLLMSampling
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.engines.vllm.messages import PARAMS, SaveJob
+from cacheblend_rag.engines.vllm.messages import PARAMS, SaveJob, receipt
 from cacheblend_rag.prompts.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Precompute:
         """Have the workers do ``job`` on a prompt; return why the entry of ``token_ids`` was not written, or nothing."""
         if not await self._prefill(prompt, job):
             return "vLLM ended its request before its KV was complete"
-        keys = [str(key) for key in self._entries.written_keys(token_ids)]
+        keys = [receipt(key, job.rank) for key in self._entries.written_keys(token_ids)]
         pause = 0.0
         while not all(key in self._written for key in keys):
             await asyncio.sleep(pause)

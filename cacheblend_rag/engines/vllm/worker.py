@@ -42,7 +42,7 @@ class BlendWorker(BaseWorker):
         """Return the entries written since the last call, with why one is not in the store."""
         connector = _connector()
         assert connector is not None
-        return {str(key): why for key, why in connector.worker.take_written().items()}
+        return connector.worker.take_written()
 
 
 def _connector() -> BlendConnector | None:

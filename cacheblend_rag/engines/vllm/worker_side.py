@@ -21,12 +21,12 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
-from cacheblend_rag.engines.vllm.messages import Blended, Load, Save, WorkerMeta
+from cacheblend_rag.engines.vllm.messages import Blended, Load, Save, WorkerMeta, receipt
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.subject import PagedSubject
 from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks, sum_over_ranks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, read_whole
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, read_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,7 +54,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store")
         self._unwritten: deque[Future[None]] = deque()
-        self._written: dict[KVKey, str] = {}
+        self._written: dict[str, str] = {}
 
     def bind(self, model: Any, device: torch.device) -> None:
         """Take the model and run the parity gate."""
@@ -129,9 +129,9 @@ class WorkerSide:
         """Copy prompts out of the paged cache and hand them to the writer."""
         for save in saves:
             tokens = save.token_ids[save.start :] if save.start or not self._entries.header_ids else ()
-            key = self._entries.own_key(tokens)
+            name = receipt(self._entries.own_key(tokens), save.rank)
             if not self.gate.passed or self._paged is None:
-                self._written[key] = f"not blended: {self.gate.reason}"
+                self._written[name] = f"not blended: {self.gate.reason}"
                 continue
             slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
             layers = [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
@@ -140,11 +140,11 @@ class WorkerSide:
             else:
                 kv = ChunkKV([type(x)(x.k.cpu(), x.v.cpu()) for x in layers], save.start)
             if kv is None:
-                self._written[key] = "its stored KV is gone or damaged"
+                self._written[name] = "its stored KV is gone or damaged"
                 continue
             while len(self._unwritten) >= _UNWRITTEN:
                 self._unwritten.popleft().result()
-            self._unwritten.append(self._writer.submit(self._write, key, tokens, kv, save.rank))
+            self._unwritten.append(self._writer.submit(self._write, name, tokens, kv, save.rank))
 
     def _rank(self, tokens: tuple[int, ...], behind: Sequence[LayerKV], start: int) -> ChunkKV | None:
         """Return a chunk's stored KV with its static deviation; None where a rank has not all of it."""
@@ -158,17 +158,17 @@ class WorkerSide:
         static = static_deviation(alone, behind, start, self._rope, sum_over_ranks)
         return ChunkKV(alone.layers, alone.start, static=static)
 
-    def _write(self, key: KVKey, tokens: tuple[int, ...], kv: ChunkKV, replace: bool) -> None:
+    def _write(self, name: str, tokens: tuple[int, ...], kv: ChunkKV, replace: bool) -> None:
         try:
-            self._written[key] = "" if self._entries.put(tokens, kv, replace) else "it does not fit the store's budget"
+            self._written[name] = "" if self._entries.put(tokens, kv, replace) else "it does not fit the store's budget"
         except StoreError as error:
-            self._written[key] = str(error)
+            self._written[name] = str(error)
 
-    def take_written(self) -> dict[KVKey, str]:
-        """Return the entries written since the last call: an empty string, or why an entry is not in the store."""
-        written: dict[KVKey, str] = {}
-        for key in list(self._written):
-            written[key] = self._written.pop(key)
+    def take_written(self) -> dict[str, str]:
+        """Return the receipts since the last call: an empty string, or why an entry is not in the store."""
+        written: dict[str, str] = {}
+        for name in list(self._written):
+            written[name] = self._written.pop(name)
         return written
 
     def close(self) -> None:
