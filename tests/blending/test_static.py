@@ -51,6 +51,7 @@ def top(positions: list[int], scores: torch.Tensor, ratio: float) -> list[int]:
     return sorted(positions[i] for i in order[: round(ratio * len(positions))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BLENDED)
 def test_both_policies_equal_the_independent_reference_on_every_family(family: str) -> None:
     model, scene = model_of(family), Scene()
