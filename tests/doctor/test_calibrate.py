@@ -28,6 +28,8 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 
+pytestmark = pytest.mark.slow
+
 HEADER = (3, 4, 5)
 LAYERS = 4
 

@@ -22,6 +22,8 @@ from cacheblend_rag.store.kv import ModelFingerprint
 from tests.conftest import tokenizer_named
 from tests.engines.fake_server import FakeServer, piece, stream, unused_port, usage
 
+pytestmark = pytest.mark.slow
+
 SHORT = SamplingParams(max_tokens=8)
 
 

@@ -9,6 +9,8 @@ from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.prompts.prompt import tokenize
 from tests.evaluation.test_run import SAMPLES
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_variant_is_between_full_kv_reuse_and_full_recompute(engine, monkeypatch):
     monkeypatch.setattr(ablation, "RATIOS", (0.3, 1.0))

@@ -23,6 +23,8 @@ from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 from tests.evaluation.test_run import SAMPLES, TEXTS
 
+pytestmark = pytest.mark.slow
+
 
 class Spy(type(policy("query"))):
     """The query policy; remembers what it was shown."""

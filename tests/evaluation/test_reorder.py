@@ -23,6 +23,8 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from tests.evaluation.test_run import FEW, run
 
+pytestmark = pytest.mark.slow
+
 
 def chunk(name, tokens=10):
     return Chunk(name, name, (1,) * tokens)

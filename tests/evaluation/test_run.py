@@ -21,6 +21,8 @@ from cacheblend_rag.evaluation.samples import Sample
 from cacheblend_rag.evaluation.summary import find_worst, summarize
 from cacheblend_rag.prompts.chunk import make_chunk
 
+pytestmark = pytest.mark.slow
+
 TEXTS = (
     "The Proud Gull was launched in 1889. Her cargo is grain.",
     "She was refitted in 1901 and sails at dawn.",

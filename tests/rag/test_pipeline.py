@@ -23,6 +23,8 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import DiskStore
 from tests.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.slow
+
 load_embedder = Embedder.load
 
 DOCUMENTS = {

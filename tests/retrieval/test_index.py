@@ -24,6 +24,8 @@ from tests.retrieval.index_workers import CONFIG, chunk, chunks
 from tests.store.samples import memory_directory
 from tests.store.workers import call, start
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from cacheblend_rag.store.spool import Spool
 from tests.store import workers
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
+pytestmark = pytest.mark.slow
+
 FULL = os.environ.get("CACHEBLEND_FAULTS") == "full"
 KILLS = 200 if FULL else 25
 
