@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt
+from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.remote.answer import Answer
 from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
 from cacheblend_rag.engines.remote.tokenizers import checked, load_tokenizer
@@ -23,7 +24,7 @@ from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import last_generation
-from cacheblend_rag.errors import ServerError
+from cacheblend_rag.errors import InputError, ServerError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
@@ -99,6 +100,17 @@ class RemoteEngine(BlendEngine):
         self.gate = GateReport(self.model.blended, self.model.reason)
         self.profile = self.model.profile()
         self.registry = ChunkRegistry()
+
+    @property
+    def rank(self) -> Rank:
+        """See :class:`BlendEngine`; when chunks are ranked is the server's business."""
+        return "off"
+
+    @rank.setter
+    def rank(self, when: Rank) -> None:
+        raise InputError(
+            f"rank is {when!r}, but the server decides when chunks are ranked: leave it out with a server."
+        )
 
     def _model_info(self) -> ModelInfo:
         try:

@@ -100,6 +100,7 @@ class TransformersEngine(BlendEngine):
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)
         self._write_back = write_back
         self.rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self._probe: tuple[int, ...] = ()
         self._ranker: Ranker | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -144,9 +145,10 @@ class TransformersEngine(BlendEngine):
     def _make_ranker(self) -> Ranker:
         """Return the ranker for the engine's header; the probe's KV is kept from call to call."""
         assert self.rope is not None
-        probe = probe_ids(self.tokenizer, self.subject().vocab_size, self.context_window)
-        if self._ranker is None or self._ranker.prefix != (*self.header_ids, *probe):
-            self._ranker = Ranker(self.runner, self.rope, self.header_ids, probe)
+        if not self._probe:
+            self._probe = probe_ids(self.tokenizer, self.subject().vocab_size, self.context_window)
+        if self._ranker is None or self._ranker.prefix != (*self.header_ids, *self._probe):
+            self._ranker = Ranker(self.runner, self.rope, self.header_ids, self._probe)
         return self._ranker
 
     def stream(
