@@ -8,6 +8,7 @@ Where that ranking is stored, a blend needs no dense pass: its selection is know
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -38,6 +39,24 @@ def probe_ids(tokenizer: Any, vocab_size: int, context_window: int) -> tuple[int
     return tuple(encoder_for(tokenizer).document(text)[:most])
 
 
+@dataclass(frozen=True)
+class Distances:
+    """How far a chunk's KV moves behind a probe, layer by layer from 1 on: layer 0 depends on nothing but the token.
+
+    Attributes:
+        squared: Squared L2 distance of each token's keys (first) and values, ``[layers - 1, 2, tokens]``, fp32.
+        mean_square: Mean square of those keys and values, ``[layers - 1, 2]``.
+    """
+
+    squared: torch.Tensor
+    mean_square: torch.Tensor
+
+    def mean(self) -> torch.Tensor:
+        """Return the static deviation ``[tokens]``: distances by their layer's mean square, K plus V, mean over layers."""
+        scaled = self.squared / self.mean_square.clamp_min(1e-30)[..., None]
+        return scaled.sum(1).mean(0)
+
+
 def static_deviation(
     alone: StoredKV,
     behind: Sequence[LayerKV],
@@ -45,10 +64,18 @@ def static_deviation(
     rope: Rope,
     all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda parts: parts,
 ) -> torch.Tensor:
-    """Return each token's static deviation ``[tokens]``, fp32, on the CPU.
+    """Return each token's static deviation ``[tokens]``, fp32, on the CPU; see :func:`static_distances` and their mean."""
+    return static_distances(alone, behind, start, rope, all_reduce).mean()
 
-    Squared L2 distance of keys and of values, each divided by that layer's mean square, mean over layers from 1 on: layer 0
-    depends on nothing but the token.
+
+def static_distances(
+    alone: StoredKV,
+    behind: Sequence[LayerKV],
+    start: int,
+    rope: Rope,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda parts: parts,
+) -> Distances:
+    """Compare a chunk's KV alone with that behind a probe; the result is on the CPU.
 
     Args:
         alone: The chunk computed behind the header.
@@ -69,6 +96,5 @@ def static_deviation(
             square = fresh.float().square()
             # The mean square as a sum and a count: ranks hold different heads of the same tokens.
             parts.append(torch.cat([distance, square.sum()[None], square.new_tensor([square.numel()])]))
-    total = all_reduce(torch.stack(parts))
-    deviation = total[:, :-2] / (total[:, -2:-1] / total[:, -1:]).clamp_min(1e-30)
-    return (deviation.sum(0) / max(1, alone.num_layers - 1)).cpu()
+    total = all_reduce(torch.stack(parts)).cpu().view(alone.num_layers - 1, 2, -1)
+    return Distances(total[..., :-2], total[..., -2] / total[..., -1])

@@ -70,6 +70,18 @@ class PromptMeasurement:
         blended = self._logits(chosen, ratio, schedule, None)
         return float(np.mean([first_token_kl(p, q) for p, q in zip(self._truth, blended, strict=True)]))
 
+    def compare(self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> tuple[float, float]:
+        """Return :meth:`kl`, and the share of the answer's first tokens that the blend finds likeliest, too."""
+        blended = self._logits(chosen, ratio, schedule, None)
+        kl = np.mean([first_token_kl(p, q) for p, q in zip(self._truth, blended, strict=True)])
+        same = [int(p.argmax()) == int(q.argmax()) for p, q in zip(self._truth, blended, strict=True)]
+        return float(kl), float(np.mean(same))
+
+    @property
+    def stale(self) -> list[tuple[int, int]]:
+        """Where each chunk with stale KV begins and ends: the candidates, in order."""
+        return [(span.start, span.end) for span in self._plan.stale]
+
     def _logits(
         self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule, end_token: int | None
     ) -> list[torch.Tensor]:
