@@ -1,4 +1,4 @@
-"""Token rate of indexing against a plain batched prefill of the same tokens."""
+"""Token rate of indexing, with and without ranking the chunks' tokens, against a plain batched prefill of the same tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from cacheblend_rag.bench.measure import check_positive, count_rounds, median
 from cacheblend_rag.bench.setup import Workbench, own_attention
+from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
 from cacheblend_rag.prompts.chunk import Chunk
@@ -46,27 +47,30 @@ def bench_index(
     """Measure; the methods take turns, after one warm-up round.
 
     ``plain`` prefills the same rows ``header + chunk`` without this library and keeps nothing: transformers' own forward in
-    the same batches, or vLLM's own requests for one token.
+    the same batches, or vLLM's own requests for one token. ``index`` computes and stores the chunks' KV, ``ranked`` their static
+    deviation as well; ``rank_cost`` is how many times as long that takes.
     """
     say = progress or (lambda line: None)
-    plain_s: list[float] = []
-    index_s: list[float] = []
+    steps = {"plain": _plain_prefill, "index": _index, "ranked": _index_ranked}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
     for number, name in count_rounds(settings.repeat):
         say(name)
         chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed + number)
-        steps = [(plain_s, _plain_prefill), (index_s, _index)]
-        for seconds, step in steps if number % 2 else reversed(steps):
-            took = step(place, chunks)
+        # Each round begins with another method: none always has the same one before it.
+        order = [list(steps)[(number + turn) % len(steps)] for turn in range(len(steps))]
+        for step in order:
+            seconds = steps[step](place, chunks)
             if number:
-                seconds.append(took)
+                taken[step].append(seconds)
     tokens = settings.chunks * settings.chunk_tokens
+    medians = {name: median(seconds) for name, seconds in taken.items()}
     return {
         **place.head(settings, warmup_rounds=1, rows_per_batch=_rows(place, settings.chunk_tokens)),
         "methods": {
-            "plain": {"seconds": plain_s, "tokens_per_s": tokens / median(plain_s)},
-            "index": {"seconds": index_s, "tokens_per_s": tokens / median(index_s)},
+            name: {"seconds": seconds, "tokens_per_s": tokens / medians[name]} for name, seconds in taken.items()
         },
-        "rate_index_vs_plain": median(plain_s) / median(index_s),
+        "rate_index_vs_plain": medians["plain"] / medians["index"],
+        "rank_cost": medians["ranked"] / medians["index"],
     }
 
 
@@ -79,8 +83,13 @@ def _plain_requests(place: Workbench, chunks: list[Chunk]) -> float:
     return time.perf_counter() - begin
 
 
-def _index(place: Workbench, chunks: list[Chunk]) -> float:
+def _index_ranked(place: Workbench, chunks: list[Chunk]) -> float:
+    return _index(place, chunks, "now")
+
+
+def _index(place: Workbench, chunks: list[Chunk], rank: Rank = "off") -> float:
     place.forget()
+    place.engine.rank = rank
     begin = time.perf_counter()
     place.engine.precompute(chunks)
     seconds = time.perf_counter() - begin

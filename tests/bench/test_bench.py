@@ -112,7 +112,22 @@ def test_indexing_rounds_add_up_and_leave_no_chunk_behind(on_disk):
         assert method["tokens_per_s"] == pytest.approx(5 * TOKENS / median(method["seconds"]))
     plain, index = (result["methods"][name]["tokens_per_s"] for name in ("plain", "index"))
     assert result["rate_index_vs_plain"] == pytest.approx(index / plain)
+    assert result["rank_cost"] == pytest.approx(index / result["methods"]["ranked"]["tokens_per_s"])
     assert on_disk.files() == []
+
+
+def test_a_ranked_round_ranks_and_the_other_does_not(in_ram, monkeypatch):
+    ranked = []
+    precompute = in_ram.engine.precompute
+
+    def watched(chunks):
+        report = precompute(chunks)
+        ranked.append([in_ram.engine.entries.has_static(chunk.token_ids) for chunk in chunks])
+        return report
+
+    monkeypatch.setattr(in_ram.engine, "precompute", watched)
+    bench_index(in_ram, IndexSettings(chunks=2, chunk_tokens=TOKENS, repeat=1))
+    assert sorted(ranked) == [[False, False]] * 2 + [[True, True]] * 2
 
 
 def test_the_plain_prefill_runs_transformers_own_attention_and_gives_ours_back(in_ram):
