@@ -32,14 +32,14 @@ def main() -> None:
     if not rows:
         sys.exit("Name the answers-*.jsonl files of `cacheblend eval` runs.")
     print(
-        "| method | questions | computed, % | exact match, % | agrees with full recompute, % | first-token KL, nats |"
+        "| method | questions | all compute, % | exact match, % | agrees with full recompute, % | first-token KL, nats |"
     )
     print("|---|---:|---:|---:|---:|---:|")
     for name, found in summarize(rows)["methods"].items():
         shown = [interval(found, each) for each in ("em", "agreement_with_full")]
         kl, limits = found["first_token_kl"], found["intervals_95"].get("first_token_kl")
         kls = f"{kl:.2g}" + ("" if limits is None else f" [{limits[0]:.2g}, {limits[1]:.2g}]")
-        share = 100 * found["computed_share"]
+        share = 100 * found["compute_share"]
         print(f"| {name} | {found['n']} | {share:.1f} | {shown[0]} | {shown[1]} | {kls} |")
 
 

@@ -189,6 +189,7 @@ class ReuseReport(BaseModel):
         reused_tokens: Prompt tokens whose stored KV was used as it is.
         recomputed_tokens: Tokens with stored KV that were recomputed.
         computed_tokens: Prompt tokens that went through all layers.
+        selection_tokens: What choosing them cost besides, in tokens through all layers; see :class:`Usage`.
         missing: Ids of chunks without stored KV, computed in place.
         policy: What chose the tokens to recompute; None for a prefill.
         ratio: Which share of the candidates it chose.
@@ -203,6 +204,7 @@ class ReuseReport(BaseModel):
     reused_tokens: int
     recomputed_tokens: int
     computed_tokens: int
+    selection_tokens: float = 0.0
     missing: tuple[str, ...] = ()
     policy: str | None = None
     ratio: float | None = None

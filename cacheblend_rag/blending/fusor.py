@@ -10,7 +10,7 @@ The passes are the model's own forward at given positions; the causal mask they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -103,6 +103,8 @@ class FuseResult:
         policy: Name of the policy that chose them.
         unranked: Whether another was wanted, and a chunk had no static deviation.
         computed_tokens: All positions that went through all layers.
+        selection_tokens: What choosing them cost besides: tokens of dense passes and of the question's pass, times the share of
+            layers they went through.
         load_wait_s: Seconds the computation waited for stored KV.
         loaded_bytes: Bytes of stored KV read.
     """
@@ -111,6 +113,7 @@ class FuseResult:
     policy: str
     unranked: bool
     computed_tokens: int
+    selection_tokens: float
     load_wait_s: float
     loaded_bytes: int
 
@@ -150,9 +153,9 @@ def fuse_stepwise(
     """
     fusor = _Fusor(plan, target, policy, ratio, schedule)
     with fusor.loader:
-        yield from fusor.watch_question()
+        yield from fusor.selecting(fusor.watch_question())
         for layer, width in fusor.checks:
-            yield from fusor.check(layer, width)
+            yield from fusor.selecting(fusor.check(layer, width))
         yield from fusor.recompute()
     return fusor.result()
 
@@ -193,7 +196,13 @@ class _Fusor:
             agree=target.agree,
         )
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks})
-        self._computed = 0
+        self._computed, self._selection = 0, 0.0
+
+    def selecting(self, steps: Iterator[float]) -> Iterator[float]:
+        """Take ``steps``, and add up what they cost."""
+        for cost in steps:
+            self._selection += cost
+            yield cost
 
     def watch_question(self) -> Generator[float, None, None]:
         """Measure the question's attention over stored KV, if the policy needs it; select, if nothing else is needed."""
@@ -244,7 +253,8 @@ class _Fusor:
     def result(self) -> FuseResult:
         """Return what was done."""
         name, loader = self._policy.name, self.loader
-        return FuseResult(self._recomputed, name, self._unranked, self._computed, loader.wait_s, loader.loaded_bytes)
+        costs = self._computed, self._selection, loader.wait_s, loader.loaded_bytes
+        return FuseResult(self._recomputed, name, self._unranked, *costs)
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:

@@ -204,6 +204,7 @@ def _rows(methods: dict[str, Any], labels: dict[str, str]) -> list[list[str]]:
         "TTFT median",
         "p90",
         "computed",
+        "all compute",
     ]
     rows = [head]
     for name, found in methods.items():
@@ -222,6 +223,7 @@ def _rows(methods: dict[str, Any], labels: dict[str, str]) -> list[list[str]]:
                 seconds(ttft["median"]),
                 seconds(ttft["p90"]),
                 f"{found['computed_tokens']:,.0f}",
+                f"{found['compute_share']:.1%}",
             ]
         )
     return rows

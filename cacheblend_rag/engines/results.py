@@ -22,6 +22,8 @@ class Usage:
         recomputed_tokens: Tokens with stored KV that the selection policy chose to recompute.
         computed_tokens: Prompt tokens that went through all layers: text, missing chunks and recomputed ones.
         completion_tokens: Tokens generated.
+        selection_tokens: What choosing the recomputed tokens cost besides: tokens of dense passes and of the question's pass over
+            stored KV, times the share of layers they went through. 0 for `static`.
     """
 
     prompt_tokens: int
@@ -29,6 +31,7 @@ class Usage:
     recomputed_tokens: int
     computed_tokens: int
     completion_tokens: int = 0
+    selection_tokens: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class Reply:
         chunks: The chunks in the prompt, where they are not the case's, in its order.
         reordered_full: What full recompute answers to a reordered prompt.
         background_tokens: Tokens that were computed behind the answer, for later prompts.
+        selection_tokens: What choosing tokens cost besides; see :class:`Usage`.
     """
 
     text: str
@@ -83,6 +84,7 @@ class Reply:
     chunks: Sequence[Chunk] | None = None
     reordered_full: str | None = None
     background_tokens: int = 0
+    selection_tokens: float = 0.0
 
 
 class Method(ABC):
@@ -139,6 +141,7 @@ def _generate(
         done.usage.reused_tokens,
         done.mode,
         seen[0] if seen else None,
+        selection_tokens=done.usage.selection_tokens,
     )
 
 

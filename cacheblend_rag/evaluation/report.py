@@ -114,7 +114,7 @@ def results_table(methods: Mapping[str, Any], result: EvalResult, title: str = "
     }
     if all(found["agreement_with_reordered_full"] is None for found in methods.values()):
         del shares["agreement_with_reordered_full"]
-    head = ("", *shares.values(), "first-token KL, nats", "TTFT, median", "TTFT, 90%", "tokens computed")
+    head = ("", *shares.values(), "first-token KL, nats", "TTFT, median", "TTFT, 90%", "tokens computed", "all compute")
     if any(found["background_tokens"] for found in methods.values()):
         head += ("tokens computed behind the answer",)
     rows = []
@@ -127,6 +127,7 @@ def results_table(methods: Mapping[str, Any], result: EvalResult, title: str = "
         for key in ("median", "p90"):
             cells.append(_cell(found["ttft_s"][key], intervals["ttft_s"][key], "{:,.0f}", " ms", 1000))
         cells.append(_cell(found["computed_tokens"], intervals["computed_tokens"], "{:,.0f}"))
+        cells.append(_cell(found["compute_share"], intervals["compute_share"], "{:.1f}", "%", 100))
         if any(one["background_tokens"] for one in methods.values()):
             cells.append(_cell(found["background_tokens"], intervals["background_tokens"], "{:,.0f}"))
         rows.append(cells)

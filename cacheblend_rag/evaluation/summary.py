@@ -24,6 +24,8 @@ _MEANS: Final = {
     "prompt_tokens": "prompt_tokens",
 }
 
+_COMPUTE: Final = {"computed_share": ("computed_tokens",), "compute_share": ("computed_tokens", "selection_tokens")}
+
 _SHARES: Final = {"em", "agreement_with_full", "agreement_with_reordered_full"}
 
 
@@ -31,9 +33,10 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Return ``{"methods": {name: numbers}, "kinds": {kind: {name: numbers}}}``; kinds only where there are several.
 
     ``numbers`` holds means of the scores (0 to 1), of the KL (nats) and of the token counts, ``computed_share`` of the prompt,
-    ``ttft_s`` with ``median`` and ``p90``, ``requests_per_s`` of one request after another, and under ``intervals_95`` the
-    interval of each: of exact match and agreement the Clopper-Pearson interval, of the others a bootstrap one, None where
-    there are too few questions or all values are equal. A mean is None where it was not measured.
+    ``compute_share`` with what choosing those tokens cost besides (a full prefill is 1), ``ttft_s`` with ``median`` and ``p90``,
+    ``requests_per_s`` of one request after another, and under ``intervals_95`` the interval of each: of exact match and
+    agreement the Clopper-Pearson interval, of the others a bootstrap one, None where there are too few questions or all values
+    are equal. A mean is None where it was not measured.
     """
     kinds = sorted({row["kind"] for row in rows})
     found: dict[str, Any] = {"methods": _by_method(rows)}
@@ -61,9 +64,10 @@ def _numbers(rows: Sequence[Row]) -> dict[str, Any]:
         intervals[name] = (share_interval if name in _SHARES else mean_interval)(numbers, groups)
         if name == "agreement_with_full" and rows[0]["method"] == "full":
             intervals[name] = None  # with itself: true by definition, not measured
-    shares = [row["computed_tokens"] / row["prompt_tokens"] for row in rows]
-    found["computed_share"] = float(np.mean(shares))
-    intervals["computed_share"] = mean_interval(shares, groups)
+    for name, fields in _COMPUTE.items():
+        shares = [sum(row[field] for field in fields) / row["prompt_tokens"] for row in rows]
+        found[name] = float(np.mean(shares))
+        intervals[name] = mean_interval(shares, groups)
     ttft = [row["ttft_s"] for row in rows]
     found["ttft_s"] = {"median": float(np.median(ttft)), "p90": float(np.quantile(ttft, 0.9))}
     intervals["ttft_s"] = {"median": quantile_interval(ttft), "p90": quantile_interval(ttft, quantile=0.9)}

@@ -75,6 +75,7 @@ class ServedEngine:
             reused_tokens=usage.reused_tokens,
             recomputed_tokens=usage.recomputed_tokens,
             computed_tokens=usage.computed_tokens,
+            selection_tokens=usage.selection_tokens,
             missing=outcome.missing,
             policy=outcome.policy,
             ratio=outcome.ratio,

@@ -84,6 +84,20 @@ class EngineContract:
             question = usage.prompt_tokens - stale - len(chunks[0].token_ids) - len(engine.header_ids)
             assert usage.computed_tokens == question + usage.recomputed_tokens
 
+    def test_usage_says_what_the_selection_cost(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        spans = engine.tokenize(prompt).spans
+        dense = spans[-1].end - spans[0].end
+        for ratio, policy, tokens in (
+            (0.25, "hkvd", dense / engine.num_layers),
+            (0.25, "random", 0.0),
+            (0.0, "hkvd", 0.0),
+            (1.0, "hkvd", 0.0),
+        ):
+            settings = BlendSettings(ratio=ratio, policy=policy, check_layers=(1,))
+            usage = engine.generate(prompt, SHORT, settings).usage
+            assert usage.selection_tokens == pytest.approx(tokens)
+
     def test_reuse_can_be_limited_to_the_prefix_or_switched_off(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         full, prefix = (

@@ -104,6 +104,9 @@ def test_summary_counts_kinds_apart_and_follows_from_the_rows(engine):
         mine = [row for row in rows if row["method"] == name]
         assert numbers["n"] == 2
         assert numbers["computed_tokens"] == sum(row["computed_tokens"] for row in mine) / 2
+        extra = sum(row["selection_tokens"] / row["prompt_tokens"] for row in mine) / 2
+        assert numbers["compute_share"] == pytest.approx(numbers["computed_share"] + extra)
+        assert (extra > 0) == (name == "blend")
         assert numbers["agreement_with_full"] == sum(row["agrees_with_full"] for row in mine) / 2
         if name == "full":
             assert numbers["intervals_95"]["agreement_with_full"] is None  # by definition

@@ -83,6 +83,7 @@ class Answer:
             recomputed_tokens=report.recomputed_tokens,
             computed_tokens=report.computed_tokens,
             completion_tokens=len(ids),
+            selection_tokens=report.selection_tokens,
         )
         total = time.perf_counter() - self._begin
         return StreamEvent(

@@ -249,6 +249,7 @@ class TransformersEngine(BlendEngine):
             target.cache,
             result.computed_tokens,
             len(result.recomputed),
+            result.selection_tokens,
             result.load_wait_s,
             result.policy,
             settings.ratio,
@@ -272,6 +273,7 @@ class _Prefill:
     cache: PositionedCache | ModelsOwnCache
     computed: int
     recomputed: int = 0
+    selection: float = 0.0
     load_s: float = 0.0
     policy: str | None = None
     ratio: float | None = None
@@ -296,6 +298,7 @@ def _generation(request: Request, prefill: _Prefill, answer: AnswerBuilder, timi
             recomputed_tokens=prefill.recomputed,
             computed_tokens=prefill.computed,
             completion_tokens=len(answer.tokens),
+            selection_tokens=prefill.selection,
         ),
         timings=timings,
         missing=tuple(chunk.id for chunk in prefill.plan.missing),

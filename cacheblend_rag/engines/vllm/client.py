@@ -196,7 +196,8 @@ class BlendClient:
             reason = str(ours.get("reason", "the request ended before its prompt was planned"))
         else:
             reason = "no known chunk in the prompt"
-        usage = Usage(prompt_tokens, reused, recomputed, prompt_tokens - reused, completion_tokens)
+        selection = float(ours.get("selection", 0.0))
+        usage = Usage(prompt_tokens, reused, recomputed, prompt_tokens - reused, completion_tokens, selection)
         return Outcome(
             "blend" if blended else "prefill",
             reason,

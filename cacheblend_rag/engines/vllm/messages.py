@@ -149,6 +149,7 @@ class Blended:
     Attributes:
         computed: Tokens that went through all layers.
         recomputed: Those of them that the policy chose.
+        selection: What choosing them cost besides, in tokens through all layers.
         policy: Its name.
         ratio: Which share of the candidates it was to choose.
         load_s: Seconds the computation waited for stored KV.
@@ -161,6 +162,7 @@ class Blended:
 
     computed: int
     recomputed: int
+    selection: float
     policy: str
     ratio: float
     load_s: float

@@ -148,6 +148,7 @@ class SchedulerSide:
             outcome |= {
                 "computed": b.computed,
                 "recomputed": b.recomputed,
+                "selection": b.selection,
                 "policy": b.policy,
                 "ratio": b.ratio,
                 "load_s": b.load_s,

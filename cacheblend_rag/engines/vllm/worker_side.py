@@ -211,6 +211,7 @@ class _Blend:
             self.result = Blended(
                 fused.computed_tokens,
                 len(fused.recomputed),
+                fused.selection_tokens,
                 fused.policy,
                 self.load.job.settings.ratio,
                 fused.load_wait_s,
