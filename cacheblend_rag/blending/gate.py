@@ -89,7 +89,7 @@ def _compare(subject: GateSubject, rope: Rope) -> GateReport:
     starts = [i * (_CHUNK + _GAP) for i in range(_CHUNKS)]
     want, _ = subject.full_prefill(ids)
     _, shifted = subject.full_prefill(ids, offset=37)
-    alone = [subject.full_prefill(ids[s : s + _CHUNK])[1] for s in starts]
+    alone = [_cut(subject.full_prefill(ids[s : s + _CHUNK])[1], 0, _CHUNK, 0) for s in starts]
 
     def blend(kvs: Sequence[ChunkKV], name: str, ratio: float) -> torch.Tensor:
         spans = tuple(StoredSpan(s, s + _CHUNK, kv) for s, kv in zip(starts, kvs, strict=True))
@@ -120,4 +120,5 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _cut(kv: ChunkKV, start: int, end: int, offset: int) -> ChunkKV:
-    return ChunkKV([type(x)(x.k[:, start:end], x.v[:, start:end]) for x in kv.layers], start + offset)
+    # In host memory, as a store hands it out.
+    return ChunkKV([type(x)(x.k[:, start:end].cpu(), x.v[:, start:end].cpu()) for x in kv.layers], start + offset)

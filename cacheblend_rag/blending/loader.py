@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.transfer import transfer_to
 from cacheblend_rag.errors import DamagedKVError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
 
@@ -81,11 +83,11 @@ class LayerLoader:
         )
         self._exact_tokens = sum(s.end - s.start for s in self._exact)
         self._num_layers = num_layers
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._transfer = transfer_to(device)
         # From RAM to a CPU there is nothing to hide, and a second thread would take a core from the computation.
         in_place = device.type == "cpu" and all(s.kv.tier == "ram" for s in self._all)
         self._pool = None if in_place or not self._all else ThreadPoolExecutor(1, thread_name_prefix="cacheblend-load")
-        self._pending: dict[int, Future[tuple[list[LayerKV], torch.cuda.Event | None]]] = {}
+        self._pending: dict[int, Future[tuple[list[LayerKV], Any]]] = {}
         self.wait_s = 0.0
         self.loaded_bytes = 0
         self._submitted = 0
@@ -121,8 +123,8 @@ class LayerLoader:
             damage = error
         if not self._agree(damage is None):
             raise damage or DamagedSpanError(None)
-        if ready is not None:
-            torch.cuda.current_stream(self._device).wait_event(ready)
+        if self._transfer is not None and ready is not None:
+            self._transfer.wait(parts[0], ready)
         self.wait_s += time.perf_counter() - begin
         kv = join_tokens(parts)
         self.loaded_bytes += kv.k.nbytes + kv.v.nbytes
@@ -141,23 +143,18 @@ class LayerLoader:
     def _spans(self, layer: int) -> tuple[StoredSpan, ...]:
         return self._all if layer >= self._stale_from_layer else self._exact
 
-    def _read(self, layer: int) -> tuple[list[LayerKV], torch.cuda.Event | None]:
+    def _read(self, layer: int) -> tuple[list[LayerKV], Any]:
         parts = []
         for span in self._spans(layer):
             try:
                 parts.append(span.layer(layer))
             except DamagedKVError as error:
                 raise DamagedSpanError(span) from error
-        if self._copy_stream is None or not parts:
+        if self._transfer is None or not parts:
             # Joining is left to the computing thread: a second thread of parallel operations would fight it for cores.
             return parts, None
-        with torch.cuda.stream(self._copy_stream):
-            kv = LayerKV(*(t.pin_memory().to(self._device, non_blocking=True) for t in join_tokens(parts)))
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(self._copy_stream)
-        for tensor in kv:
-            tensor.record_stream(torch.cuda.default_stream(self._device))
-        return [kv], ready
+        copy, ready = self._transfer.start(join_tokens(parts))
+        return [copy], ready
 
 
 def _positions(spans: Sequence[StoredSpan], device: torch.device, first: Callable[[StoredSpan], int]) -> torch.Tensor:

@@ -19,6 +19,9 @@ class Sampler:
         """Seed the generator (afresh from the system if no seed is given)."""
         self._temperature = params.temperature
         self._top_p = TopPLogitsWarper(params.top_p) if params.top_p < 1 else None
+        self._generator: torch.Generator | None = None
+        if self._temperature == 0:
+            return
         self._generator = torch.Generator(device)
         if params.seed is None:
             self._generator.seed()

@@ -1,0 +1,115 @@
+"""The transformers engine on a device that is not the CPU: gate, precompute, blend, save and load give the CPU's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.store import open_store
+from tests.blending import reference
+from tests.blending.families import BLENDED, NOT_BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+from tests.blending.test_parity import blended_logits
+
+pytestmark = pytest.mark.slow
+
+# One of each kind of attention; on CUDA all of them, where they take no time.
+FAMILIES = sorted(BLENDED) if torch.cuda.is_available() else ["llama", "qwen3", "mistral_window", "gemma3"]
+ANSWER = SamplingParams(max_tokens=6)
+
+
+def engine_on(device: str, family: str, scene: Scene, dtype: torch.dtype = torch.float32, **options: object):
+    return TransformersEngine(make_model(BLENDED[family](), dtype), device=device, header=scene.header, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blends_equal_the_reference_on_the_cpu(device: str, family: str) -> None:
+    scene = Scene()
+    engine = engine_on(device, family, scene)
+    assert engine.gate.passed, engine.gate.reason
+    engine.precompute(scene.chunks)
+    for ratio in (0.0, 0.15, 1.0):
+        got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio))
+        want = reference.blend(make_model(BLENDED[family]()), scene.header, scene.parts(), ratio)
+        assert recomputed == want.recomputed
+        assert (got.cpu() - want.logits).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("policy", ["static", "static-query", "query", "hybrid", "random", "sink"])
+def test_every_policy_chooses_as_on_the_cpu(device: str, policy: str) -> None:
+    scene = Scene()
+    found = []
+    for engine in (
+        engine_on(device, "llama", scene, rank="now"),
+        engine_for(make_model(BLENDED["llama"]()), scene, rank="now"),
+    ):
+        engine.precompute(scene.chunks)
+        logits, recomputed, result = blended_logits(engine, scene, BlendSettings(0.25, policy))
+        assert result.policy == policy
+        found.append((logits.cpu(), recomputed))
+    (got, chosen), (want, expected) = found
+    assert chosen == expected
+    assert (got - want).abs().max() < 1e-3
+
+
+def test_kv_from_disk_is_copied_behind_the_computation_and_gives_the_same_answer(device: str, tmp_path: Path) -> None:
+    scene = Scene(chunk_tokens=(300, 200, 400, 250))
+    in_ram = engine_on(device, "llama", scene)
+    in_ram.precompute(scene.chunks)
+    want = in_ram.generate(scene.prompt, ANSWER, BlendSettings(ratio=0.2))
+    on_disk = engine_on(device, "llama", scene, store=open_store(tmp_path, ram_budget=1))
+    on_disk.precompute(scene.chunks)
+    got = on_disk.generate(scene.prompt, ANSWER, BlendSettings(ratio=0.2))
+    assert got.mode == "blend"
+    assert got.token_ids == want.token_ids
+    assert got.usage == want.usage
+
+
+def test_what_a_device_stored_serves_a_cpu_and_the_reverse(device: str, tmp_path: Path) -> None:
+    scene = Scene()
+    answers = []
+    for first, second in ((device, "cpu"), ("cpu", device)):
+        root = tmp_path / first
+        writer = engine_on(first, "qwen3", scene, store=open_store(root), rank="now")
+        writer.precompute(scene.chunks)
+        writer.store.close()
+        reader = engine_on(second, "qwen3", scene, store=open_store(root))
+        done = reader.generate(scene.prompt, ANSWER, BlendSettings(0.3, "static"))
+        assert (done.mode, done.policy) == ("blend", "static")
+        assert not done.missing
+        answers.append(done.token_ids)
+    assert answers[0] == answers[1]
+
+
+def test_a_missing_chunk_is_written_back_from_the_device(device: str) -> None:
+    scene = Scene()
+    engine = engine_on(device, "llama", scene)
+    engine.precompute(scene.chunks[:-1])
+    before = engine.generate(scene.prompt, ANSWER, BlendSettings(0.3))
+    after = engine.generate(scene.prompt, ANSWER, BlendSettings(0.3))
+    assert (len(before.missing), len(after.missing)) == (1, 0)
+    kv = engine.entries.get(scene.chunks[-1].token_ids, engine.num_layers)
+    assert kv.layer(0).k.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_passes_the_gate(device: str, dtype: torch.dtype) -> None:
+    engine = engine_on(device, "qwen3", Scene(), dtype)
+    assert engine.gate.passed, engine.gate.reason
+
+
+def test_a_model_that_is_not_blended_answers_as_on_the_cpu(device: str) -> None:
+    scene = Scene()
+    answers = []
+    for where in (device, "cpu"):
+        with pytest.warns(UserWarning, match="ordinary prefill"):
+            engine = TransformersEngine(
+                make_model(NOT_BLENDED["learned positions"][0]()), device=where, header=scene.header
+            )
+        answers.append(engine.generate(scene.prompt, ANSWER).token_ids)
+    assert answers[0] == answers[1]
