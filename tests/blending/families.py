@@ -58,6 +58,7 @@ _LONGROPE = {
     "original_max_position_embeddings": 512,
     "factor": 8.0,
 }
+_RECURRENT: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3}
 NOT_BLENDED: dict[str, tuple[Any, str]] = {
     "learned positions": (lambda: hf.GPT2Config(vocab_size=300, n_embd=64, n_layer=3, n_head=4), "rotation"),
     "alibi": (lambda: hf.BloomConfig(vocab_size=300, hidden_size=64, n_layer=3, n_head=4), "forward"),
@@ -68,6 +69,19 @@ NOT_BLENDED: dict[str, tuple[Any, str]] = {
         ),
         "linear_attention",
     ),
+    "mamba": (lambda: hf.MambaConfig(**_RECURRENT, state_size=8), "linear_attention"),
+    "mamba2": (
+        lambda: hf.Mamba2Config(**_RECURRENT, num_heads=8, head_dim=16, state_size=8, n_groups=2, chunk_size=16),
+        "linear_attention",
+    ),
+    "rwkv": (lambda: hf.RwkvConfig(**_RECURRENT, attention_hidden_size=64), "no keys and values"),
+    "recurrent gemma": (
+        lambda: hf.RecurrentGemmaConfig(
+            **_RECURRENT, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, attention_window_size=32
+        ),
+        "no keys and values",
+    ),
+    "mamba and attention": (lambda: hf.JambaConfig(**_BASE, num_experts=2, mamba_d_state=8), "linear_attention"),
     "one layer": (lambda: hf.LlamaConfig(**{**_BASE, "num_hidden_layers": 1}), "one layer"),
 }
 

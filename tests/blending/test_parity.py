@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -168,6 +169,18 @@ def test_half_precision_passes_the_gate_and_stays_near_its_own_full_prefill(dtyp
         want = model(input_ids=torch.tensor([scene.prompt.token_ids]), use_cache=False).logits[0, -1].float()
     got, _, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
     assert (got.float() - want).abs().max() < 0.2 * want.std()
+
+
+def test_alibi_by_distance_alone_is_blended_and_ratio_1_equals_the_full_prefill() -> None:
+    scene = Scene()
+    model = make_model(transformers.MptConfig(vocab_size=300, d_model=64, n_heads=4, n_layers=5, max_seq_len=4096))
+    engine = engine_for(model, scene)
+    assert engine.gate.passed, engine.gate.reason
+    engine.precompute(scene.chunks)
+    got, _, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
+    with torch.no_grad():
+        want = model(input_ids=torch.tensor([scene.prompt.token_ids]), use_cache=False).logits[0, -1]
+    assert (got - want).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", NOT_BLENDED)

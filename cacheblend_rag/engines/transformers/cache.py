@@ -9,6 +9,9 @@ import torch
 
 from cacheblend_rag.store.kv import LayerKV
 
+# What models call the state they take and return: attention caches, state space models, RWKV.
+_STATES = ("past_key_values", "cache_params", "state")
+
 
 class StopForward(Exception):  # noqa: N818  (a signal, not an error)
     """Ends a pass at its stop layer, from inside the model's own forward."""
@@ -19,12 +22,27 @@ class StopForward(Exception):  # noqa: N818  (a signal, not an error)
 
 
 class ModelsOwnCache:
-    """Whatever state a model that is not blended keeps between tokens; it makes and updates it itself."""
+    """Whatever state a model that is not blended keeps between tokens; it makes and updates it itself.
+
+    Attributes:
+        ids: The tokens ``[batch, tokens]`` so far, for a model that hands out no state: it runs them all again for each token.
+    """
 
     def __init__(self) -> None:
         """Start without any."""
-        self.state: Any = None
-        self.length = 0
+        self.ids: torch.Tensor | None = None
+        self._state: dict[str, Any] = {}
+
+    def run(self, model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Run the next tokens ``[batch, tokens]``; return the last one's logits ``[batch, vocab]``."""
+        self.ids = ids if self.ids is None else torch.cat([self.ids, ids], 1)
+        if self._state or self.ids is ids:
+            output = model(input_ids=ids, use_cache=True, **self._state, **options)
+        else:
+            output = model(input_ids=self.ids, use_cache=False, **options)
+        self._state = {name: output[name] for name in _STATES if output.get(name) is not None}
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
 
 
 class PositionedCache:
@@ -88,8 +106,8 @@ class PositionedCache:
     def read(self, layer: int, batch: int, start: int, end: int) -> LayerKV:
         """Return a copy of the slots ``start`` to ``end`` of one sequence."""
         k, v = self._k[layer], self._v[layer]
-        assert k is not None
-        assert v is not None
+        if k is None or v is None:
+            raise RuntimeError(f"layer {layer} keeps no keys and values")
         return LayerKV(k[batch, :, start:end].clone(), v[batch, :, start:end].clone())
 
     # What transformers calls.

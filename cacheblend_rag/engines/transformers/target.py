@@ -55,12 +55,9 @@ class ModelRunner:
         Returns:
             The last token's logits ``[batch, vocab]``.
         """
-        start, count = cache.length, ids.shape[1]
         if isinstance(cache, ModelsOwnCache):
-            output = self.model(input_ids=ids, past_key_values=cache.state, use_cache=True, **self._last_logits)
-            cache.state, cache.length = output.past_key_values, start + count
-            logits: torch.Tensor = output.logits[:, -1]
-            return logits
+            return cache.run(self.model, ids, **self._last_logits)
+        start, count = cache.length, ids.shape[1]
         cache.append(count)
         positions = torch.arange(start + offset, start + offset + count, device=self.device)[None]
         return self._forward(ids, positions, cache, None)
