@@ -41,6 +41,12 @@ def serve(
     ] = True,
     budgets: BudgetOptions,
     max_request_size: Annotated[str, typer.Option(help="Largest request body, as 32MiB.")] = "32MiB",
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of vLLM's KV cache, as 4GiB (default: vLLM's share of a GPU; on a CPU four prompts of full length)."
+        ),
+    ] = None,
 ) -> None:
     """Serve the OpenAI API over vLLM, with blending and /v1/chunks.
 
@@ -63,5 +69,6 @@ def serve(
         ram,
         disk,
         options.nbytes(max_request_size),
+        options.nbytes(kv_memory) if kv_memory else None,
     )
     run(chosen, context.args)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SHUTDOWN_S = 30
 
+# Flags of vLLM that decide how large its paged KV cache is.
+_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override", "max_model_len")
 _ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
 # Flags of vLLM that this server cannot honour, and why.
 _REFUSED = {
@@ -49,6 +51,7 @@ class ServeOptions:
         ram_budget: Bytes of KV held in RAM by each worker.
         disk_budget: Bytes of KV on disk.
         max_request_size: Largest request body in bytes.
+        kv_memory: Bytes of vLLM's paged KV cache; None takes its share of a GPU, on a CPU four prompts of full length.
     """
 
     store: Path
@@ -59,6 +62,7 @@ class ServeOptions:
     ram_budget: int | None = None
     disk_budget: int | None = None
     max_request_size: int = DEFAULT_BODY_LIMIT
+    kv_memory: int | None = None
 
 
 def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launch]:
@@ -95,6 +99,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         ram_budget=options.ram_budget,
         disk_budget=options.disk_budget,
         **({"tokenizer": args.tokenizer} if args.tokenizer else {}),
+        **_sizes(args, parser, options),
     )
     for name, value in launch.arguments.items():
         own, given = value, getattr(args, name, None)
@@ -108,6 +113,16 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         setattr(args, name, own)
     args.chat_template = _chat_template(args, launch.tokenizer)
     return args, launch
+
+
+def _sizes(args: Namespace, parser: Any, options: ServeOptions) -> dict[str, Any]:
+    """Return what the user has said about the size of the paged KV cache."""
+    given = {name: getattr(args, name) for name in _SIZES if getattr(args, name) != parser.get_default(name)}
+    if options.kv_memory is None:
+        return given
+    if "kv_cache_memory_bytes" in given:
+        raise InputError("--kv-memory and --kv-cache-memory-bytes mean the same; give one of them.")
+    return {**given, "kv_cache_memory_bytes": options.kv_memory}
 
 
 def _refuse(args: Namespace, parser: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,45 @@ def test_what_the_user_gives_wins_over_our_defaults(tmp_path: Path) -> None:
     assert (args.shutdown_timeout, args.served_model_name, args.dtype) == (3, ["mine", "also-mine"], "bfloat16")
     assert args.chat_template == "{{ messages }}"
     assert launch.header_ids == header_ids(launch.tokenizer, rag_header(launch.tokenizer, "Be brief."))
+
+
+def test_on_a_cpu_the_kv_cache_is_as_large_as_the_model_needs_and_no_larger_than_half_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    token = 2 * 8 * 2 * 64 * 4  # K and V, layers, KV heads, head size, fp32
+    args, _ = parsed(tmp_path, "--max-model-len", "4096")
+    assert args.kv_cache_memory_bytes == 4 * 4096 * token
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=200 << 20))
+    args, _ = parsed(tmp_path, "--max-model-len", "8192")
+    assert args.kv_cache_memory_bytes == 100 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "expected"),
+    [
+        (["--kv-cache-memory-bytes", "123456789"], {}, 123456789),
+        (["--gpu-memory-utilization", "0.5"], {}, None),
+        (["--num-gpu-blocks-override", "100"], {}, None),
+        ([], {"kv_memory": 77 << 20}, 77 << 20),
+    ],
+)
+def test_who_says_how_large_the_kv_cache_is_gets_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], options: dict[str, Any], expected: int | None
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    args, _ = parsed(tmp_path, *flags, **options)
+    assert args.kv_cache_memory_bytes == expected
+
+
+def test_the_environments_size_of_the_kv_cache_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert parsed(tmp_path)[0].kv_cache_memory_bytes is None
+
+
+def test_the_size_of_the_kv_cache_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give one of them"):
+        parsed(tmp_path, "--kv-cache-memory-bytes", "123456789", kv_memory=77 << 20)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.engines import model_files
+from cacheblend_rag.engines.vllm.memory import cpu_kv_memory
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import chosen_header_ids
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -68,6 +69,8 @@ def prepare(
         InputError: An argument is one that the connector sets itself.
         ModelError: The model cannot be found.
     """
+    from vllm.platforms import current_platform
+
     if taken := _OURS & vllm_arguments.keys():
         raise InputError(f"{', '.join(sorted(taken))} is set by cacheblend-rag itself; leave it out.")
     name = model_files.BUNDLED_MODEL if model_files.is_bundled(model) else str(model)
@@ -96,6 +99,8 @@ def prepare(
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         **vllm_arguments,
     }
+    if current_platform.is_cpu() and (reserved := cpu_kv_memory(directory, chosen, vllm_arguments)) is not None:
+        arguments["kv_cache_memory_bytes"] = reserved
     return Launch(arguments, directory, tokenizer, fingerprint, ids, store)
 
 
