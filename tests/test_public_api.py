@@ -18,8 +18,9 @@ import cacheblend_rag
 ROOT = Path(__file__).parent.parent
 PLACES = ("README.md", "docs/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure pieces that are nobody else's business: attention kernels, one engine's passes, the table of evaluations.
-INSIDERS = {ROOT / "benchmarks" / name for name in ("attention_blocks.py", "prompt_lengths.py", "pooled_quality.py")}
+# Measure pieces that are nobody else's business: attention kernels, one engine's passes, the tables and plot of evaluations.
+_MEASURES = ("attention_blocks.py", "plot_policies.py", "pooled_quality.py", "prompt_lengths.py")
+INSIDERS = {ROOT / "benchmarks" / name for name in _MEASURES}
 # `python -m` names a program, not an import.
 DOTTED = re.compile(r"(?<!python -m )\bcacheblend_rag\.(\w+)\.(\w+)")
 

@@ -1,0 +1,47 @@
+"""Ranking tokens from the command line: when it happens, and that an answer says what chose."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import as_json
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "When was the Marlow observatory founded?"
+
+
+@pytest.fixture
+def index(run, model_dir, documents, tmp_path):
+    def indexed(rank: str) -> dict:
+        where = ["--store", tmp_path / rank, "--model", model_dir, "--chunk-tokens", 40]
+        return as_json(run("index", documents, *where, "--rank", rank, "--json"))
+
+    return indexed
+
+
+@pytest.fixture
+def policy_of(run, model_dir, tmp_path):
+    def asked(rank: str) -> str:
+        where = ["--store", tmp_path / rank, "--model", model_dir, "--max-tokens", 1, "--json"]
+        return as_json(run("ask", QUESTION, "--policy", "static", "--ratio", 0.3, *where))["policy"]
+
+    return asked
+
+
+def test_index_ranks_now_later_or_not_at_all(index, policy_of):
+    now, lazy, off = (index(rank) for rank in ("now", "lazy", "off"))
+    assert now["ranked"] == now["chunks"] > 0
+    assert lazy["ranked"] == off["ranked"] == 0
+    assert policy_of("now") == "static"
+    # The first answer finds no rank; what it used is ranked behind it.
+    assert [policy_of("lazy"), policy_of("lazy")] == ["hkvd", "static"]
+
+
+def test_upgrade_adds_what_is_missing_and_a_second_one_finds_nothing_to_do(run, model_dir, index, policy_of, tmp_path):
+    index("off")
+    command = ["store", "upgrade", "--store", tmp_path / "off", "--model", model_dir, "--json"]
+    first, second = as_json(run(*command)), as_json(run(*command))
+    assert (first["ranked"] > 0, first["computed"]) == (True, 0)
+    assert (second["ranked"], second["computed"]) == (0, 0)
+    assert policy_of("off") == "static"
