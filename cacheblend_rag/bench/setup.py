@@ -121,7 +121,11 @@ class Workbench:
     @staticmethod
     @contextmanager
     def open(
-        model: BenchModel, kv: KVPlace = "ram", directory: Path | None = None, context: int = 8192
+        model: BenchModel,
+        kv: KVPlace = "ram",
+        directory: Path | None = None,
+        context: int = 8192,
+        pages: int | None = None,
     ) -> Iterator[Workbench]:
         """Load the model in front of an empty store.
 
@@ -130,13 +134,15 @@ class Workbench:
             kv: Where the chunks' KV is read from: RAM, or a disk without a RAM tier in front.
             directory: Where to make the temporary directory of a disk store: it decides which disk is measured.
             context: Most tokens of a prompt, for engines that must know it beforehand.
+            pages: Blocks of vLLM's paged cache; None for as many as fit in the memory it takes.
 
         Raises:
             ModelError: The model cannot be loaded or may not be blended.
         """
         with tempfile.TemporaryDirectory(prefix="cacheblend-bench-", dir=directory) as name:
             root = Path(name)
-            opened = _on_vllm(model, kv, root, context) if model.engine == "vllm" else _on_transformers(model, kv, root)
+            on_vllm = model.engine == "vllm"
+            opened = _on_vllm(model, kv, root, context, pages) if on_vllm else _on_transformers(model, kv, root)
             with opened.engine as engine:
                 if not engine.gate.passed:
                     raise ModelError(
@@ -184,7 +190,7 @@ def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
     return Workbench(engine, label, where, runner.device, runner.dtype, engine.subject().vocab_size)
 
 
-def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int) -> Workbench:
+def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: int | None) -> Workbench:
     # vLLM binds its threads when its worker starts, and takes what memory it is given for its paged cache.
     if model.threads is not None:
         cores = sorted(os.sched_getaffinity(0))[: model.threads]
@@ -194,6 +200,7 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int) -> Workbe
     from cacheblend_rag.engines.vllm import VLLMEngine
 
     options: dict[str, Any] = {"store": root / "store", "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
+    options["num_gpu_blocks_override"] = pages
     if model.random_weights is None:
         engine = VLLMEngine(model.model, **options)
     else:
