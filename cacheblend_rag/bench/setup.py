@@ -115,8 +115,7 @@ class Workbench:
 
     def forget(self) -> None:
         """Let nothing of earlier prompts help the next one, but what is in the store."""
-        if not isinstance(self.engine, TransformersEngine):
-            self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     @staticmethod
     @contextmanager
@@ -209,12 +208,10 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
         engine = VLLMEngine(
             root / "model", load_format="dummy", skip_tokenizer_init=True, max_model_len=context, **options
         )
-    config = engine.client.llm.model_config
-    assert isinstance(config.dtype, torch.dtype)
     label = model.random_weights or engine.fingerprint.name
-    device = torch.device(engine.client.llm.vllm_config.device_config.device_type)
     where = root if kv == "disk" else None
-    return Workbench(engine, label, where, device, config.dtype, config.get_vocab_size(), "vllm")
+    vocab_size = engine.client.llm.model_config.get_vocab_size()
+    return Workbench(engine, label, where, engine.device, engine.dtype, vocab_size, "vllm")
 
 
 def name_methods(blend: BlendSettings) -> dict[str, BlendSettings]:

@@ -82,7 +82,11 @@ class InTurn(Method):
 def generate_reply(
     engine: BlendEngine, prompt: BlendPrompt, max_tokens: int, settings: BlendSettings, free_loads: bool = False
 ) -> Reply:
-    """Answer one prompt; with ``free_loads`` the time spent waiting for stored KV is not counted."""
+    """Answer one prompt; with ``free_loads`` the time spent waiting for stored KV is not counted.
+
+    No other prompt's KV helps it but what is in the store: an engine's own prefix cache is emptied first.
+    """
+    engine.reset_prefix_cache()
     seen: list[torch.Tensor] = []
     watched: Any = engine
     if hasattr(engine, "on_first_logits"):
