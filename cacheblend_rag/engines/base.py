@@ -49,6 +49,7 @@ class BlendEngine(ABC):
         store: Where the chunks' KV is kept, if this process can see it.
         device: What the model runs on; None if that is another machine's business.
         dtype: What it computes in, likewise.
+        prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
     """
 
@@ -66,6 +67,7 @@ class BlendEngine(ABC):
     store: KVStore | None = None
     device: torch.device | None = None
     dtype: torch.dtype | None = None
+    prefix_cache_tokens: int = 0
 
     @property
     def entries(self) -> Entries | None:

@@ -113,6 +113,9 @@ class VLLMEngine(BlendEngine):
         self.profile, self.gate = client.profile, client.gate
         config = client.llm.vllm_config
         assert isinstance(config.model_config.dtype, torch.dtype)
+        cache = config.cache_config
+        if cache.enable_prefix_caching:
+            self.prefix_cache_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
         self.device, self.dtype = torch.device(config.device_config.device_type), config.model_config.dtype
 
     async def _start(self, launch: Launch, ratio: float | None, write_back: bool, rank: Rank | None) -> BlendClient:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import transformers as hf
 
+from cacheblend_rag.bench import ThroughputSettings, Workbench, bench_throughput
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.evaluate import EvalSettings, evaluate
 from cacheblend_rag.evaluation.prepare import set_header
 from cacheblend_rag.evaluation.samples import Sample
+from cacheblend_rag.prompts.reorder import ReorderedPrompts
 from tests.conftest import tokenizer_named
 from tests.engines.vllm.engines import SHAPE, clear, save_model, start
 from tests.evaluation.test_reorder import SAMPLES, of, own_order
@@ -69,6 +72,37 @@ def test_a_run_says_which_engine_it_was(engine: Any) -> None:
     result = evaluate(engine, settings)
     assert (result.settings["engine"], result.settings["device"]) == ("VLLMEngine", "cpu")
     assert result.summary["methods"]["reorder"]["agreement_with_reordered_full"] == 1
+
+
+def test_throughput_has_the_rival_that_reorders_and_vllms_prefix_cache_serves_it(engine: Any) -> None:
+    place = Workbench(engine, "small", None, engine.device, engine.dtype, 448, "vllm")
+    settings = ThroughputSettings(3, 3, 200, 9, 1, requests=4, ratio=0.3, policy="hkvd", target_ttft_s=1e-9)
+    methods = bench_throughput(place, settings)["methods"]
+    assert list(methods) == ["full", "prefix", "blend", "reorder", "reorder+blend"]
+    computed = {name: method["points"][0]["computed_tokens"] for name, method in methods.items()}
+    # Every prompt holds the same three chunks: put into one order, all but the first prompt find its whole pages cached.
+    total = len(engine.header_ids) + 3 * 200 + 9
+    pages = (total - 9) // 128 * 128
+    assert computed["full"] == total
+    assert total - pages <= computed["reorder"] < computed["full"]
+    assert computed["reorder+blend"] < computed["blend"]
+
+
+def test_reordered_prompts_are_answered_from_vllms_prefix_cache_as_by_full_recompute(engine: Any) -> None:
+    place = Workbench(engine, "small", None, engine.device, engine.dtype, 448, "vllm")
+    a, b, c, d = place.random_chunks(4, 150, 0)
+    order, answer = ReorderedPrompts(engine.prefix_cache_tokens), SamplingParams(8)
+    reused = []
+    for wanted in ([a, b, c], [c, d, b, a], [d, c]):
+        chunks = order.order(wanted)
+        order.serve(chunks)
+        prompt = place.prompt(chunks, 9, 1)
+        got = engine.generate(replace(prompt, spans=()), answer)
+        assert got.token_ids == engine.generate(prompt, answer, FULL_RECOMPUTE).token_ids
+        reused.append(got.usage.reused_tokens)
+    header = len(engine.header_ids)
+    # The second prompt begins with the first's three chunks, of which whole pages are cached; the third shares only its header.
+    assert reused == [0, (header + 3 * 150) // 128 * 128, header // 128 * 128]
 
 
 def test_another_header_than_its_own_is_refused(engine: Any) -> None:
