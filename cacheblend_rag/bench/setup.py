@@ -115,13 +115,16 @@ class Workbench:
 
     def forget(self) -> None:
         """Let nothing of earlier prompts help the next one, but what is in the store."""
-        if not isinstance(self.engine, TransformersEngine):
-            self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     @staticmethod
     @contextmanager
     def open(
-        model: BenchModel, kv: KVPlace = "ram", directory: Path | None = None, context: int = 8192
+        model: BenchModel,
+        kv: KVPlace = "ram",
+        directory: Path | None = None,
+        context: int = 8192,
+        pages: int | None = None,
     ) -> Iterator[Workbench]:
         """Load the model in front of an empty store.
 
@@ -130,13 +133,15 @@ class Workbench:
             kv: Where the chunks' KV is read from: RAM, or a disk without a RAM tier in front.
             directory: Where to make the temporary directory of a disk store: it decides which disk is measured.
             context: Most tokens of a prompt, for engines that must know it beforehand.
+            pages: Blocks of vLLM's paged cache; None for as many as fit in the memory it takes.
 
         Raises:
             ModelError: The model cannot be loaded or may not be blended.
         """
         with tempfile.TemporaryDirectory(prefix="cacheblend-bench-", dir=directory) as name:
             root = Path(name)
-            opened = _on_vllm(model, kv, root, context) if model.engine == "vllm" else _on_transformers(model, kv, root)
+            on_vllm = model.engine == "vllm"
+            opened = _on_vllm(model, kv, root, context, pages) if on_vllm else _on_transformers(model, kv, root)
             with opened.engine as engine:
                 if not engine.gate.passed:
                     raise ModelError(
@@ -184,7 +189,7 @@ def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
     return Workbench(engine, label, where, runner.device, runner.dtype, engine.subject().vocab_size)
 
 
-def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int) -> Workbench:
+def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: int | None) -> Workbench:
     # vLLM binds its threads when its worker starts, and takes what memory it is given for its paged cache.
     if model.threads is not None:
         cores = sorted(os.sched_getaffinity(0))[: model.threads]
@@ -194,6 +199,7 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int) -> Workbe
     from cacheblend_rag.engines.vllm import VLLMEngine
 
     options: dict[str, Any] = {"store": root / "store", "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
+    options["num_gpu_blocks_override"] = pages
     if model.random_weights is None:
         engine = VLLMEngine(model.model, **options)
     else:
@@ -202,12 +208,10 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int) -> Workbe
         engine = VLLMEngine(
             root / "model", load_format="dummy", skip_tokenizer_init=True, max_model_len=context, **options
         )
-    config = engine.client.llm.model_config
-    assert isinstance(config.dtype, torch.dtype)
     label = model.random_weights or engine.fingerprint.name
-    device = torch.device(engine.client.llm.vllm_config.device_config.device_type)
     where = root if kv == "disk" else None
-    return Workbench(engine, label, where, device, config.dtype, config.get_vocab_size(), "vllm")
+    vocab_size = engine.client.llm.model_config.get_vocab_size()
+    return Workbench(engine, label, where, engine.device, engine.dtype, vocab_size, "vllm")
 
 
 def name_methods(blend: BlendSettings) -> dict[str, BlendSettings]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -63,17 +63,19 @@ class BlendTarget(Protocol):
     def agree(self, ok: bool) -> bool:
         """Return whether every tensor-parallel rank says ``ok``."""
 
-
-@runtime_checkable
-class AttentiveTarget(BlendTarget, Protocol):
-    """A target that shows attention, which policies with ``needs_attention`` cannot do without."""
-
-    def attention(self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int) -> torch.Tensor:
+    def attention(
+        self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
+    ) -> Generator[float, None, torch.Tensor]:
         """Run the tokens at ``positions`` as :meth:`forward` does, through all layers, and watch those from ``watch_from`` on.
 
+        What this writes at ``positions`` is computed again later. Yields as :func:`fuse_stepwise` does.
+
         Returns:
-            How much they attend to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, this rank's heads
-            and the watched tokens.
+            How much the watched tokens attend to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, this
+            rank's heads and the watched tokens.
+
+        Raises:
+            InputError: This model's attention cannot be watched.
         """
 
 
@@ -143,13 +145,13 @@ def fuse_stepwise(
         plan: What is stored; must use stored KV.
         target: The model.
         policy: Which tokens to recompute. One that needs static deviations gives way to :data:`FALLBACK` where a chunk has
-            none, and ``static-query`` to ``static`` where the target shows no attention.
+            none.
         ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill.
         schedule: Check layers, for policies that measure KV deviation.
 
     Raises:
         DamagedSpanError: Stored KV turned out damaged; the KV cache is unusable and the plan must be made anew.
-        InputError: The policy needs attention, which this target does not show, or a check layer lies outside the model.
+        InputError: The policy needs attention, which this model does not show, or a check layer lies outside the model.
     """
     fusor = _Fusor(plan, target, policy, ratio, schedule)
     with fusor.loader:
@@ -171,10 +173,10 @@ class _Fusor:
         self._unranked = policy.needs_static and not target.agree(self._candidates.static is not None)
         if self._unranked:
             policy = policy_named(FALLBACK)
-        elif policy.needs_static and policy.needs_attention and not isinstance(target, AttentiveTarget):
-            policy = policy_named("static")
         self._target, self._policy, self._ratio = target, policy, ratio
         self._forced = _forced(plan, self._candidates.positions, target.device)
+        # Where the engine itself computes the question, its attention is wanted all the same.
+        self._behind = torch.arange(plan.num_tokens, plan.num_tokens + plan.behind, device=target.device)
         total = len(self._candidates.positions)
         self._count = round(ratio * total)
         undecided = 0 < self._count < total
@@ -208,10 +210,12 @@ class _Fusor:
         """Measure the question's attention over stored KV, if the policy needs it; select, if nothing else is needed."""
         if not self._watches:
             return
-        self._candidates = _with_attention(
-            self._policy, self._candidates, self._forced, self._target, self._placer.before_layer
-        )
-        yield len(self._forced)
+        # Text between the chunks is run, too: without it the question would attend to slots that nothing was written to.
+        between = int((self._forced <= self._candidates.positions[-1]).sum())
+        asked = torch.cat([self._forced, self._behind])
+        seen = yield from self._target.attention(asked, self._placer.before_layer, between)
+        attention = self._target.all_reduce(seen)[self._candidates.positions]
+        self._candidates = replace(self._candidates, attention=attention)
         if not self.checks:
             self._keep = self._policy.select(self._candidates, self._count)
 
@@ -262,25 +266,6 @@ def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
     k = (fresh.k.float() - stale.k.float()).square().sum((0, 2))
     v = (fresh.v.float() - stale.v.float()).square().sum((0, 2))
     return k + v
-
-
-def _with_attention(
-    policy: SelectionPolicy,
-    candidates: Candidates,
-    forced: torch.Tensor,
-    target: BlendTarget,
-    before_layer: Callable[[int], None],
-) -> Candidates:
-    """Return the candidates with the question's attention to them, over stored KV: one pass of full KV reuse."""
-    if not isinstance(target, AttentiveTarget):
-        raise InputError(
-            f"The policy {policy.name!r} needs to see the question's attention, which this engine does not show; use the "
-            "transformers engine or another policy."
-        )
-    # Text between the chunks is run, too: without it the question would attend to slots that nothing was written to.
-    behind = int((forced <= candidates.positions[-1]).sum())
-    attention = target.all_reduce(target.attention(forced, before_layer, behind))
-    return replace(candidates, attention=attention[candidates.positions])
 
 
 class _Placer:

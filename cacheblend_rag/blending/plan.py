@@ -60,6 +60,7 @@ class BlendPlan:
         reason: The plan in words.
         start: Positions before it hold KV already (an engine's own prefix cache).
         needs_logits: Whether the last position's logits are wanted, so that it must be computed.
+        behind: Tokens of the prompt behind ``num_tokens``, which the engine computes itself.
     """
 
     num_tokens: int
@@ -69,6 +70,7 @@ class BlendPlan:
     reason: str
     start: int = 0
     needs_logits: bool = True
+    behind: int = 0
 
     @property
     def exact_tokens(self) -> int:
@@ -81,7 +83,8 @@ class BlendPlan:
             tuple(part for span in spans if (part := span.within(start, end)) is not None)
             for spans in (self.exact, self.stale)
         )
-        return replace(self, num_tokens=end, exact=exact, stale=stale, start=start, needs_logits=False)
+        behind = self.behind + self.num_tokens - end
+        return replace(self, num_tokens=end, exact=exact, stale=stale, start=start, needs_logits=False, behind=behind)
 
     @property
     def uses_stored_kv(self) -> bool:

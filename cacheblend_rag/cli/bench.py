@@ -145,14 +145,20 @@ def throughput(
     target_ttft: Annotated[
         float | None, typer.Option(help="Median TTFT to hold, in seconds (default: twice an idle full prefill's).")
     ] = None,
+    skew: Annotated[
+        float, typer.Option(min=0, help="How much more often some chunks are asked for: 0 all alike, 1 Zipf's law.")
+    ] = 0.0,
     seed: RandomSeed = 0,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Measure the requests per second that full recompute, prefix caching and blend serve at equal median TTFT."""
+    """Measure the requests per second that full recompute, prefix caching and blend serve at equal median TTFT.
+
+    On vLLM also its prefix cache with the chunks of each prompt in the order that it hits, alone and with a blend.
+    """
     from cacheblend_rag.bench import ThroughputSettings, Workbench, bench_throughput
 
     settings = ThroughputSettings(
-        corpus, chunks, chunk_tokens, question_tokens, answer_tokens, requests, ratio, policy, target_ttft, seed
+        corpus, chunks, chunk_tokens, question_tokens, answer_tokens, requests, ratio, policy, target_ttft, skew, seed
     )
     context = chunks * chunk_tokens + question_tokens + answer_tokens + 256
     with status("Measuring") as say, Workbench.open(model.choice(engine), context=context) as place:
@@ -162,14 +168,15 @@ def throughput(
         return
     typer.echo(_heading(result))
     typer.echo(f"requests/s with a median TTFT of {seconds(result['settings']['target_ttft_s'])}\n")
-    rows = [["", "idle TTFT", "requests/s"]]
+    rows = [["", "idle TTFT", "requests/s", "tokens computed"]]
+    names = METHOD_NAMES | {"reorder": "prefix caching, reordered", "reorder+blend": "blend, reordered"}
     for name, method in result["methods"].items():
-        rows.append([METHOD_NAMES[name], seconds(method["idle_ttft_s"]), f"{method['requests_per_s']:.2f}"])
+        computed = f"{method['points'][0]['computed_tokens']:,.0f}"
+        rows.append([names[name], seconds(method["idle_ttft_s"]), f"{method['requests_per_s']:.2f}", computed])
     typer.echo(table(rows))
-    typer.echo(
-        f"\nThe blend serves {result['blend_vs_full']:.1f} times the requests of full recompute and "
-        f"{result['blend_vs_prefix']:.1f} times those of prefix caching."
-    )
+    others = [name for name in result["methods"] if name != "blend"]
+    times = [f"{result[f'blend_vs_{name}']:.1f} times those of {names[name]}" for name in others]
+    typer.echo(f"\nRequests of the blend: {', '.join(times)}.")
 
 
 @bench.command()

@@ -37,8 +37,10 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
         return TransformersEngine(chosen.model, device=chosen.device, dtype=dtype, store=store)
 
 
-def open_vllm(chosen: EngineOptions, store: Path, ram_budget: int | None, disk_budget: int | None) -> VLLMEngine:
-    """Start vLLM with the model of a command.
+def open_vllm(
+    chosen: ModelOptions, store: Path, ram_budget: int | None, disk_budget: int | None, header: str | None = None
+) -> VLLMEngine:
+    """Start vLLM with the model of a command; ``header`` as its engine takes it.
 
     Raises:
         InputError: An option that vLLM has no use for.
@@ -53,7 +55,14 @@ def open_vllm(chosen: EngineOptions, store: Path, ram_budget: int | None, disk_b
     with status("Starting vLLM"):
         from cacheblend_rag.engines.vllm import VLLMEngine
 
-        return VLLMEngine(chosen.model, store=store, dtype=chosen.dtype, ram_budget=ram_budget, disk_budget=disk_budget)
+        return VLLMEngine(
+            chosen.model,
+            store=store,
+            header=header,
+            dtype=chosen.dtype,
+            ram_budget=ram_budget,
+            disk_budget=disk_budget,
+        )
 
 
 def open_server(chosen: EngineOptions) -> RemoteEngine:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,11 +14,12 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import open_engine
+from cacheblend_rag.cli.engines import open_engine, open_vllm
 from cacheblend_rag.cli.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds, table
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import BlendEngine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.evaluation.evaluate import EvalResult, EvalSettings
 
@@ -49,7 +53,9 @@ Kinds = Annotated[
     ),
 ]
 ChunkTokens = Annotated[int, typer.Option(min=16, help="Most tokens in a chunk.", rich_help_panel=_DATA)]
-Engine = Annotated[Literal["transformers"], typer.Option(help="Which engine to evaluate.", rich_help_panel="Model")]
+Engine = Annotated[
+    Literal["transformers", "vllm"], typer.Option(help="Which engine to evaluate.", rich_help_panel="Model")
+]
 Out = Annotated[
     Path,
     typer.Option(help="Directory for answers, numbers and report; a later run of the same settings goes on there."),
@@ -92,10 +98,34 @@ class EvalOptions:
         )
 
     def open(self) -> TransformersEngine:
-        """Load the model in front of a store in RAM."""
+        """Load the model in front of a store in RAM.
+
+        Raises:
+            InputError: Another engine than the transformers one was asked for.
+        """
+        from cacheblend_rag.errors import InputError
         from cacheblend_rag.store import MemoryStore
 
+        if self.engine != "transformers":
+            raise InputError("This command looks inside the model, which only --engine transformers shows.")
         return open_engine(self.model, MemoryStore(_STORE_BYTES))
+
+    @contextmanager
+    def open_for(self, settings: EvalSettings) -> Iterator[BlendEngine]:
+        """Load the model on the engine asked for, with the header of the data set's prompts and an empty store."""
+        if self.engine == "transformers":
+            with self.open() as engine:
+                yield engine
+            return
+        from cacheblend_rag.engines.vllm.arguments import load_tokenizer
+        from cacheblend_rag.evaluation.evaluate import header_of
+
+        header = header_of(settings, load_tokenizer(self.model.model))
+        with (
+            tempfile.TemporaryDirectory(prefix="cacheblend-eval-") as name,
+            open_vllm(self.model, Path(name), _STORE_BYTES, None, header) as served,
+        ):
+            yield served
 
 
 @app.command("eval")
@@ -119,7 +149,7 @@ def evaluate_command(
 ) -> None:
     """Answer a data set by several methods: how well, how soon, how much computed, with 95% intervals."""
     settings = what.settings(max_tokens, methods=_split_names(methods))
-    with what.open() as engine:
+    with what.open_for(settings) as engine:
         from cacheblend_rag.evaluation.evaluate import evaluate
         from cacheblend_rag.evaluation.report import write_report
 

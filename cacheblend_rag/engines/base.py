@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.policies import policy
@@ -24,6 +24,9 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.kv import ModelFingerprint
+
+if TYPE_CHECKING:
+    import torch
 
 Prompt = BlendPrompt | TokenizedPrompt | str
 
@@ -44,6 +47,9 @@ class BlendEngine(ABC):
         profile: The blend options that a request leaves open.
         rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`).
         store: Where the chunks' KV is kept, if this process can see it.
+        device: What the model runs on; None if that is another machine's business.
+        dtype: What it computes in, likewise.
+        prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
     """
 
@@ -59,6 +65,9 @@ class BlendEngine(ABC):
     profile: ModelProfile
     rank: Rank = "off"
     store: KVStore | None = None
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    prefix_cache_tokens: int = 0
 
     @property
     def entries(self) -> Entries | None:
@@ -173,6 +182,9 @@ class BlendEngine(ABC):
 
     def flush(self) -> None:  # noqa: B027 - most engines write before they return
         """Wait until the chunks that answers found missing have been written back."""
+
+    def reset_prefix_cache(self) -> None:  # noqa: B027 - most engines have none
+        """Empty the engine's own prefix cache, so that the next prompt finds the store alone (for measuring)."""
 
     @abstractmethod
     def close(self) -> None:

@@ -14,7 +14,7 @@ from cacheblend_rag.bench.measure import take_turns
 from cacheblend_rag.blending.gate import first_token_kl
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError, PromptTooLongError
-from cacheblend_rag.evaluation.methods import InTurn, Method, Reply
+from cacheblend_rag.evaluation.method import InTurn, Method, Reply
 from cacheblend_rag.evaluation.metrics import exact_match, f1, f1_of_tokens, rouge_l
 from cacheblend_rag.evaluation.prepare import Preparer
 from cacheblend_rag.evaluation.samples import EvalCase, Sample

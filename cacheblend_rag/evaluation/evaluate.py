@@ -14,12 +14,12 @@ import xxhash
 
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.answers import AnswersFile, Progress, Row, answer_all
-from cacheblend_rag.evaluation.datasets import load_data_set
+from cacheblend_rag.evaluation.datasets import DataSet, load_data_set
 from cacheblend_rag.evaluation.methods import DEFAULT, SettingsMethod, make_methods
-from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_rag.evaluation.prepare import Preparation, Preparer, header_text, set_header
 from cacheblend_rag.evaluation.samples import Skipped
 from cacheblend_rag.evaluation.summary import find_worst, summarize
 
@@ -93,35 +93,29 @@ class EvalResult:
 
 
 def evaluate(
-    engine: TransformersEngine, settings: EvalSettings, out: Path | None = None, progress: Progress | None = None
+    engine: BlendEngine, settings: EvalSettings, out: Path | None = None, progress: Progress | None = None
 ) -> EvalResult:
     """Answer the data set by every method and sum up.
 
     Args:
-        engine: The model; its parity gate must have passed. Its header is set to the data set's.
+        engine: The model, on this machine; its parity gate must have passed. Its header is set to the data set's; vLLM's must
+            be that already (:func:`header_of`).
         settings: What to evaluate.
         out: Directory for the answers; the file's name says data set and settings, and a later run of the same settings
             goes on with it. None keeps the answers in memory.
         progress: Called with samples done, of how many, and what is at hand.
 
     Raises:
-        ModelError: The model is not blended: every method would be the same prefill.
+        ModelError: The model is not blended: every method would be the same prefill; or it runs elsewhere.
         InputError: The data set or a setting cannot be used.
     """
     if not engine.gate.passed:
         raise ModelError(f"This model is not blended, so there is nothing to compare: {engine.gate.reason}.")
+    if engine.device is None or engine.dtype is None:
+        raise ModelError("Only a model that runs here can be evaluated: what a server computes on is not known.")
     methods = make_methods(settings.methods, engine.profile.resolve(settings.blend, engine.num_layers))
     engine.rank_for(*(method.settings for method in methods if isinstance(method, SettingsMethod)))
-    data = load_data_set(
-        settings.dataset,
-        settings.data,
-        settings.limit,
-        settings.seed,
-        engine.tokenizer,
-        kinds=settings.kinds,
-        chunks=settings.demo_chunks or settings.preparation.k,
-        chunk_tokens=settings.preparation.chunk_tokens,
-    )
+    data = _load(settings, engine.tokenizer, settings.limit)
     set_header(engine, data.samples)
     settled = identify_run(engine, settings, data.files, data.samples[0].instruction)
     file = None
@@ -144,14 +138,32 @@ def evaluate(
         worst_of=worst_of,
         worst=worst,
         skipped=[*data.skipped, *unasked],
-        machine=describe_machine(engine.runner.device),
+        machine=describe_machine(engine.device),
         rows=rows,
         answers_file=file,
     )
 
 
+def header_of(settings: EvalSettings, tokenizer: Any) -> str:
+    """Return the text that an engine must be started with as its header to evaluate this; raises as :func:`evaluate` does."""
+    return header_text(tokenizer, _load(settings, tokenizer, 1).samples)
+
+
+def _load(settings: EvalSettings, tokenizer: Any, limit: int) -> DataSet:
+    return load_data_set(
+        settings.dataset,
+        settings.data,
+        limit,
+        settings.seed,
+        tokenizer,
+        kinds=settings.kinds,
+        chunks=settings.demo_chunks or settings.preparation.k,
+        chunk_tokens=settings.preparation.chunk_tokens,
+    )
+
+
 def identify_run(
-    engine: TransformersEngine, settings: EvalSettings, files: Mapping[str, str], instruction: str | None
+    engine: BlendEngine, settings: EvalSettings, files: Mapping[str, str], instruction: str | None
 ) -> dict[str, Any]:
     """Return what answers depend on besides method and sample (a method's key holds its own settings), for JSON.
 
@@ -165,8 +177,9 @@ def identify_run(
         "model": engine.fingerprint.name,
         "fingerprint": engine.fingerprint.digest,
         "tokenizer": _hash_tokenizer(engine.tokenizer),
-        "dtype": str(engine.runner.dtype).removeprefix("torch."),
-        "device": str(engine.runner.device),
+        "engine": type(engine).__name__,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "device": str(engine.device),
         "threads": torch.get_num_threads(),
         "dataset": settings.dataset,
         "files": dict(files),

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.evaluation.samples import EvalCase, Sample
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
@@ -42,8 +43,23 @@ class Preparation:
             raise InputError("k and max_tokens must be at least 1.")
 
 
-def set_header(engine: Any, samples: Sequence[Sample]) -> None:
+def set_header(engine: BlendEngine, samples: Sequence[Sample]) -> None:
     """Make ``engine`` compute chunks behind the header of these samples' prompts, so that the first chunk is exact.
+
+    Raises:
+        InputError: The samples have different instructions, or there are none, or the engine's header cannot be changed.
+    """
+    header = header_ids(engine.tokenizer, header_text(engine.tokenizer, samples))
+    if header != engine.header_ids and not isinstance(engine, TransformersEngine):
+        raise InputError(
+            "This engine computes chunks behind the header it was started with, and these prompts have another; start it "
+            "with the header of the data set's instruction."
+        )
+    engine.header_ids = header
+
+
+def header_text(tokenizer: Any, samples: Sequence[Sample]) -> str:
+    """Return what stands before the first chunk of these samples' prompts.
 
     Raises:
         InputError: The samples have different instructions, or there are none.
@@ -54,7 +70,7 @@ def set_header(engine: Any, samples: Sequence[Sample]) -> None:
             f"A data set needs one instruction for all of its prompts; this one has {len(instructions)}: "
             "chunks' KV is computed behind it."
         )
-    engine.header_ids = header_ids(engine.tokenizer, rag_header(engine.tokenizer, instructions.pop()))
+    return rag_header(tokenizer, instructions.pop())
 
 
 class Preparer:

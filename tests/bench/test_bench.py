@@ -22,7 +22,8 @@ from cacheblend_rag.bench import (
 )
 from cacheblend_rag.bench.measure import PeakMemory, drop_page_cache
 from cacheblend_rag.bench.setup import own_attention
-from cacheblend_rag.bench.throughput import _rate_at
+from cacheblend_rag.bench.throughput import _Load, _rate_at, _Way
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.errors import InputError, ModelError
 
 TINY = BenchModel(random_weights="llama:2x256", device="cpu")
@@ -189,3 +190,16 @@ def test_dropping_the_page_cache_keeps_the_bytes(tmp_path):
     file.write_bytes(b"kv" * 5000)
     drop_page_cache([file])
     assert file.read_bytes() == b"kv" * 5000
+
+
+@pytest.mark.parametrize(("skew", "times"), [(0.0, range(10, 30)), (3.0, range(90, 101))])
+def test_a_skewed_stream_asks_for_some_chunks_more_often(in_ram, skew, times):
+    settings = ThroughputSettings(corpus=10, chunks=2, chunk_tokens=TOKENS, skew=skew)
+    corpus = in_ram.random_chunks(10, TOKENS, 0)
+    load = _Load(in_ram, settings, corpus)
+    drawn = [[span.chunk for span in prompt.spans] for prompt in load._prompts(100, _Way(BlendSettings()), 0)]
+    assert all(len({chunk.id for chunk in chunks}) == 2 for chunks in drawn)
+    asked = sum(corpus[0] in chunks for chunks in drawn)
+    assert asked in times
+    # A popular chunk does not always stand first.
+    assert 0 < sum(chunks[0] == corpus[0] for chunks in drawn) < asked

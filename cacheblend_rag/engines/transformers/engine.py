@@ -94,7 +94,7 @@ class TransformersEngine(BlendEngine):
         self.store: KVStore = store if isinstance(store, KVStore) else open_store(store)
         self.registry = ChunkRegistry()
         config = loaded.model.config.get_text_config()
-        self.num_layers = self.runner.num_layers
+        self.num_layers, self.device, self.dtype = self.runner.num_layers, self.runner.device, self.runner.dtype
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         self.header_ids = chosen_header_ids(self.tokenizer, header)
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -170,8 +170,10 @@ class TransformersTarget:
         self.cache.filled(len(self._ids))
         return None
 
-    def attention(self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int) -> torch.Tensor:
-        """See :class:`~cacheblend_rag.blending.fusor.AttentiveTarget`.
+    def attention(
+        self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
+    ) -> Generator[float, None, torch.Tensor]:
+        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`.
 
         Raises:
             InputError: The model runs eager attention of its own, which cannot be watched.
@@ -191,6 +193,7 @@ class TransformersTarget:
                 "The attention of this model cannot be watched, since it runs eager attention of its own; choose a policy "
                 "that does not need it, such as hkvd."
             )
+        yield len(positions)
         return total / layers
 
     def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:

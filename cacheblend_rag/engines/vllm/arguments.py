@@ -78,7 +78,7 @@ def prepare(
     chosen = _dtype(dtype, config)
     fingerprint = ModelFingerprint.from_directory(directory, chosen, name)
     tokenizer = (
-        None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer"), directory)
+        None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer") or directory)
     )
     ids = chosen_header_ids(tokenizer, header)
     arguments = {
@@ -139,10 +139,19 @@ def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dty
     return found
 
 
-def _tokenizer(given: str | None, directory: Path) -> Any:
+def load_tokenizer(model: str | Path | None) -> Any:
+    """Return the tokenizer of a model; see :func:`prepare`.
+
+    Raises:
+        ModelError: The model cannot be found, or has none.
+    """
+    return _tokenizer(_find(model, str(model))[0])
+
+
+def _tokenizer(where: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(given or directory)
+        return AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError) as error:
-        raise ModelError(f"Cannot load a tokenizer from {given or directory}: {error}") from error
+        raise ModelError(f"Cannot load a tokenizer from {where}: {error}") from error

@@ -169,7 +169,9 @@ class BlendClient:
             return tokens, {}
         spans = tuple((span.start, span.end, span.chunk.id) for span in prompt.spans)
         job = BlendJob(spans, resolved, self.profile.schedule(resolved.check_layers).widths).to_params()
-        tokens["cache_salt"] = _salt(job, salt)
+        # What the question attends to shapes the KV of the chunks before it, too.
+        shaping = prompt.token_ids if policy(resolved.policy).needs_attention else ()
+        tokens["cache_salt"] = _salt(job, salt, shaping)
         return tokens, {PARAMS: job}
 
     def outcome(
@@ -330,9 +332,9 @@ class BlendClient:
         )
 
 
-def _salt(job: dict[str, Any], salt: str | None) -> str:
+def _salt(job: dict[str, Any], salt: str | None, token_ids: Sequence[int]) -> str:
     kept = {**job, "spans": [[a, b] for a, b, _ in job["spans"]]}
-    text = json.dumps([kept, salt], sort_keys=True)
+    text = json.dumps([kept, salt, *token_ids], sort_keys=True)
     return f"cacheblend-{xxhash.xxh3_128_hexdigest(text.encode())}"
 
 

@@ -43,6 +43,8 @@ class VLLMEngine(BlendEngine):
     """
 
     supports_json_schema: ClassVar[bool] = True
+    device: torch.device
+    dtype: torch.dtype
 
     def __init__(
         self,
@@ -109,6 +111,12 @@ class VLLMEngine(BlendEngine):
         self.context_window, self.header_ids = client.context_window, client.header_ids
         self.num_layers, self.registry = client.num_layers, client.registry
         self.profile, self.gate = client.profile, client.gate
+        config = client.llm.vllm_config
+        assert isinstance(config.model_config.dtype, torch.dtype)
+        cache = config.cache_config
+        if cache.enable_prefix_caching:
+            self.prefix_cache_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
+        self.device, self.dtype = torch.device(config.device_config.device_type), config.model_config.dtype
 
     async def _start(self, launch: Launch, ratio: float | None, write_back: bool, rank: Rank | None) -> BlendClient:
         set_environment()
@@ -187,7 +195,7 @@ class VLLMEngine(BlendEngine):
         self._run(self.client.drain())
 
     def reset_prefix_cache(self) -> None:
-        """Empty vLLM's own prefix cache, so that the next prompt finds the store alone (for measuring)."""
+        """See :class:`BlendEngine`."""
         self._run(self._llm.reset_prefix_cache())
 
     def close(self) -> None:

@@ -40,12 +40,12 @@ class PagedModel:
         kv_caches: dict[str, torch.Tensor],
     ):
         """Wrap the worker's model."""
-        self.model, self.device, self._config = model, device, vllm_config
+        self.model, self.device, self.config = model, device, vllm_config
         self.names = list(kv_caches)
         self.num_layers = len(self.names)
         self._caches = kv_caches
-        self._attention = [vllm_config.compilation_config.static_forward_context[name] for name in self.names]
-        self.kv_heads, self.head_dim = int(self._attention[0].num_kv_heads), int(self._attention[0].head_size)
+        self.attention = [vllm_config.compilation_config.static_forward_context[name] for name in self.names]
+        self.kv_heads, self.head_dim = int(self.attention[0].num_kv_heads), int(self.attention[0].head_size)
         assert isinstance(vllm_config.model_config.dtype, torch.dtype)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
@@ -67,7 +67,7 @@ class PagedModel:
             ]
 
     def _layer(self, name: str) -> Any:
-        return self._attention[self.names.index(name)]
+        return self.attention[self.names.index(name)]
 
     # The paged cache.
 
@@ -79,7 +79,7 @@ class PagedModel:
 
     def write(self, layer: int, kv: LayerKV, slots: torch.Tensor) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, through the backend's own update, whatever its layout."""
-        attention = self._attention[layer]
+        attention = self.attention[layer]
         k, v = (t.transpose(0, 1) for t in kv)
         if not current_platform.is_cpu():  # whose kernel alone takes strides of its own
             k, v = k.contiguous(), v.contiguous()
@@ -169,7 +169,7 @@ class PagedModel:
         stops = stop_layer is not None
         with (
             set_forward_context(
-                metadata, self._config, num_tokens=len(positions), slot_mapping=slot_mapping, skip_compiled=stops
+                metadata, self.config, num_tokens=len(positions), slot_mapping=slot_mapping, skip_compiled=stops
             ),
             self._stopping_at(stop_layer),
         ):
@@ -201,7 +201,7 @@ class PagedModel:
         if layer is None:
             yield
             return
-        handle = self._attention[layer].register_forward_pre_hook(_stop, with_kwargs=True)
+        handle = self.attention[layer].register_forward_pre_hook(_stop, with_kwargs=True)
         try:
             yield
         finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.store.kv import LayerKV
 
@@ -55,6 +56,16 @@ class PagedTarget:
             return result
         self.hidden = result
         return None
+
+    def attention(
+        self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
+    ) -> Generator[float, None, torch.Tensor]:
+        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`. Nothing is written: positions without blocks may be run."""
+        watched = WatchedPass(self._paged, self._ids, self._blocks, before_layer, int(positions[watch_from]))
+        for segment in self.segments(positions):
+            watched.run(segment)
+            yield len(segment)
+        return watched.mean
 
     def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
         """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""

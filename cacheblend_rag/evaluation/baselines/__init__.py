@@ -1,10 +1,9 @@
-"""What a blend is compared with (paper section 7): settings of one engine, two ways to ask chunk by chunk, and reordering."""
+"""What a blend is compared with (paper section 7): settings of one engine, and two ways to ask chunk by chunk."""
 
 from __future__ import annotations
 
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
 from cacheblend_rag.evaluation.baselines.chunkwise import ChunkwiseAnswer, MapReduce, MapRerank
-from cacheblend_rag.evaluation.baselines.reorder import ReorderedPrompts
 
 __all__ = [
     "FULL_RECOMPUTE",
@@ -13,5 +12,4 @@ __all__ = [
     "ChunkwiseAnswer",
     "MapReduce",
     "MapRerank",
-    "ReorderedPrompts",
 ]

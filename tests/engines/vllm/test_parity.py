@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from tests.blending import reference
-from tests.blending.prompts import Scene
-from tests.engines.vllm.engines import FULL, SHAPE, clear, first_logprobs, save_model, start
+from tests.blending.prompts import Scene, engine_for
+from tests.blending.test_parity import blended_logits
+from tests.engines.vllm.engines import FULL, SHAPE, VOCABULARY, clear, first_logprobs, save_model, start
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -26,7 +27,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: hf.LlamaConfig(**SHAPE),
         {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
     ),
-    "qwen2": (lambda: hf.Qwen2Config(**SHAPE), {"rank": "now"}),
+    "qwen2": (lambda: hf.Qwen2Config(**SHAPE), {}),
+    "qwen3": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), {}),
     "yarn, compiled": (lambda: hf.LlamaConfig(**SHAPE, rope_parameters=_YARN), {"enforce_eager": False}),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}),
 }
@@ -82,32 +84,92 @@ def test_other_ratios_are_the_reference(engine, model, ratio: float) -> None:
     assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
 
 
-def test_static_is_the_reference_and_a_chunk_without_a_rank_gets_one_after_its_first_use(engine, model) -> None:
-    engine.precompute(SCENE.chunks)
-    settings = BlendSettings(0.3, "static", (1,))
-    if not engine.entries.has_static(SCENE.chunks[1].token_ids):
-        assert engine.generate(SCENE.prompt, ANSWER, settings).policy == "hkvd"
-        engine.flush()
-        engine.reset_prefix_cache()
-    scores, positions = [], []
-    for span in SCENE.prompt.spans[1:]:
-        ids = list(span.chunk.token_ids)
-        scores.append(reference.static_deviation(model, SCENE.header, list(engine.client.probe), ids))
-        positions += range(span.start, span.end)
-    chosen = torch.tensor(positions)[torch.cat(scores).argsort(descending=True)[: round(0.3 * len(positions))]].tolist()
-    expected = reference.blend(model, SCENE.header, SCENE.parts(), 0.3, chosen=sorted(chosen)).logits.log_softmax(-1)
+def scores(
+    engine: Any, model: Any, scene: Scene, missing: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Positions of the stale tokens, ascending, and what each policy ranks them by, from the independent reference."""
+    static, positions = [], []
+    for index, span in enumerate(scene.prompt.spans):
+        if index > 0 and index not in missing:
+            ids = list(span.chunk.token_ids)
+            static.append(reference.static_deviation(model, scene.header, list(engine.client.probe), ids))
+            positions += range(span.start, span.end)
+    attention = reference.question_attention(model, scene.header, scene.parts(missing))[positions]
+    deviation = torch.cat(static)
+    ranked = {"static": deviation, "static-query": deviation.sqrt() * attention, "query": attention}
+    return torch.tensor(positions), ranked
+
+
+def chosen_by(
+    engine: Any, model: Any, policy: str, scene: Scene = SCENE, missing: tuple[int, ...] = ()
+) -> tuple[list[int], torch.Tensor]:
+    """Which 30% of the stale tokens the policy recomputes, and the log-probabilities after it, from the reference."""
+    positions, ranked = scores(engine, model, scene, missing)
+    order = ranked[policy].argsort(descending=True)[: round(0.3 * len(positions))]
+    chosen = positions[order].sort().values.tolist()
+    done = reference.blend(model, scene.header, scene.parts(missing), 0.3, chosen=chosen)
+    return chosen, done.logits.log_softmax(-1)
+
+
+def rank(engine: Any, scene: Scene, missing: tuple[int, ...] = ()) -> None:
+    """Have the chunks stored with their static deviations, but for the missing ones."""
+    before, engine.rank = engine.rank, "now"
+    engine.precompute([chunk for index, chunk in enumerate(scene.chunks) if index not in missing])
+    engine.rank = before
+
+
+@pytest.mark.parametrize("policy", ["static", "static-query", "query"])
+def test_what_is_ranked_without_a_dense_pass_is_the_reference(engine, model, policy: str) -> None:
+    rank(engine, SCENE)
+    chosen, expected = chosen_by(engine, model, policy)
+    assert chosen != chosen_by(engine, model, "static" if policy != "static" else "query")[0], "the scene is too easy"
+    settings = BlendSettings(0.3, policy, (1,))
     torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), expected, atol=1e-4, rtol=0)
     engine.reset_prefix_cache()
-    with_query = BlendSettings(0.3, "static-query", (1,))
-    torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, with_query), expected, atol=1e-4, rtol=0)
-    engine.reset_prefix_cache()
     answer = engine.generate(SCENE.prompt, ANSWER, settings)
-    assert (answer.mode, answer.policy, answer.ratio, answer.usage.recomputed_tokens) == (
-        "blend",
-        "static",
-        0.3,
-        len(chosen),
-    )
+    got = (answer.mode, answer.policy, answer.ratio, answer.usage.recomputed_tokens)
+    assert got == ("blend", policy, 0.3, len(chosen))
+
+
+def test_the_question_looks_past_chunks_that_must_be_computed(engine, model) -> None:
+    rank(engine, SCENE, missing=(2,))
+    _, expected = chosen_by(engine, model, "static-query", missing=(2,))
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(0.3, "static-query", (1,)))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_each_question_selects_for_itself(engine, model) -> None:
+    other = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
+    other.question = [3 + (7 * token) % (VOCABULARY - 3) for token in SCENE.question]
+    rank(engine, SCENE)
+    settings = BlendSettings(0.3, "static-query", (1,))
+    for scene in (SCENE, other):
+        chosen, expected = chosen_by(engine, model, "static-query", scene)
+        torch.testing.assert_close(first_logprobs(engine, scene.prompt, settings), expected, atol=1e-4, rtol=0)
+    assert chosen != chosen_by(engine, model, "static-query")[0], "the questions are too much alike to tell"
+
+
+def test_hybrid_selects_as_in_the_transformers_engine(engine, model) -> None:
+    engine.precompute(SCENE.chunks)
+    settings = BlendSettings(0.3, "hybrid", (1,))
+    other = engine_for(model, SCENE)
+    other.precompute(SCENE.chunks)
+    logits, chosen, _ = blended_logits(other, SCENE, settings)
+    got = first_logprobs(engine, SCENE.prompt, settings)
+    torch.testing.assert_close(got, logits.float().log_softmax(-1), atol=1e-4, rtol=0)
+    engine.reset_prefix_cache()
+    assert engine.generate(SCENE.prompt, ANSWER, settings).usage.recomputed_tokens == len(chosen)
+
+
+def test_a_chunk_without_a_rank_gets_one_after_its_first_use(engine) -> None:
+    before, engine.rank = engine.rank, "lazy"
+    engine.precompute(SCENE.chunks)
+    settings = BlendSettings(0.3, "static", (1,))
+    assert engine.generate(SCENE.prompt, ANSWER, settings).policy == "hkvd"
+    engine.flush()
+    engine.reset_prefix_cache()
+    assert engine.generate(SCENE.prompt, ANSWER, settings).policy == "static"
+    engine.rank = before
 
 
 def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:

@@ -1,0 +1,128 @@
+"""A pass of few tokens in vLLM with attention of our own, which can be watched: vLLM's kernels show no weights.
+
+It writes nothing into the paged cache, so it may run tokens that have no pages yet, as the question has none while a blend runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+
+from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.kv import LayerKV
+
+# Queries whose scores are in memory at once.
+_BLOCK = 64
+
+
+class WatchedPass:
+    """Runs tokens of a sequence over the KV in its pages and sums up what those from a position on attend to."""
+
+    def __init__(
+        self,
+        paged: PagedModel,
+        ids: torch.Tensor,
+        block_ids: Sequence[int],
+        before_layer: Callable[[int], None],
+        watch_from: int,
+    ):
+        """Run tokens of the prompt ``ids``, ``[prompt tokens]``, the first of which have their KV in ``block_ids``.
+
+        Args:
+            paged: The model.
+            ids: Token ids.
+            block_ids: Pages of the first positions, or of all.
+            before_layer: Called with each layer's index before its pages are read.
+            watch_from: The first watched position.
+
+        Raises:
+            InputError: The model's attention is not the plain one.
+        """
+        for attention in paged.attention:
+            if any(getattr(attention.impl, name, None) is not None for name in ("sinks", "alibi_slopes")):
+                raise InputError(
+                    "The attention of this model cannot be watched in vLLM; choose a policy that does not need it, such as "
+                    "static or hkvd."
+                )
+        self._paged, self._ids, self._blocks = paged, ids, block_ids
+        self._before_layer, self._watch_from = before_layer, watch_from
+        self._computed: list[list[tuple[torch.Tensor, LayerKV]]] = [[] for _ in paged.attention]
+        self._total = torch.zeros(len(ids), device=paged.device)
+        self._positions = self._slots = torch.empty(0, dtype=torch.int64)
+        self._watched = 0
+
+    @torch.inference_mode()
+    def run(self, positions: torch.Tensor) -> None:
+        """Run the tokens at ascending ``positions``, ``[tokens]``; every later call's lie behind them."""
+        paged = self._paged
+        placed = min(int(positions[-1]) + 1, len(self._blocks) * paged.block_size)
+        self._positions, self._slots = positions, paged.slots(self._blocks, torch.arange(placed))
+        with (
+            # Without metadata vLLM's attention does nothing, and without slots it stores nothing.
+            set_forward_context(None, paged.config, num_tokens=len(positions), slot_mapping={}, skip_compiled=True),
+            ExitStack() as hooks,
+        ):
+            for layer, attention in enumerate(paged.attention):
+                hook = partial(self._replace, layer)
+                hooks.callback(attention.register_forward_hook(hook, with_kwargs=True).remove)
+            paged.model(
+                input_ids=self._ids[positions].to(paged.device, torch.int32),
+                positions=positions.to(paged.device),
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        self._watched += int((positions >= self._watch_from).sum())
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Attention to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, heads and watched tokens."""
+        attentions = self._paged.attention
+        return self._total / (sum(int(a.num_heads) for a in attentions) * self._watched)
+
+    def _replace(
+        self, layer: int, module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any], output: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what ``module``'s attention should have given in place of ``output``, ``[tokens, heads * head_dim]``."""
+        self._before_layer(layer)
+        given = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))
+        query, key, value = (t.view(len(self._positions), -1, module.head_size) for t in given[:3])
+        self._computed[layer].append((self._positions, LayerKV(key.transpose(0, 1), value.transpose(0, 1))))
+        return self._attend(module.impl, query, self._visible(layer)).to(output.dtype).view_as(output)
+
+    def _visible(self, layer: int) -> LayerKV:
+        """Return the KV of all positions up to the last one that runs, in fp32: the pages', and over it what this computed."""
+        placed = self._paged.read(layer, self._slots)
+        count = int(self._positions[-1]) + 1
+        kv = LayerKV(*(t.new_empty(t.shape[0], count, t.shape[2], dtype=torch.float32) for t in placed))
+        for whole, part in zip(kv, placed, strict=True):
+            whole[:, : part.shape[1]] = part
+        for positions, fresh in self._computed[layer]:
+            for whole, part in zip(kv, fresh, strict=True):
+                whole[:, positions] = part.float()
+        return kv
+
+    def _attend(self, impl: Any, query: torch.Tensor, kv: LayerKV) -> torch.Tensor:
+        """Return the attention ``[tokens, heads, head_dim]`` of ``query``, shaped like it, in fp32; sum up the watched part."""
+        count, heads, dim = query.shape
+        kv_heads, groups = kv.k.shape[0], heads // kv.k.shape[0]
+        query = query.float().view(count, kv_heads, groups, dim).transpose(0, 1)
+        out = query.new_empty(count, kv_heads, groups, dim)
+        for begin in range(0, count, _BLOCK):
+            at = self._positions[begin : begin + _BLOCK]
+            seen = int(at[-1]) + 1
+            shape = (kv_heads, len(at), groups, seen)
+            scores = query[:, begin : begin + _BLOCK].flatten(1, 2) @ kv.k[:, :seen].transpose(1, 2) * impl.scale
+            if cap := getattr(impl, "logits_soft_cap", None):
+                scores = (scores / cap).tanh() * cap
+            hidden = torch.arange(seen, device=at.device) > at[:, None]
+            weights = scores.view(shape).masked_fill(hidden[None, :, None], float("-inf")).softmax(-1)
+            self._total[:seen] += weights[:, at >= self._watch_from].sum((0, 1, 2))
+            part = weights.flatten(1, 2) @ kv.v[:, :seen]
+            out[begin : begin + _BLOCK] = part.view(kv_heads, len(at), groups, dim).transpose(0, 1)
+        return out
