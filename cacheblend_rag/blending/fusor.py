@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.loader import DamagedSpanError, LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
@@ -77,6 +77,14 @@ class BlendTarget(Protocol):
         Raises:
             InputError: This model's attention cannot be watched.
         """
+
+
+class OtherRankError(Exception):
+    """Another tensor-parallel rank could not go on, so that none does."""
+
+    def __init__(self) -> None:
+        """Say so."""
+        super().__init__("another rank failed; its log says why")
 
 
 FALLBACK = "hkvd"
@@ -151,6 +159,7 @@ def fuse_stepwise(
 
     Raises:
         DamagedSpanError: Stored KV turned out damaged; the KV cache is unusable and the plan must be made anew.
+        OtherRankError: Loading or placing KV failed on another tensor-parallel rank.
         InputError: The policy needs attention, which this model does not show, or a check layer lies outside the model.
     """
     fusor = _Fusor(plan, target, policy, ratio, schedule)
@@ -195,7 +204,6 @@ class _Fusor:
             target.device,
             # Below the first check layer the dense pass computes every token; the question's pass reads all layers.
             stale_from_layer=self.checks[0][0] if self.checks and not self._watches else 0,
-            agree=target.agree,
         )
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks})
         self._computed, self._selection = 0, 0.0
@@ -278,12 +286,26 @@ class _Placer:
 
     def before_layer(self, layer: int) -> None:
         while self._next <= layer:
-            placed = self._loader.layer(self._next)
-            if placed is not None:
-                self._target.place(self._next, placed.kv, placed.positions)
-                if self._next in self._remember:
-                    self._stale[self._next] = LayerKV(*(t[:, placed.stale_from :] for t in placed.kv))
+            self._place(self._next)
             self._next += 1
+
+    def _place(self, layer: int) -> None:
+        failure: Exception | None = None
+        try:
+            placed = self._loader.layer(layer)
+            if placed is None:
+                return  # nothing is stored for it, on no rank
+            self._target.place(layer, placed.kv, placed.positions)
+            if layer in self._remember:
+                self._stale[layer] = LayerKV(*(t[:, placed.stale_from :] for t in placed.kv))
+        except Exception as error:  # whatever it is: a rank that went alone would leave the others waiting for it
+            failure = error
+        if self._target.agree(failure is None):
+            return
+        damage = self._target.agree(failure is None or isinstance(failure, DamagedSpanError))
+        if failure is not None and isinstance(failure, DamagedSpanError) == damage:
+            raise failure
+        raise DamagedSpanError(None) if damage else OtherRankError
 
     def stale(self, layer: int) -> LayerKV:
         return self._stale.pop(layer)

@@ -68,13 +68,8 @@ class LayerLoader:
         num_layers: int,
         device: torch.device,
         stale_from_layer: int = 0,
-        agree: Callable[[bool], bool] = bool,
     ):
-        """Start reading at once.
-
-        ``agree`` says for all tensor-parallel ranks whether each of them has a layer: where one has not, none computes it.
-        """
-        self._agree = agree
+        """Start reading at once."""
         self._exact, self._all = tuple(exact), (*exact, *stale)
         self._rope, self._device, self._stale_from_layer = rope, device, stale_from_layer
         self._positions = _positions(self._all, device, lambda s: s.start)
@@ -116,13 +111,7 @@ class LayerLoader:
             return None
         begin = time.perf_counter()
         self._read_ahead(index + 1 + _LAYERS_AHEAD)
-        damage: DamagedSpanError | None = None
-        try:
-            parts, ready = self._read(index) if self._pool is None else self._pending.pop(index).result()
-        except DamagedSpanError as error:
-            damage = error
-        if not self._agree(damage is None):
-            raise damage or DamagedSpanError(None)
+        parts, ready = self._read(index) if self._pool is None else self._pending.pop(index).result()
         if self._transfer is not None and ready is not None:
             self._transfer.wait(parts[0], ready)
         self.wait_s += time.perf_counter() - begin

@@ -7,7 +7,7 @@ Where that ranking is stored, a blend needs no dense pass: its selection is know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -51,38 +51,36 @@ class Distances:
     squared: torch.Tensor
     mean_square: torch.Tensor
 
+    @classmethod
+    def of(cls, parts: torch.Tensor) -> Distances:
+        """Take the result of :func:`static_parts`, summed over tensor-parallel ranks."""
+        total = parts.cpu().view(len(parts) // 2, 2, -1)
+        return cls(total[..., :-2], total[..., -2] / total[..., -1])
+
     def mean(self) -> torch.Tensor:
         """Return the static deviation ``[tokens]``: distances by their layer's mean square, K plus V, mean over layers."""
         scaled = self.squared / self.mean_square.clamp_min(1e-30)[..., None]
         return scaled.sum(1).mean(0)
 
 
-def static_deviation(
-    alone: StoredKV,
-    behind: Sequence[LayerKV],
-    start: int,
-    rope: Rope,
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda parts: parts,
-) -> torch.Tensor:
-    """Return each token's static deviation ``[tokens]``, fp32, on the CPU; see :func:`static_distances` and their mean."""
-    return static_distances(alone, behind, start, rope, all_reduce).mean()
+def static_deviation(alone: StoredKV, behind: Sequence[LayerKV], start: int, rope: Rope) -> torch.Tensor:
+    """Return each token's static deviation ``[tokens]``, fp32, on the CPU; see :func:`static_parts`."""
+    return Distances.of(static_parts(alone, behind, start, rope)).mean()
 
 
-def static_distances(
-    alone: StoredKV,
-    behind: Sequence[LayerKV],
-    start: int,
-    rope: Rope,
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda parts: parts,
-) -> Distances:
-    """Compare a chunk's KV alone with that behind a probe; the result is on the CPU.
+def static_parts(alone: StoredKV, behind: Sequence[LayerKV], start: int, rope: Rope) -> torch.Tensor:
+    """Compare a chunk's KV alone with that behind a probe.
 
     Args:
         alone: The chunk computed behind the header.
         behind: The same tokens computed behind header and probe, each layer ``[kv_heads, tokens, head_dim]``.
         start: Position of the first of them there.
         rope: The model's rotation.
-        all_reduce: Sums over tensor-parallel ranks, so that all of them rank tokens alike.
+
+    Returns:
+        What :meth:`Distances.of` takes, ``[2 * (layers - 1), tokens + 2]`` on the device of ``behind``: squared distances, sum of
+        squares and number of elements. Tensor-parallel ranks hold different heads of the same tokens: the sum over them is
+        that of the whole model.
     """
     device = behind[0].k.device
     offsets = torch.arange(alone.num_tokens, device=device)
@@ -94,7 +92,5 @@ def static_distances(
         for fresh, stale in ((behind[layer].k, moved), (behind[layer].v, stored.v.to(device))):
             distance = (fresh.float() - stale.float()).square().sum((0, 2))
             square = fresh.float().square()
-            # The mean square as a sum and a count: ranks hold different heads of the same tokens.
             parts.append(torch.cat([distance, square.sum()[None], square.new_tensor([square.numel()])]))
-    total = all_reduce(torch.stack(parts)).cpu().view(alone.num_layers - 1, 2, -1)
-    return Distances(total[..., :-2], total[..., -2] / total[..., -1])
+    return torch.stack(parts)

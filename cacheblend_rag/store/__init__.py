@@ -23,8 +23,14 @@ __all__ = [
     "StoreStats",
     "TieredStore",
     "VerifyReport",
+    "default_ram_budget",
     "open_store",
 ]
+
+
+def default_ram_budget(processes: int = 1) -> int:
+    """Return how many bytes of KV each of ``processes`` on this machine may hold in RAM: together a quarter of its memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // processes
 
 
 def open_store(
@@ -41,7 +47,7 @@ def open_store(
         StoreError: ``path`` is not a directory or cannot be made.
     """
     if ram_budget is None:
-        ram_budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        ram_budget = default_ram_budget()
     ram = MemoryStore(ram_budget)
     if path is None:
         return ram

@@ -15,7 +15,7 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
-from cacheblend_rag.store import DiskStore, KVStore, open_store
+from cacheblend_rag.store import DiskStore, KVStore, default_ram_budget, open_store
 from cacheblend_rag.store.kv import ModelFingerprint
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ class BlendConnector(KVConnectorBase_V1):
         else:
             from vllm.distributed import get_tensor_model_parallel_rank
 
-            self._store = open_store(path, extra("ram_budget", None), extra("disk_budget", None))
+            # Every rank holds its own heads; the machine's memory is theirs together.
+            ram = extra("ram_budget", None)
+            self._store = open_store(
+                path, default_ram_budget(ranks) if ram is None else ram, extra("disk_budget", None)
+            )
             rank = get_tensor_model_parallel_rank()
             self._worker = WorkerSide(
                 Entries(self._store, fingerprint, header, rank, ranks),

@@ -18,7 +18,7 @@ from cacheblend_rag.blending.loader import DamagedSpanError
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.blending.static import static_deviation
+from cacheblend_rag.blending.static import Distances, static_parts
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
 from cacheblend_rag.engines.vllm.messages import Blended, Load, Save, WorkerMeta, receipt
@@ -133,12 +133,12 @@ class WorkerSide:
             if not self.gate.passed or self._paged is None:
                 self._written[name] = f"not blended: {self.gate.reason}"
                 continue
-            slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
-            layers = [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
-            if save.rank:
-                kv = self._rank(tokens, layers, save.start)
-            else:
-                kv = ChunkKV([type(x)(x.k.cpu(), x.v.cpu()) for x in layers], save.start)
+            try:
+                kv = self._ranked(tokens, save) if save.rank else self._copied(save)
+            except Exception as error:  # the engine and the other saves go on
+                _log.exception("KV cannot be copied out")
+                self._written[name] = f"it cannot be copied out ({type(error).__name__}: {error})"
+                continue
             if kv is None:
                 self._written[name] = "its stored KV is gone or damaged"
                 continue
@@ -146,23 +146,40 @@ class WorkerSide:
                 self._unwritten.popleft().result()
             self._unwritten.append(self._writer.submit(self._write, name, tokens, kv, save.rank))
 
-    def _rank(self, tokens: tuple[int, ...], behind: Sequence[LayerKV], start: int) -> ChunkKV | None:
+    def _layers(self, save: Save) -> list[LayerKV]:
+        assert self._paged is not None
+        slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
+        return [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
+
+    def _copied(self, save: Save) -> ChunkKV:
+        return ChunkKV([LayerKV(x.k.cpu(), x.v.cpu()) for x in self._layers(save)], save.start)
+
+    def _ranked(self, tokens: tuple[int, ...], save: Save) -> ChunkKV | None:
         """Return a chunk's stored KV with its static deviation; None where a rank has not all of it."""
         assert self._paged is not None
         assert self._rope is not None
-        stored = self._entries.get(tokens, self._paged.num_layers, self._paged.kv_heads)
-        alone = None if stored is None else read_whole(stored)
-        if not all_ranks(alone is not None):
+        alone, parts = None, None
+        try:
+            stored = self._entries.get(tokens, self._paged.num_layers, self._paged.kv_heads)
+            alone = None if stored is None else read_whole(stored)
+            if alone is not None:
+                parts = static_parts(alone, self._layers(save), save.start, self._rope)
+        except Exception:  # the other ranks wait for this one's vote
+            _log.exception("A chunk's tokens cannot be ranked")
+        if not all_ranks(parts is not None):
             return None
         assert alone is not None
-        static = static_deviation(alone, behind, start, self._rope, sum_over_ranks)
-        return ChunkKV(alone.layers, alone.start, static=static)
+        assert parts is not None
+        return ChunkKV(alone.layers, alone.start, static=Distances.of(sum_over_ranks(parts)).mean())
 
     def _write(self, name: str, tokens: tuple[int, ...], kv: ChunkKV, replace: bool) -> None:
         try:
             self._written[name] = "" if self._entries.put(tokens, kv, replace) else "it does not fit the store's budget"
         except StoreError as error:
             self._written[name] = str(error)
+        except Exception as error:  # a chunk without a receipt would be waited for in vain
+            _log.exception("Stored KV cannot be written")
+            self._written[name] = f"it cannot be written ({type(error).__name__}: {error})"
 
     def take_written(self) -> dict[str, str]:
         """Return the receipts since the last call: an empty string, or why an entry is not in the store."""
@@ -231,7 +248,11 @@ class _Blend:
 
     def _plan(self) -> BlendPlan:
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
-            kv = self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+            try:
+                kv = self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+            except Exception:  # the other ranks wait for this one's vote
+                _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
+                kv = None
             if kv is not None:
                 self._spans.append(kv)
             return kv if all_ranks(kv is not None) else None

@@ -13,7 +13,7 @@ from cacheblend_rag.blending.calibration.measurement import PromptMeasurement, S
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy, highest
-from cacheblend_rag.blending.static import Distances, probe_ids, static_distances
+from cacheblend_rag.blending.static import Distances, probe_ids, static_parts
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.ablation.deviation import RATIOS
@@ -203,7 +203,8 @@ def _distances(engine: TransformersEngine, probe: Sequence[int], ids: Sequence[i
     assert engine.rope is not None
     before = [*engine.header_ids, *probe]
     _, whole = engine.subject().full_prefill([*before, *ids])
-    return static_distances(alone, [_behind(kv, len(before)) for kv in whole.layers], len(before), engine.rope)
+    behind = [_behind(kv, len(before)) for kv in whole.layers]
+    return Distances.of(static_parts(alone, behind, len(before), engine.rope))
 
 
 def _behind(kv: LayerKV, start: int) -> LayerKV:

@@ -1,0 +1,72 @@
+"""The connector's half in the workers, without a running vLLM: what fails is said, and nothing else suffers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm.messages import Save
+from cacheblend_rag.engines.vllm.worker_side import _UNWRITTEN, WorkerSide
+from cacheblend_rag.store import MemoryStore, default_ram_budget
+from cacheblend_rag.store.kv import LayerKV, ModelFingerprint
+
+
+class Store(MemoryStore):
+    """A store whose writes fail."""
+
+    def put(self, *_: Any, **__: Any) -> bool:
+        raise OSError(116, "Stale file handle")
+
+
+class Paged:
+    """A paged cache of two layers; reading a prompt of one token fails."""
+
+    num_layers, kv_heads = 2, 2
+
+    def slots(self, block_ids: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+    def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
+        if len(slots) == 1:
+            raise RuntimeError("out of memory")
+        return LayerKV(torch.zeros(2, len(slots), 4), torch.zeros(2, len(slots), 4))
+
+
+def worker(store: MemoryStore) -> WorkerSide:
+    entries = Entries(store, ModelFingerprint("0" * 32, "m"), ())
+    side = WorkerSide(entries, SimpleNamespace(), SimpleNamespace(), 100.0)  # type: ignore[arg-type]
+    side.gate, side._paged = GateReport(True), Paged()  # type: ignore[assignment]
+    return side
+
+
+def saves(count: int, tokens: int = 5) -> list[Save]:
+    return [Save(tuple(range(n, n + tokens)), 0, (0,), False) for n in range(count)]
+
+
+def test_a_write_that_fails_is_said_and_the_worker_goes_on() -> None:
+    side = worker(Store())
+    side.save(saves(_UNWRITTEN + 5))  # more than may wait: the failures of the first are met on the way
+    side.close()
+    written = side.take_written()
+    assert len(written) == _UNWRITTEN + 5
+    assert all("Stale file handle" in why for why in written.values())
+
+
+def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -> None:
+    side = worker(MemoryStore())
+    side.save([*saves(1, tokens=1), *saves(2)])
+    side.close()
+    found = sorted(side.take_written().values())
+    assert found[:2] == ["", ""]
+    assert "out of memory" in found[2]
+
+
+def test_ranks_share_the_machines_memory() -> None:
+    assert default_ram_budget(4) == default_ram_budget() // 4
