@@ -19,7 +19,8 @@ def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str |
         "pipeline parallelism is on": parallel.pipeline_parallel_size > 1,
         "context parallelism is on": getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "data-parallel experts are on": parallel.data_parallel_size > 1 and parallel.enable_expert_parallel,
+        # All ranks of such a model must run every pass; a blend runs on one.
+        "it is a mixture of experts and data parallelism is on": parallel.data_parallel_size > 1 and bool(model.is_moe),
         "LoRA adapters are enabled": config.lora_config is not None,
         "speculative decoding is on": config.speculative_config is not None,
         "it uses multi-dimensional RoPE": bool(getattr(model, "uses_mrope", False)),

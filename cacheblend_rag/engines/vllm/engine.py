@@ -71,8 +71,8 @@ class VLLMEngine(BlendEngine):
             write_back: Precompute chunks that a prompt held but the store did not, after the answer.
             rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
                 model whose profile's policy needs them, else ``"lazy"``.
-            ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for a quarter of the machine's memory,
-                shared by the workers.
+            ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for its share of a quarter of the
+                machine's memory.
             disk_budget: Bytes of KV on disk.
             vllm_arguments: Any other engine argument of vLLM (``tensor_parallel_size``, ``max_model_len``...).
 

@@ -66,6 +66,11 @@ class PagedModel:
                 for group in kv_cache_config.kv_cache_groups
             ]
 
+    @property
+    def kernel_block_size(self) -> int:
+        """Tokens in a page as the attention kernel sees it; some kernels split the scheduler's blocks."""
+        return int(self._caches[self.names[0]].shape[2])
+
     def _layer(self, name: str) -> Any:
         return self.attention[self.names.index(name)]
 

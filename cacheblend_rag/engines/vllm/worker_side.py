@@ -61,7 +61,12 @@ class WorkerSide:
         refusal = why_not_in_vllm(self._vllm_config, self._kv_cache_config)
         if refusal is None:
             paged = self._paged = PagedModel(model, device, self._vllm_config, self._kv_cache_config, self.kv_caches)
-            if not paged.layout_is_known():
+            if paged.kernel_block_size != paged.block_size:
+                refusal = (
+                    f"its attention kernel has pages of {paged.kernel_block_size} tokens, vLLM's scheduler blocks of "
+                    f"{paged.block_size}: start it with --block-size {paged.kernel_block_size}"
+                )
+            elif not paged.layout_is_known():
                 refusal = "this attention backend lays its KV cache out in an unknown way"
         if refusal is not None:
             self.gate = GateReport(False, refusal)
