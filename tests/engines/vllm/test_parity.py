@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import InputError
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
@@ -220,3 +222,11 @@ def test_blended_blocks_never_serve_an_exact_request(engine) -> None:
     assert engine.generate(SCENE.prompt, ANSWER, BlendSettings(ratio=1.0)).token_ids == full
     again = engine.generate(SCENE.prompt, ANSWER, reuse)
     assert again.token_ids == blended.token_ids
+
+
+def test_attention_with_sinks_is_not_watched() -> None:
+    from cacheblend_rag.engines.vllm.attention import WatchedPass
+
+    layer = SimpleNamespace(impl=SimpleNamespace(sinks=torch.zeros(4)))
+    with pytest.raises(InputError, match="cannot be watched"):
+        WatchedPass(SimpleNamespace(attention=[layer]), torch.arange(9), [1], lambda layer: None, 5)
