@@ -77,10 +77,6 @@ class AttentiveTarget(BlendTarget, Protocol):
         """
 
 
-FALLBACK = "hkvd"
-"""The policy that selects where static deviations are wanted but missing."""
-
-
 @dataclass(frozen=True)
 class BlendSchedule:
     """At which layers to measure KV deviation, and how many tokens to keep there.
@@ -139,8 +135,8 @@ def fuse_stepwise(
     Args:
         plan: What is stored; must use stored KV.
         target: The model.
-        policy: Which tokens to recompute. One that needs static deviations gives way to :data:`FALLBACK` where a chunk has
-            none, and ``static-query`` to ``static`` where the target shows no attention.
+        policy: Which tokens to recompute. Where a chunk has no static deviation, or the target shows no attention, one that
+            needs it gives way to the policy it names for that.
         ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill.
         schedule: Check layers, for policies that measure KV deviation.
 
@@ -167,9 +163,9 @@ class _Fusor:
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
         self._unranked = policy.needs_static and not target.agree(self._candidates.static is not None)
         if self._unranked:
-            policy = policy_named(FALLBACK)
-        elif policy.needs_static and policy.needs_attention and not isinstance(target, AttentiveTarget):
-            policy = policy_named("static")
+            policy = policy_named(policy.without_static)
+        elif policy.needs_attention and policy.without_attention and not isinstance(target, AttentiveTarget):
+            policy = policy_named(policy.without_attention)
         self._target, self._policy, self._ratio = target, policy, ratio
         self._forced = _forced(plan, self._candidates.positions, target.device)
         total = len(self._candidates.positions)
