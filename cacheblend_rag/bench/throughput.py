@@ -73,7 +73,7 @@ def bench_throughput(
     say = progress or (lambda line: None)
     corpus = place.random_chunks(settings.corpus, settings.chunk_tokens, settings.seed)
     say("computing the chunks' KV")
-    blend = BlendSettings(settings.ratio, settings.policy)
+    blend = BlendSettings(settings.ratio, settings.policy, reuse="chunks")
     methods = {"full": FULL_RECOMPUTE, "prefix": PREFIX_CACHING, "blend": blend}
     place.engine.rank_for(blend)
     place.engine.precompute(corpus)

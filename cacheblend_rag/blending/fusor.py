@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
@@ -97,7 +98,8 @@ class FuseResult:
     Attributes:
         recomputed: Ascending positions of tokens with stored KV that were recomputed.
         policy: Name of the policy that chose them.
-        unranked: Whether another was wanted, and a chunk had no static deviation.
+        ratio: The ratio it chose by.
+        unranked: Whether static deviations were wanted, for policy or ratio, and a chunk had none.
         computed_tokens: All positions that went through all layers.
         load_wait_s: Seconds the computation waited for stored KV.
         loaded_bytes: Bytes of stored KV read.
@@ -105,6 +107,7 @@ class FuseResult:
 
     recomputed: torch.Tensor
     policy: str
+    ratio: float
     unranked: bool
     computed_tokens: int
     load_wait_s: float
@@ -112,7 +115,7 @@ class FuseResult:
 
 
 def fuse(
-    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
 ) -> FuseResult:
     """Do all of :func:`fuse_stepwise` at once."""
     steps = fuse_stepwise(plan, target, policy, ratio, schedule)
@@ -125,7 +128,7 @@ def fuse(
 
 
 def fuse_stepwise(
-    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
 ) -> Generator[float, None, FuseResult]:
     """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
 
@@ -137,7 +140,8 @@ def fuse_stepwise(
         target: The model.
         policy: Which tokens to recompute. Where a chunk has no static deviation, or the target shows no attention, one that
             needs it gives way to the policy it names for that.
-        ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill.
+        ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule that
+            chooses it by the chunks' static deviations; where one has none, it is the lowest that the rule allows.
         schedule: Check layers, for policies that measure KV deviation.
 
     Raises:
@@ -157,12 +161,21 @@ class _Fusor:
     """One blend, step by step. ``keep`` says of each candidate whether it is still to be recomputed."""
 
     def __init__(
-        self, plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+        self,
+        plan: BlendPlan,
+        target: BlendTarget,
+        policy: SelectionPolicy,
+        ratio: float | AutoRatio,
+        schedule: BlendSchedule,
     ):
-        self._candidates = _candidates(plan, target.device, policy.needs_static)
+        wants_static = policy.needs_static or isinstance(ratio, AutoRatio)
+        self._candidates = _candidates(plan, target.device, wants_static)
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
-        self._unranked = policy.needs_static and not target.agree(self._candidates.static is not None)
-        if self._unranked:
+        self._unranked = wants_static and not target.agree(self._candidates.static is not None)
+        if isinstance(ratio, AutoRatio):
+            static = None if self._unranked else self._candidates.static
+            ratio = ratio.least if static is None else ratio.choose(static)
+        if self._unranked and policy.needs_static:
             policy = policy_named(policy.without_static)
         elif policy.needs_attention and policy.without_attention and not isinstance(target, AttentiveTarget):
             policy = policy_named(policy.without_attention)
@@ -239,8 +252,16 @@ class _Fusor:
 
     def result(self) -> FuseResult:
         """Return what was done."""
-        name, loader = self._policy.name, self.loader
-        return FuseResult(self._recomputed, name, self._unranked, self._computed, loader.wait_s, loader.loaded_bytes)
+        loader = self.loader
+        return FuseResult(
+            self._recomputed,
+            self._policy.name,
+            self._ratio,
+            self._unranked,
+            self._computed,
+            loader.wait_s,
+            loader.loaded_bytes,
+        )
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 
+from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import make_plan
@@ -76,7 +77,9 @@ class PromptInspector:
         k, v = self.measure_deviations()
         return k + v
 
-    def measure_attention(self, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> torch.Tensor:
+    def measure_attention(
+        self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
+    ) -> torch.Tensor:
         """Return the question's attention ``[layers, heads, question, tokens]`` after a blend, in fp32 on the CPU.
 
         Raises:
