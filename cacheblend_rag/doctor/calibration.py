@@ -37,10 +37,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.store import MemoryStore
-
-# The first prompts are blended again and again; what they hold is kept, the rest is computed anew where it is needed twice.
-_KEPT_KV = 2 << 30
+from cacheblend_rag.store import open_store
 
 Verdict = Literal["shown", "not shown", "do not blend"]
 
@@ -278,8 +275,9 @@ def calibrate_engine(
         engine.precompute([span.chunk for span in prompt.spans])
         return make_plan(prompt, engine.header_ids, lambda ids: engine.entries.get(ids, engine.num_layers))
 
+    # In RAM, and with its budget: what it has no room for is computed anew where it is needed again.
     kept = engine.store, engine.rank, engine.registry
-    engine.store, engine.rank, engine.registry = MemoryStore(_KEPT_KV), "now", ChunkRegistry()
+    engine.store, engine.rank, engine.registry = open_store(), "now", ChunkRegistry()
     try:
         found = calibrate(
             engine.subject(), engine.rope, engine.header_ids, prompts, standard, end, progress,

@@ -22,7 +22,7 @@ from cacheblend_rag.errors import InputError
 
 LOOK: Final = 8
 """Prompts that every candidate which is tried at all is measured on, so that what a plot shows is no selection."""
-_ABREAST: Final = 3
+_ABREAST: Final = 4
 
 Measure = Callable[[int, Candidate], Comparison]
 """Blends one of the prompts, by its number, and compares it with full recompute."""
