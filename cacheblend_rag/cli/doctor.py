@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.doctor.diagnose import Diagnosis
 
 _CALIBRATION = "Calibration"
-_DOCUMENT_PROMPTS = 40
+_LEAST_PROMPTS, _DOCUMENT_PROMPTS = 12, 40
 
 
 @app.command()
@@ -117,7 +117,7 @@ def _calibrate(
     standard = Standard(agreement, confidence, "tokens" if documents is None else "likelihood")
     if plot is not None:
         check_plot_name(plot)
-    count = count or (standard.needed if documents is None else _DOCUMENT_PROMPTS)
+    count = count or (max(_LEAST_PROMPTS, standard.needed) if documents is None else _DOCUMENT_PROMPTS)
     with open_engine(model) as engine, status("Calibrating") as say:
         say("prompts")
         collected = collect_prompts(engine, prompts, store, count, documents)
