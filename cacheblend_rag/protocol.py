@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cacheblend_rag.blending.auto import TextRange
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.errors import InputError
@@ -159,6 +160,7 @@ class ModelInfo(BaseModel):
         num_layers: Number of transformer layers.
         defaults: The blend options that a request leaves open.
         widths: Of the set at each default check layer, as multiples of the ratio.
+        text: For which text the default ratio holds (:class:`~cacheblend_rag.blending.auto.TextRange`); None if unknown.
     """
 
     name: str
@@ -173,11 +175,16 @@ class ModelInfo(BaseModel):
     num_layers: int
     defaults: dict[str, Any]
     widths: tuple[float, ...]
+    text: TextRange | None = None
 
     def profile(self) -> ModelProfile:
         """Return the model's profile as the server has it; raises InputError if it is malformed."""
         settings = ResolvedSettings.from_params(self.defaults)
-        return ModelProfile(settings.ratio, settings.policy, settings.check_layers, self.widths)
+        if settings.ratio == "auto":
+            raise InputError("The server's default ratio is 'auto', which is for requests alone.")
+        return ModelProfile(
+            settings.ratio, settings.policy, settings.check_layers, self.widths, settings.reuse, self.text
+        )
 
 
 class ReuseReport(BaseModel):

@@ -61,7 +61,7 @@ def bench_streams(
     prompts = [
         place.prompt(chunks[i * size : (i + 1) * size], settings.question_tokens, i) for i in range(settings.prompts)
     ]
-    methods = {"full": FULL_RECOMPUTE, "blend": BlendSettings(settings.ratio)}
+    methods = {"full": FULL_RECOMPUTE, "blend": BlendSettings(settings.ratio, reuse="chunks")}
     rounds: dict[str, list[list[float]]] = {name: [] for name in methods}
     for index, round_name in count_rounds(settings.repeat):
         for name, how in methods.items():

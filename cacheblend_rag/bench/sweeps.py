@@ -13,7 +13,7 @@ import numpy as np
 from cacheblend_rag.bench.measure import median, take_turns
 from cacheblend_rag.bench.setup import Workbench, name_methods
 from cacheblend_rag.bench.throttled import ThrottledStore
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, BlendSettings
+from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -24,7 +24,7 @@ Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512
 QUESTION_TOKENS: Final = 32
 _SIMULATED_REQUESTS: Final = 4000
-_METHODS: Final = name_methods(BlendSettings())
+_METHODS: Final = name_methods(BLEND)
 
 
 def sweep_chunks(

@@ -102,7 +102,7 @@ def bench_throughput(
     say = progress or (lambda line: None)
     corpus = place.random_chunks(settings.corpus, settings.chunk_tokens, settings.seed)
     say("computing the chunks' KV")
-    blend = BlendSettings(settings.ratio, settings.policy)
+    blend = BlendSettings(settings.ratio, settings.policy, reuse="chunks")
     methods = {"full": _Way(FULL_RECOMPUTE), "prefix": _Way(PREFIX_CACHING), "blend": _Way(blend)}
     if place.engine.prefix_cache_tokens:
         methods["reorder"] = _Way(BlendSettings(), reordered=True, ordinary=True)

@@ -93,7 +93,7 @@ def bench_ttft(
     engine = place.engine
     chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed)
     prompt = place.prompt(chunks, settings.question_tokens, settings.seed)
-    blend = BlendSettings(settings.ratio, settings.policy, settings.check_layers)
+    blend = BlendSettings(settings.ratio, settings.policy, settings.check_layers, "chunks")
     methods = {name: _Method(how) for name, how in name_methods(blend).items()}
     say("computing the chunks' KV")
     engine.rank_for(blend)

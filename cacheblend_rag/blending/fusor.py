@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.loader import DamagedSpanError, LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
@@ -87,10 +88,6 @@ class OtherRankError(Exception):
         super().__init__("another rank failed; its log says why")
 
 
-FALLBACK = "hkvd"
-"""The policy that selects where static deviations are wanted but missing."""
-
-
 @dataclass(frozen=True)
 class BlendSchedule:
     """At which layers to measure KV deviation, and how many tokens to keep there.
@@ -111,7 +108,8 @@ class FuseResult:
     Attributes:
         recomputed: Ascending positions of tokens with stored KV that were recomputed.
         policy: Name of the policy that chose them.
-        unranked: Whether another was wanted, and a chunk had no static deviation.
+        ratio: The ratio it chose by.
+        unranked: Whether static deviations were wanted, for policy or ratio, and a chunk had none.
         computed_tokens: All positions that went through all layers.
         selection_tokens: What choosing them cost besides: tokens of dense passes and of the question's pass, times the share of
             layers they went through.
@@ -121,6 +119,7 @@ class FuseResult:
 
     recomputed: torch.Tensor
     policy: str
+    ratio: float
     unranked: bool
     computed_tokens: int
     selection_tokens: float
@@ -129,7 +128,7 @@ class FuseResult:
 
 
 def fuse(
-    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
 ) -> FuseResult:
     """Do all of :func:`fuse_stepwise` at once."""
     steps = fuse_stepwise(plan, target, policy, ratio, schedule)
@@ -142,7 +141,7 @@ def fuse(
 
 
 def fuse_stepwise(
-    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
 ) -> Generator[float, None, FuseResult]:
     """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
 
@@ -152,9 +151,10 @@ def fuse_stepwise(
     Args:
         plan: What is stored; must use stored KV.
         target: The model.
-        policy: Which tokens to recompute. One that needs static deviations gives way to :data:`FALLBACK` where a chunk has
-            none.
-        ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill.
+        policy: Which tokens to recompute. Where a chunk has no static deviation, one that needs it gives way to the policy it
+            names for that.
+        ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule that
+            chooses it by the chunks' static deviations; where one has none, it is the lowest that the rule allows.
         schedule: Check layers, for policies that measure KV deviation.
 
     Raises:
@@ -175,13 +175,22 @@ class _Fusor:
     """One blend, step by step. ``keep`` says of each candidate whether it is still to be recomputed."""
 
     def __init__(
-        self, plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule
+        self,
+        plan: BlendPlan,
+        target: BlendTarget,
+        policy: SelectionPolicy,
+        ratio: float | AutoRatio,
+        schedule: BlendSchedule,
     ):
-        self._candidates = _candidates(plan, target.device, policy.needs_static)
+        wants_static = policy.needs_static or isinstance(ratio, AutoRatio)
+        self._candidates = _candidates(plan, target.device, wants_static)
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
-        self._unranked = policy.needs_static and not target.agree(self._candidates.static is not None)
-        if self._unranked:
-            policy = policy_named(FALLBACK)
+        self._unranked = wants_static and not target.agree(self._candidates.static is not None)
+        if isinstance(ratio, AutoRatio):
+            static = None if self._unranked else self._candidates.static
+            ratio = ratio.least if static is None else ratio.choose(static)
+        if self._unranked and policy.needs_static:
+            policy = policy_named(policy.without_static)
         self._target, self._policy, self._ratio = target, policy, ratio
         self._forced = _forced(plan, self._candidates.positions, target.device)
         # Where the engine itself computes the question, its attention is wanted all the same.
@@ -264,9 +273,8 @@ class _Fusor:
 
     def result(self) -> FuseResult:
         """Return what was done."""
-        name, loader = self._policy.name, self.loader
-        costs = self._computed, self._selection, loader.wait_s, loader.loaded_bytes
-        return FuseResult(self._recomputed, name, self._unranked, *costs)
+        chosen = self._recomputed, self._policy.name, self._ratio, self._unranked
+        return FuseResult(*chosen, self._computed, self._selection, self.loader.wait_s, self.loader.loaded_bytes)
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:

@@ -46,8 +46,8 @@ class GateSubject(Protocol):
     def logits(self, target: BlendTarget) -> torch.Tensor:
         """Return the last token's logits ``[vocab]`` after a blend."""
 
-    def decode(self, target: BlendTarget, token: int) -> torch.Tensor:
-        """Append ``token`` to a blended prompt; return the logits ``[vocab]`` of what follows it."""
+    def decode(self, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
+        """Append ``tokens`` to a blended prompt; return the logits ``[tokens, vocab]`` of what follows each."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any
 
 from platformdirs import user_data_path
 
+from cacheblend_rag.blending.auto import AutoRatio, TextRange
 from cacheblend_rag.blending.fusor import BlendSchedule
-from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
+from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Reuse
 from cacheblend_rag.errors import InputError
 
 _FILE = "cacheblend.json"
@@ -30,6 +31,8 @@ class ModelProfile:
         policy: Default token-selection policy.
         check_layers: Layers at which KV deviation is measured; the paper's layer 1 unless calibrated.
         widths: Size of the set at each check layer, as multiples of the ratio (gradual filtering).
+        reuse: ``"chunks"`` to blend; ``"prefix"`` where calibration found that no blend is good enough.
+        text: For which text the ratio holds; None where calibration has not said.
         calibrated: What calibration measured; empty for the defaults.
         origin: Where the above were read from; empty for the defaults.
     """
@@ -38,12 +41,14 @@ class ModelProfile:
     policy: str = "hkvd"
     check_layers: tuple[int, ...] = (1,)
     widths: tuple[float, ...] = (1.0,)
+    reuse: Reuse = "chunks"
+    text: TextRange | None = None
     calibrated: dict[str, Any] = field(default_factory=dict)
     origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what no model could be blended with; raises InputError as :class:`BlendSettings` does."""
-        ResolvedSettings(self.ratio, self.policy, self.check_layers)
+        ResolvedSettings(self.ratio, self.policy, self.check_layers, self.reuse)
         if len(self.widths) != len(self.check_layers):
             raise InputError(f"A profile has {len(self.check_layers)} check layers and {len(self.widths)} widths.")
 
@@ -51,19 +56,34 @@ class ModelProfile:
         """Return ``settings`` with nothing left open.
 
         Raises:
-            InputError: A check layer that a model of ``num_layers`` layers does not have.
+            InputError: A check layer that a model of ``num_layers`` layers does not have, or a ratio of ``"auto"`` where
+                calibration has not said for which text the profile's holds.
         """
+        if settings.ratio == "auto" and self.text is None:
+            raise InputError(
+                "ratio is 'auto', which needs a profile that says for which text its ratio holds: run `cacheblend doctor "
+                "--calibrate` for this model, or give a number."
+            )
         asked = settings.check_layers
         if asked is not None and asked[-1] >= num_layers:
             raise InputError(
                 f"check_layers is {list(asked)!s:.200}; this model's KV deviation can be checked at layers 1 to {num_layers - 1}."
             )
+        named = any(value is not None for value in (settings.ratio, settings.policy, asked))
+        reuse: Reuse = "chunks" if named else self.reuse
         return ResolvedSettings(
             self.ratio if settings.ratio is None else settings.ratio,
             self.policy if settings.policy is None else settings.policy,
             self.check_layers if asked is None else asked,
-            settings.reuse,
+            reuse if settings.reuse is None else settings.reuse,
         )
+
+    def ratio_of(self, settings: ResolvedSettings) -> float | AutoRatio:
+        """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known."""
+        if settings.ratio != "auto":
+            return settings.ratio
+        assert self.text is not None  # resolve() refuses it
+        return AutoRatio(self.ratio, self.text.most_left_out)
 
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
         """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
@@ -79,7 +99,8 @@ def load_profile(digest: str, model_directory: Path | None = None, ratio: float 
         InputError: ``ratio``, which takes the place of the profile's, is out of range.
     """
     found = _read_profile(digest, model_directory)
-    return found if ratio is None else replace(found, ratio=ratio)
+    # Who names a ratio wants a blend, as in a request.
+    return found if ratio is None else replace(found, ratio=ratio, reuse="chunks")
 
 
 def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
@@ -94,6 +115,8 @@ def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
                 policy=data.get("policy", ModelProfile.policy),
                 check_layers=tuple(data["check_layers"]),
                 widths=tuple(float(width) for width in data["widths"]),
+                reuse=data.get("reuse", ModelProfile.reuse),
+                text=None if data.get("text") is None else TextRange(**data["text"]),
                 calibrated=dict(data.get("calibrated", {})),
                 origin=str(file),
             )

@@ -11,6 +11,7 @@ from cacheblend_rag.blending.policies import check_policy
 from cacheblend_rag.errors import InputError
 
 Reuse = Literal["chunks", "prefix", "off"]
+Ratio = float | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -18,30 +19,34 @@ class BlendSettings:
     """How to treat stored KV in one prompt. This is the one list of blend options; what is left open is the model profile's.
 
     Attributes:
-        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1.
+        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1; or
+            ``"auto"``: the profile's, and more for text unlike that of its calibration (:mod:`cacheblend_rag.blending.auto`).
         policy: Name of a token-selection policy (:mod:`cacheblend_rag.blending.policies`).
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         reuse: ``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only what an ordinary prefix cache could,
-            ``"off"`` is the full prefill.
+            ``"off"`` is the full prefill. Left open, it is the profile's where ratio, policy and check layers are, too; else
+            ``"chunks"``: who names one of these wants a blend.
 
     Raises:
         InputError: A value out of range, or an unknown policy. Layers beyond the model are refused by the engine.
     """
 
-    ratio: float | None = None
+    ratio: Ratio | None = None
     policy: str | None = None
     check_layers: tuple[int, ...] | None = None
-    reuse: Reuse = "chunks"
+    reuse: Reuse | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no model could be blended with."""
-        if self.ratio is not None and not (_is_number(self.ratio) and 0 <= self.ratio <= 1):
-            raise InputError(f"ratio is {self.ratio!r}; give a value from 0 (full KV reuse) to 1 (full recompute).")
+        if self.ratio is not None and self.ratio != "auto" and not (_is_number(self.ratio) and 0 <= self.ratio <= 1):
+            raise InputError(
+                f"ratio is {self.ratio!r}; give a value from 0 (full KV reuse) to 1 (full recompute), or 'auto'."
+            )
         if self.policy is not None:
             check_policy(self.policy)
         if self.check_layers is not None:
             object.__setattr__(self, "check_layers", _ascending_layers(self.check_layers))
-        if self.reuse not in get_args(Reuse):
+        if self.reuse is not None and self.reuse not in get_args(Reuse):
             raise InputError(f"reuse is {self.reuse!r}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
 
     def to_params(self) -> dict[str, Any]:
@@ -67,9 +72,10 @@ class BlendSettings:
 class ResolvedSettings(BlendSettings):
     """Blend options with nothing left open; :meth:`ModelProfile.resolve` makes them."""
 
-    ratio: float
+    ratio: Ratio
     policy: str
     check_layers: tuple[int, ...]
+    reuse: Reuse
 
     def __post_init__(self) -> None:
         """Refuse an option left open, too."""
@@ -95,6 +101,8 @@ def _ascending_layers(layers: Any) -> tuple[int, ...]:
     return found
 
 
+BLEND = BlendSettings(reuse="chunks")
+"""The profile's blend, even where the profile says that there better were none."""
 FULL_RECOMPUTE = BlendSettings(reuse="off")
 PREFIX_CACHING = BlendSettings(reuse="prefix")
 FULL_REUSE = BlendSettings(ratio=0.0, policy="full-reuse")

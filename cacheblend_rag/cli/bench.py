@@ -86,6 +86,10 @@ def ttft(
     from cacheblend_rag.bench import TTFTSettings, Workbench, bench_ttft
 
     how = blend.settings()
+    if how.ratio == "auto":
+        from cacheblend_rag.errors import InputError
+
+        raise InputError("--ratio auto depends on the text, and a benchmark's has no meaning; give a number.")
     settings = TTFTSettings(
         chunks, chunk_tokens, question_tokens, how.ratio, how.policy, how.check_layers, repeat, cold, seed
     )

@@ -14,8 +14,11 @@ from cacheblend_rag.cli.groups import ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, seconds, size, status, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.blending.calibration.rules import Calibration
+    from cacheblend_rag.doctor.calibration import Calibration
     from cacheblend_rag.doctor.diagnose import Diagnosis
+
+_CALIBRATION = "Calibration"
+_LEAST_PROMPTS, _DOCUMENT_PROMPTS = 12, 40
 
 
 @app.command()
@@ -30,37 +33,98 @@ def doctor(
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="Measure which check layers and ratio this model needs, and keep the profile."
+            "--calibrate",
+            help="Find the policy, ratio and check layers of least compute that agree with full recompute, and keep the profile.",
         ),
     ] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
             help='Calibrate on these prompts: JSON lines with a "question" and a list of "chunks"; without chunks they are '
-            "retrieved from --store (default: the bundled corpus and questions)."
+            "retrieved from --store (default: generated documents and questions of the bundled model's world).",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Most prompts to calibrate on.")] = 12,
+    documents: Annotated[
+        Path | None,
+        typer.Option(
+            help="Calibrate on the text in this directory, without questions: by the KL of its own text, given chunks of it.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
+    agreement: Annotated[
+        float,
+        typer.Option(
+            help="Least agreement with full recompute: share of the answers' tokens; with --documents exp(-KL).",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = 0.99,
+    confidence: Annotated[
+        float, typer.Option(help="With which it must be shown.", rich_help_panel=_CALIBRATION)
+    ] = 0.95,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most prompts to calibrate on (default: as many as it takes to show the agreement if no token disagrees, 299 "
+            "for 99% at 95%; with --documents 40).",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw agreement against compute into this file (.png, .svg, .pdf).", rich_help_panel=_CALIBRATION
+        ),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write the profile into this model directory instead of the user's files.")
+        Path | None,
+        typer.Option(
+            help="Write the profile into this model directory instead of the user's files.",
+            rich_help_panel=_CALIBRATION,
+        ),
     ] = None,
     as_json: options.AsJSON = False,
 ) -> None:
     """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
+    if calibrate:
+        wanted = (agreement, confidence, count)
+        _calibrate(model, prompts, store, documents, wanted, plot, output, as_json)
+        return
     with open_engine(model) as engine:
-        if calibrate:
-            from cacheblend_rag.doctor import calibrate_engine, collect_prompts
-
-            with status("Calibrating") as say:
-                say("prompts")
-                found, file = calibrate_engine(engine, collect_prompts(engine, prompts, store, count), output, say)
-            print_json({**found.as_json(), "file": str(file)}) if as_json else _print_calibration(found, file)
-            return
         from cacheblend_rag.doctor.diagnose import diagnose
 
         with status("Examining") as say:
             diagnosis = diagnose(engine, store, say)
     print_json(diagnosis.as_json()) if as_json else _print_diagnosis(diagnosis)
+
+
+def _calibrate(
+    model: ModelOptions,
+    prompts: Path | None,
+    store: Path | None,
+    documents: Path | None,
+    wanted: tuple[float, float, int | None],
+    plot: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    from cacheblend_rag.doctor import calibrate_engine, collect_prompts
+    from cacheblend_rag.doctor.plot import check_plot_name, plot_calibration
+    from cacheblend_rag.doctor.standard import Standard
+
+    agreement, confidence, count = wanted
+    standard = Standard(agreement, confidence, "tokens" if documents is None else "likelihood")
+    if plot is not None:
+        check_plot_name(plot)
+    count = count or (max(_LEAST_PROMPTS, standard.needed) if documents is None else _DOCUMENT_PROMPTS)
+    with open_engine(model) as engine, status("Calibrating") as say:
+        say("prompts")
+        collected = collect_prompts(engine, prompts, store, count, documents)
+        found, file = calibrate_engine(engine, collected, output, say, standard, everything=plot is not None)
+    if plot is not None:
+        plot_calibration(found, plot)
+    print_json({**found.as_json(), "file": str(file)}) if as_json else _print_calibration(found, file)
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
@@ -83,7 +147,7 @@ def _print_diagnosis(found: Diagnosis) -> None:
     lines.append(
         (
             "profile",
-            f"check layers {_join_numbers(found.check_layers)}, ratio {found.ratio:.0%} ({found.profile_origin})",
+            f"{'do not blend: prefix caching' if found.reuse == 'prefix' else _blend(found)} ({found.profile_origin})",
         )
     )
     if found.calibrated:
@@ -113,37 +177,44 @@ def _print_diagnosis(found: Diagnosis) -> None:
 
 
 def _print_calibration(found: Calibration, file: Path) -> None:
-    kl = found.kl
+    what = "exp(-KL)" if found.standard.by == "likelihood" else "agreement"
     typer.echo(
-        f"KL divergence from the full prefill over the answers' first tokens, {found.prompts} prompts, at 15%:\n"
-        f"full KV reuse {kl['none']:.4f}, random selection {kl['random']:.4f}, all-layer oracle {kl['oracle']:.4f}\n"
+        f"{found.prompts} prompts, {found.tokens} tokens compared; each bound of {what} with full recompute holds with "
+        f"{found.standard.confidence:.4g} confidence.\n"
     )
-    rows = [["check layer", "overlap with oracle", "rank correlation", "KL of the blend"]]
+    rows = [["policy", "ratio", "check layers", "compute", what, "bounds", "KL", "prompts"]]
     rows += [
-        [str(x.layer), f"{x.overlap:.0%}", f"{x.spearman:.2f}", "-" if x.kl is None else f"{x.kl:.4f}"]
+        [
+            each.policy if each.ratio else "full KV reuse",
+            f"{each.ratio:.0%}",
+            _join_numbers(each.check_layers) or "-",
+            f"{each.compute:.1%}",
+            f"{each.agreement.value:.2%}",
+            f"{each.agreement.low:.2%} to {each.agreement.high:.2%}",
+            f"{each.kl:.4f}",
+            f"{each.prompts} of {found.prompts}",
+        ]
+        for each in found.measured
+    ]
+    typer.echo(table(rows))
+    typer.echo("\nKV deviation of each layer against that of all layers, on the first prompts:")
+    rows = [["check layer", "same tokens", "rank correlation", "tokens that deviate", ""]]
+    rows += [
+        [str(x.layer), f"{x.overlap:.0%}", f"{x.spearman:.2f}", f"{x.visible:.0%}", "tried" if x.offered else ""]
         for x in found.layers
     ]
     typer.echo(table(rows))
-    pairs = [(schedule, value) for schedule, value in found.schedules if len(schedule.check_layers) > 1]
-    for schedule, value in pairs:
-        widths = " then ".join(f"{width:g}x" for width in schedule.widths)
-        typer.echo(f"layers {_join_numbers(schedule.check_layers)} ({widths} the ratio): {value:.4f}")
-    if found.ratios:
-        typer.echo(f"\nwith check layers {_join_numbers(found.profile.check_layers)}:")
-        typer.echo(
-            table([["ratio", "KL"], *([f"{ratio:.0%}", f"{value:.4f}"] for ratio, value in found.ratios.items())])
-        )
-    if found.ranked:
-        typer.echo("\nranked at indexing, no dense pass:")
-        rows = [["ratio", *(f"KL by {name}" for name in found.ranked)]]
-        for ratio in next(iter(found.ranked.values())):
-            rows.append([f"{ratio:.0%}", *(f"{kl[ratio]:.4f}" for kl in found.ranked.values())])
-        typer.echo(table(rows))
     typer.echo(f"\n{found.why[0].upper()}{found.why[1:]}.")
-    typer.echo(
-        f"Profile: policy {found.profile.policy}, ratio {found.profile.ratio:.0%}, check layers "
-        f"{_join_numbers(found.profile.check_layers)}, written to {file}"
-    )
+    profile = found.profile
+    how = "prefix caching, no blend"
+    if found.chosen is not None:
+        layers = _join_numbers(profile.check_layers)
+        how = f"policy {profile.policy}, ratio {profile.ratio:.0%}, check layers {layers}"
+    typer.echo(f"Profile: {how}{'' if found.verdict != 'not shown' else ' (not shown)'}, written to {file}")
+
+
+def _blend(found: Diagnosis) -> str:
+    return f"policy {found.policy}, ratio {found.ratio:.0%}, check layers {_join_numbers(found.check_layers)}"
 
 
 def _layout(layout: str) -> str:

@@ -90,7 +90,7 @@ class EngineOptions(ModelOptions):
 class BlendOptions:
     """How stored KV is treated."""
 
-    ratio: options.Ratio = None
+    ratio: options.BlendRatio = None
     policy: options.Policy = None
     check_layers: options.CheckLayers = None
 
@@ -102,7 +102,7 @@ class BlendOptions:
         """
         from cacheblend_rag.blending.settings import BlendSettings
 
-        return BlendSettings(self.ratio, self.policy, options.layers(self.check_layers))
+        return BlendSettings(options.ratio(self.ratio), self.policy, options.layers(self.check_layers))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,14 @@ Ratio = Annotated[
         rich_help_panel=_BLEND,
     ),
 ]
+BlendRatio = Annotated[
+    str | None,
+    typer.Option(
+        help="Recompute ratio, 0 (full KV reuse) to 1 (full recompute), or auto: the model profile's, and more for text unlike "
+        "that of its calibration (default: the model profile's).",
+        rich_help_panel=_BLEND,
+    ),
+]
 Policy = Annotated[
     str | None,
     typer.Option(
@@ -120,6 +128,20 @@ def nbytes(text: str) -> int:
     number, unit, binary = match.groups()
     decimal = not binary and text.strip().upper().endswith("B")
     return int(float(number) * (1000 if decimal else 1024) ** " KMGT".index(unit.upper() or " "))
+
+
+def ratio(text: str | None) -> float | Literal["auto"] | None:
+    """Parse ``--ratio`` where it may be ``auto``.
+
+    Raises:
+        InputError: It is no number. Its range is checked with the other blend options.
+    """
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--ratio {text!r} is no number; give one from 0 to 1, or auto.") from None
 
 
 def layers(text: str | None) -> tuple[int, ...] | None:

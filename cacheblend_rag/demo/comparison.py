@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_questions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.rag.pipeline import RagPipeline, Source
@@ -16,7 +16,7 @@ METHODS = {
     "full recompute": FULL_RECOMPUTE,
     "prefix caching": PREFIX_CACHING,
     "full KV reuse": FULL_REUSE,
-    "blend": BlendSettings(),
+    "blend": BLEND,
 }
 """The methods compared, as settings of one engine."""
 

@@ -11,6 +11,7 @@ from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_rea
 from cacheblend_rag.bench.measure import describe_machine, median
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import TOLERANCE
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -74,7 +75,9 @@ class Diagnosis:
     gate_tolerance: float
     first_token_kl: float | None
     rotation: list[RotationGroup]
+    policy: str
     ratio: float
+    reuse: str
     check_layers: tuple[int, ...]
     widths: tuple[float, ...]
     profile_origin: str
@@ -127,7 +130,9 @@ def diagnose(
         gate_tolerance=TOLERANCE[engine.runner.dtype],
         first_token_kl=engine.gate.first_token_kl,
         rotation=rotation_groups(engine.rope) if engine.rope is not None else [],
+        policy=engine.profile.policy,
         ratio=engine.profile.ratio,
+        reuse=engine.profile.reuse,
         check_layers=schedule.check_layers,
         widths=schedule.widths,
         profile_origin=engine.profile.origin or "defaults, not calibrated",
@@ -138,7 +143,12 @@ def diagnose(
         estimate=None
         if kv_bytes is None
         else estimate(
-            prefill, engine.runner.num_layers, schedule, engine.profile.ratio, kv_bytes, min(bandwidth.values())
+            prefill,
+            engine.runner.num_layers,
+            schedule if policy(engine.profile.policy).needs_deviation else None,
+            engine.profile.ratio,
+            kv_bytes,
+            min(bandwidth.values()),
         ),
         machine=describe_machine(device),
     )
@@ -163,13 +173,20 @@ def measure_prefill(engine: TransformersEngine) -> PrefillCost:
 
 
 def estimate(
-    prefill: PrefillCost, layers: int, schedule: BlendSchedule, ratio: float, kv_bytes_per_token: int, bandwidth: float
+    prefill: PrefillCost,
+    layers: int,
+    schedule: BlendSchedule | None,
+    ratio: float,
+    kv_bytes_per_token: int,
+    bandwidth: float,
 ) -> Estimate:
-    """Compute what the standard prompt would cost; the first chunk is an exact prefix."""
+    """Compute what the standard prompt would cost; the first chunk is an exact prefix. No schedule: no dense pass."""
     tokens = _CHUNKS * _CHUNK_TOKENS + _QUESTION_TOKENS
     stale = (_CHUNKS - 1) * _CHUNK_TOKENS
-    sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
-    share = sum(size * check / layers for size, check in zip(sizes, schedule.check_layers, strict=True))
+    share = 0.0
+    if schedule is not None:
+        sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
+        share = sum(size * check / layers for size, check in zip(sizes, schedule.check_layers, strict=True))
     dense = share * prefill.seconds(stale, tokens)
     sparse = prefill.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens)
     load = kv_bytes_per_token * _CHUNKS * _CHUNK_TOKENS / bandwidth

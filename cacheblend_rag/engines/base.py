@@ -139,7 +139,9 @@ class BlendEngine(ABC):
     def rank_for(self, *settings: BlendSettings) -> None:
         """Measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
         wanted = (self.profile.resolve(each, self.num_layers) for each in settings)
-        if any(each.reuse == "chunks" and policy(each.policy).needs_static for each in wanted):
+        if any(
+            each.reuse == "chunks" and (each.ratio == "auto" or policy(each.policy).needs_static) for each in wanted
+        ):
             self.rank = "now"
 
     async def aprecompute(

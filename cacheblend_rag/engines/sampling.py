@@ -38,14 +38,26 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if self.max_tokens < 1:
-            raise InputError(f"max_tokens is {self.max_tokens}; give at least 1.")
-        if not 0 <= self.temperature <= _HOTTEST:
-            raise InputError(f"temperature is {self.temperature}; give 0 (greedy) to {_HOTTEST}.")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; give a value in (0, 1].")
+        """Refuse values of a wrong type or outside their range."""
+        if not _is_whole(self.max_tokens) or self.max_tokens < 1:
+            raise InputError(f"max_tokens is {self.max_tokens!r:.200}; give a whole number from 1 on.")
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= _HOTTEST:
+            raise InputError(f"temperature is {self.temperature!r:.200}; give 0 (greedy) to {_HOTTEST}.")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p!r:.200}; give a value in (0, 1].")
+        if self.seed is not None and not _is_whole(self.seed):
+            raise InputError(f"seed is {self.seed!r:.200}; give a whole number.")
+        if not isinstance(self.stop, (tuple, list)) or not all(isinstance(s, str) for s in self.stop):
+            raise InputError(f"stop is {self.stop!r:.200}; give strings in a tuple or list.")
         if any(not s for s in self.stop):
             raise InputError("A stop string is empty; leave it out.")
-        if self.logprobs is not None and not 0 <= self.logprobs <= _MOST_LOGPROBS:
-            raise InputError(f"logprobs is {self.logprobs}; give 0 to {_MOST_LOGPROBS}.")
+        if self.logprobs is not None and not (_is_whole(self.logprobs) and 0 <= self.logprobs <= _MOST_LOGPROBS):
+            raise InputError(f"logprobs is {self.logprobs!r:.200}; give 0 to {_MOST_LOGPROBS}.")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

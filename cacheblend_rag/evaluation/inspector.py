@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 
+from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import make_plan
@@ -78,7 +79,9 @@ class PromptInspector:
         k, v = self.measure_deviations()
         return k + v
 
-    def measure_attention(self, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> torch.Tensor:
+    def measure_attention(
+        self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
+    ) -> torch.Tensor:
         """Return the question's attention ``[layers, heads, question, tokens]`` after a blend, in fp32 on the CPU.
 
         Raises:
@@ -111,7 +114,9 @@ class PromptInspector:
         whole[..., torch.cat([kept, self.question]).cpu()] = seen
         return whole
 
-    def _blended(self, policy: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> TransformersTarget:
+    def _blended(
+        self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
+    ) -> TransformersTarget:
         target = TransformersTarget(self._engine.runner, self._rope, self.tokens.token_ids)
         fuse(self._plan, target, policy, ratio, schedule)
         return target

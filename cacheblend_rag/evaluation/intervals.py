@@ -37,6 +37,31 @@ def share_interval(values: Sequence[float], groups: Sequence[str]) -> Interval:
     return low, high
 
 
+def share_bounds(values: Sequence[float], groups: Sequence[str], confidence: float) -> Interval:
+    """Return a lower and an upper bound of the mean of ``values``, each 0 or 1; each of the two holds with ``confidence``.
+
+    As :func:`share_interval`, and never surer than one would be with no 0 at all, each group counting once: a few 0 say too
+    little about how much the values of one group depend on each other.
+    """
+    sums, counts = _by_group(values, groups)
+    share = float(sums.sum() / counts.sum())
+    best = float((1 - confidence) ** (1 / len(sums)))
+    if share == 1:
+        return best, 1.0
+    total = min(float(counts.sum()), _independent(sums, counts, share))
+    successes = share * total
+    low = float(beta.ppf(1 - confidence, successes, total - successes + 1)) if successes else 0.0
+    return min(low, best), float(beta.ppf(confidence, successes + 1, total - successes))
+
+
+def mean_bounds(values: Sequence[float], groups: Sequence[str], confidence: float, seed: int = 0) -> Interval:
+    """Return a lower and an upper bound of the mean of ``values``, by resampling groups; each holds with ``confidence``."""
+    sums, counts = _by_group(values, groups)
+    draws = _draws(len(sums), seed)
+    low, high = np.quantile(sums[draws].sum(1) / counts[draws].sum(1), (1 - confidence, confidence))
+    return float(low), float(high)
+
+
 def mean_interval(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> Interval | None:
     """Return the bootstrap interval of the mean of ``values``, resampling whole groups; see :func:`share_interval`.
 

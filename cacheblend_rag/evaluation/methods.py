@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Final
 
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings, ResolvedSettings
@@ -125,7 +125,9 @@ def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
 
 
 def _method(name: str, blend: ResolvedSettings) -> Method:
-    how = f"{blend.policy} {blend.ratio:.3g}"
+    # The method is a blend, even where the profile says that there better were none.
+    blend = replace(blend, reuse="chunks")
+    how = f"{blend.policy} {_ratio(blend)}"
     named: dict[str, Callable[[], Method]] = {
         "full": lambda: SettingsMethod(name, LABELS[name], FULL_RECOMPUTE),
         "prefix": lambda: SettingsMethod(name, LABELS[name], PREFIX_CACHING, free_loads=True),
@@ -149,4 +151,8 @@ def _method(name: str, blend: ResolvedSettings) -> Method:
     layers = tuple(int(layer) for layer in match["layers"].split("+")) if match["layers"] else None
     settings = BlendSettings(float(match["ratio"]), match["policy"], layers)
     where = f", layers {match['layers']}" if layers else ""
-    return SettingsMethod(name, f"{match['policy']} {settings.ratio:.3g}{where}", settings)
+    return SettingsMethod(name, f"{match['policy']} {_ratio(settings)}{where}", settings)
+
+
+def _ratio(settings: BlendSettings) -> str:
+    return settings.ratio if isinstance(settings.ratio, str) else f"{settings.ratio:.3g}"

@@ -183,4 +183,5 @@ def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> M
         num_layers=client.num_layers,
         defaults=client.resolve(BlendSettings()).to_params(),
         widths=client.profile.widths,
+        text=client.profile.text,
     )

@@ -36,7 +36,8 @@ def blended_logits(engine: Any, scene: Scene, settings: BlendSettings) -> tuple[
     from cacheblend_rag.engines.transformers.target import TransformersTarget
 
     target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
-    result = fuse(plan, target, policy(settings.policy), settings.ratio, engine.profile.schedule(settings.check_layers))
+    ratio = engine.profile.ratio_of(settings)
+    result = fuse(plan, target, policy(settings.policy), ratio, engine.profile.schedule(settings.check_layers))
     return target.logits, result.recomputed.tolist(), result
 
 

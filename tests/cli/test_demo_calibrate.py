@@ -32,16 +32,11 @@ def small_demo(monkeypatch, model_dir, documents):
             q if a is None else DemoQuestion(q.question, a, q.kind, q.source)
             for q, a in zip(QUESTIONS, answers or [None] * 3, strict=True)
         ]
-        for module in (
-            "cacheblend_rag.demo.bundle",
-            "cacheblend_rag.demo.comparison",
-            "cacheblend_rag.doctor.calibration_prompts",
-        ):
+        for module in ("cacheblend_rag.demo.bundle", "cacheblend_rag.demo.comparison"):
             monkeypatch.setattr(f"{module}.bundled_questions", lambda: list(rows))
 
     monkeypatch.setattr(model_files, "bundled_model_directory", lambda: Path(model_dir))
     monkeypatch.setattr(bundle, "bundled_corpus", lambda: documents)
-    monkeypatch.setattr("cacheblend_rag.doctor.calibration_prompts.bundled_corpus", lambda: documents)
     questions()
     return questions
 
@@ -81,33 +76,65 @@ def test_every_bundled_question_has_its_answer_in_its_document():
         assert question.answer.split(", ")[-1] in (bundled_corpus() / question.source).read_text()
 
 
-def test_calibrate_keeps_a_profile_that_the_next_command_uses(run, small_demo, model_dir, home):
-    found = as_json(run("doctor", "--calibrate", "--model", model_dir, "--json"))
-    assert Path(found["file"]).parent == home / "profiles"
-    assert found["prompts"] == 3
-    diagnosis = as_json(run("doctor", "--model", model_dir, "--json"))
-    assert diagnosis["profile_origin"] == found["file"]
-    assert diagnosis["ratio"] == found["profile"]["ratio"]
-    assert diagnosis["check_layers"] == found["profile"]["check_layers"]
-    assert run("doctor", "--calibrate", "--model", model_dir).stdout.rstrip().endswith(found["file"])
-
-
-def test_calibrate_writes_the_profile_beside_a_model_if_asked(run, small_demo, model_dir, tmp_path):
-    run("doctor", "--calibrate", "--model", model_dir, "--output", tmp_path)
-    assert {"ratio", "check_layers", "widths"} <= json.loads((tmp_path / "cacheblend.json").read_text()).keys()
-
-
-def test_calibrate_on_prompts_of_a_file(run, model_dir, tmp_path):
+def prompts_file(directory: Path, names: tuple[str, ...] = ("Ada", "Mira")) -> Path:
     lines = [
         {
             "question": f"Who is {name}?",
             "chunks": [f"{name} keeps the light of the harbour.", "It was founded in 1911 by her."],
         }
-        for name in ("Ada", "Mira")
+        for name in names
     ]
-    file = tmp_path / "prompts.jsonl"
+    file = directory / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert as_json(run("doctor", "--calibrate", "--model", model_dir, "--prompts", file, "--json"))["prompts"] == 2
+    return file
+
+
+def test_calibrate_keeps_a_profile_that_the_next_command_uses(run, model_dir, home, tmp_path):
+    file = prompts_file(tmp_path)
+    arguments = [
+        "doctor",
+        "--calibrate",
+        "--model",
+        model_dir,
+        "--prompts",
+        file,
+        "--agreement",
+        0.5,
+        "--confidence",
+        0.5,
+    ]
+    found = as_json(run(*arguments, "--json"))
+    assert Path(found["file"]).parent == home / "profiles"
+    assert (found["prompts"], found["needed"]) == (2, 1)
+    assert found["verdict"] in ("shown", "do not blend")  # one prompt is enough for so little
+    diagnosis = as_json(run("doctor", "--model", model_dir, "--json"))
+    assert diagnosis["profile_origin"] == found["file"]
+    for name in ("policy", "ratio", "reuse", "check_layers"):
+        assert diagnosis[name] == found["profile"][name]
+    text = run(*arguments, "--plot", tmp_path / "plot.png").stdout
+    assert text.rstrip().endswith(found["file"])
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_no_blend_suits_is_not_blended_and_every_command_says_so(run, model_dir, documents, tmp_path):
+    file = prompts_file(tmp_path)
+    result = run("doctor", "--calibrate", "--model", model_dir, "--prompts", file)
+    assert result.exit_code == 0, result.stderr
+    assert "that takes 299" in result.stdout
+    assert "not blended until shown" in result.stdout
+    assert "do not blend: prefix caching" in run("doctor", "--model", model_dir).stdout
+    store = tmp_path / "store"
+    run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
+    ask = ["ask", "Who is the director?", "--store", store, "--model", model_dir, "--max-tokens", 2, "--json"]
+    assert as_json(run(*ask))["usage"]["recomputed_tokens"] == 0
+    assert as_json(run(*ask, "--ratio", 0.5))["usage"]["recomputed_tokens"] > 0  # who asks for a blend gets one
+
+
+def test_calibrate_writes_the_profile_beside_a_model_if_asked(run, model_dir, tmp_path):
+    file = prompts_file(tmp_path)
+    run("doctor", "--calibrate", "--model", model_dir, "--prompts", file, "--output", tmp_path)
+    found = json.loads((tmp_path / "cacheblend.json").read_text())
+    assert {"ratio", "check_layers", "widths", "reuse", "text"} <= found.keys()
 
 
 def test_calibrate_on_a_store_asks_about_its_own_documents(run, model_dir, documents, tmp_path):
@@ -117,6 +144,39 @@ def test_calibrate_on_a_store_asks_about_its_own_documents(run, model_dir, docum
     assert as_json(run(*arguments))["prompts"] == 2
     (tmp_path / "q.jsonl").write_text('{"question": "When was it founded?"}\n')
     assert as_json(run(*arguments, "--prompts", tmp_path / "q.jsonl"))["prompts"] == 1
+
+
+def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
+    text = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "readme.md").write_text(text[:6000])
+    arguments = ["doctor", "--calibrate", "--model", model_dir, "--count", 2, "--json"]
+    found = as_json(run(*arguments, "--documents", tmp_path / "docs"))
+    assert (found["prompts"], found["standard"]["by"]) == (2, "likelihood")
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "short.md").write_text("Too short.")
+    result = run(*arguments, "--documents", tmp_path / "few")
+    assert result.exit_code == 2
+    assert "1 chunks" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--agreement", 1], "agreement is 1"),
+        (["--confidence", 0.1], "confidence is 0.1"),
+        (["--plot", "picture.gif"], ".png"),
+        (["--prompts", "a.jsonl", "--documents", "b"], "not both"),
+    ],
+)
+def test_wrong_options_of_a_calibration_are_named(run, model_dir, arguments, named):
+    result = run("doctor", "--calibrate", "--model", model_dir, *arguments)
+    assert result.exit_code == 2
+    assert named in result.stderr
+
+
+def test_calibration_without_prompts_generates_them(run, model_dir):
+    assert as_json(run("doctor", "--calibrate", "--model", model_dir, "--count", 3, "--json"))["prompts"] == 3
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Which check layers and which recompute ratio suit a model, measured on prompts."""
+"""What calibration measures: how near a blend of a prompt comes to full recompute, and at what compute."""

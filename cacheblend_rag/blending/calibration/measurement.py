@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse, kv_deviation
-from cacheblend_rag.blending.gate import GateSubject, first_token_kl
+from cacheblend_rag.blending.fusor import BlendSchedule, BlendTarget, fuse_stepwise, kv_deviation
+from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.plan import make_plan
+from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.blending.rope import Rope
@@ -19,17 +21,37 @@ from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
-ANSWER_TOKENS: Final = 8
-"""Most tokens of an answer whose distributions are compared."""
+ANSWER_TOKENS: Final = 16
+"""Most tokens of an answer that are compared."""
+
+Planner = Callable[[TokenizedPrompt], BlendPlan]
+"""Says what is stored for a prompt, which then must be all of its chunks."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One blend of one prompt against full recompute.
+
+    Attributes:
+        agrees: For each token of the answer, whether both hold the same token likeliest.
+        kl: For each, KL(full recompute ‖ blend) in nats.
+        compute: What the blend computed, as a share of the prompt's tokens through all layers: dense pass, the question's ranking
+            pass and sparse pass.
+    """
+
+    agrees: tuple[bool, ...]
+    kl: tuple[float, ...]
+    compute: float
 
 
 class PromptMeasurement:
-    """One prompt: its answer by full prefill, its chunks' KV, and the deviation of every token at every layer.
+    """One prompt: its answer by full recompute, and how near blends come to it, teacher-forced on that answer.
 
     Attributes:
         usable: Whether the prompt has tokens with stale KV at all; the rest is there only if so.
-        deviation: KV deviation ``[layers, candidates]``.
-        oracle: ``[candidates]``, the deviation of all layers.
+        stale_tokens: Number of those tokens.
+        forced_tokens: Number of tokens that are computed whatever is selected: text between chunks and the question.
+        static: Static deviation of the tokens with stale KV, ``[candidates]``; None where a chunk has none.
     """
 
     def __init__(
@@ -40,24 +62,56 @@ class PromptMeasurement:
         prompt: TokenizedPrompt,
         end_token: int | None,
         probe: Sequence[int] = (),
+        *,
+        continuation: Sequence[int] = (),
+        planner: Planner | None = None,
     ):
-        """Run the full prefill and every chunk alone, and behind ``probe`` if there is one; ``end_token`` ends the answer."""
-        self._subject, self._rope, self._prompt = subject, rope, prompt
+        """Run the full recompute.
+
+        Args:
+            subject: The model.
+            rope: Its rotation.
+            header: What chunks are computed behind.
+            prompt: The prompt.
+            end_token: Ends the answer.
+            probe: What chunks are ranked behind, if they are to be ranked.
+            continuation: What follows the prompt, instead of the model's own greedy answer.
+            planner: Where the chunks' KV comes from; None computes it here, and keeps it.
+        """
+        self._subject, self._rope, self._header, self.prompt = subject, rope, tuple(header), prompt
+        if planner is None:
+            own = self._compute_chunks(probe)
+            planner = lambda _: own  # noqa: E731
+        self._planner = planner
+        plan = self._plan
+        self.usable = bool(plan.stale)
+        if not self.usable:
+            return
+        self.stale_tokens = sum(span.end - span.start for span in plan.stale)
+        self.forced_tokens = plan.num_tokens - plan.exact_tokens - self.stale_tokens
+        self._answer = list(continuation)
+        target = subject.target(prompt.token_ids, rope)
+        _run(plan, target, policy("full-recompute"), 1.0, BlendSchedule())
+        logits = self._follow(target) if self._answer else self._greedy(target, end_token)
+        self._truth = logits.float().cpu()
+        static = [span.static_deviation() for span in plan.stale]
+        known = [part for part in static if part is not None]
+        self.static = torch.cat(known) if len(known) == len(static) else None
+
+    @property
+    def _plan(self) -> BlendPlan:
+        return self._planner(self.prompt)
+
+    def _compute_chunks(self, probe: Sequence[int]) -> BlendPlan:
+        """Compute every chunk alone, and behind ``probe`` if there is one."""
         alone: dict[tuple[int, ...], ChunkKV] = {}
-        for ids in {tuple(span.chunk.token_ids) for span in prompt.spans} | ({()} if header else set()):
-            _, kv = subject.full_prefill([*header, *ids])
+        header = self._header
+        for ids in {tuple(span.chunk.token_ids) for span in self.prompt.spans} | ({()} if header else set()):
+            _, kv = self._subject.full_prefill([*header, *ids])
             alone[ids] = _from(kv, len(header) if ids else 0)
             if ids and probe:
                 alone[ids] = self._ranked(alone[ids], [*header, *probe], ids)
-        self._plan = make_plan(prompt, header, lambda ids: alone[tuple(ids)])
-        self.usable = bool(self._plan.stale)
-        if not self.usable:
-            return
-        self._answer: list[int] = []
-        self._truth = self._logits(policy("full-recompute"), 1.0, BlendSchedule(), end_token)
-        self.deviation = self._deviation()
-        normed = self.deviation[1:] / self.deviation[1:].mean(1, keepdim=True).clamp_min(1e-30)
-        self.oracle = normed.sum(0)
+        return make_plan(self.prompt, header, lambda ids: alone[tuple(ids)])
 
     def _ranked(self, alone: ChunkKV, before: Sequence[int], ids: Sequence[int]) -> ChunkKV:
         """Return a chunk's KV with its static deviation, as an index holds it."""
@@ -65,52 +119,72 @@ class PromptMeasurement:
         behind = [LayerKV(k[:, len(before) :], v[:, len(before) :]) for k, v in whole.layers]
         return ChunkKV(alone.layers, alone.start, static=static_deviation(alone, behind, len(before), self._rope))
 
-    def kl(self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> float:
-        """Return the mean KL, in nats, of a blend against the full prefill, over the answer's first tokens."""
-        blended = self._logits(chosen, ratio, schedule, None)
-        return float(np.mean([first_token_kl(p, q) for p, q in zip(self._truth, blended, strict=True)]))
+    def compare(self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> Comparison:
+        """Blend, and compare the distributions of the answer's tokens; raises InputError as the fusor does."""
+        target = self._subject.target(self.prompt.token_ids, self._rope)
+        computed = _run(self._plan, target, chosen, ratio, schedule)
+        blended = self._follow(target).double().log_softmax(-1).cpu()
+        truth = self._truth.double().log_softmax(-1)
+        kl = (truth.exp() * (truth - blended)).sum(-1)
+        agrees = truth.argmax(-1) == blended.argmax(-1)
+        return Comparison(tuple(agrees.tolist()), tuple(kl.tolist()), computed / len(self.prompt.token_ids))
 
-    def compare(self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> tuple[float, float]:
-        """Return :meth:`kl`, and the share of the answer's first tokens that the blend finds likeliest, too."""
-        blended = self._logits(chosen, ratio, schedule, None)
-        kl = np.mean([first_token_kl(p, q) for p, q in zip(self._truth, blended, strict=True)])
-        same = [int(p.argmax()) == int(q.argmax()) for p, q in zip(self._truth, blended, strict=True)]
-        return float(kl), float(np.mean(same))
+    def kl(self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> float:
+        """Return the mean KL, in nats, of a blend against full recompute, over the answer's first tokens."""
+        return float(np.mean(self.compare(chosen, ratio, schedule).kl))
 
     @property
     def stale(self) -> list[tuple[int, int]]:
         """Where each chunk with stale KV begins and ends: the candidates, in order."""
         return [(span.start, span.end) for span in self._plan.stale]
 
-    def _logits(
-        self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule, end_token: int | None
-    ) -> list[torch.Tensor]:
-        """Return the logits of the answer's tokens; the first call answers greedily, later ones are forced to that answer."""
-        target = self._subject.target(self._prompt.token_ids, self._rope)
-        fuse(self._plan, target, chosen, ratio, schedule)
+    def _greedy(self, target: BlendTarget, end_token: int | None) -> torch.Tensor:
         found = [self._subject.logits(target)]
-        if not self._answer:
-            while True:
-                token = int(found[-1].argmax())
-                self._answer.append(token)
-                if token == end_token or len(self._answer) == ANSWER_TOKENS:
-                    return found
-                found.append(self._subject.decode(target, token))
-        found += [self._subject.decode(target, token) for token in self._answer[:-1]]
-        return found
+        while True:
+            token = int(found[-1].argmax())
+            self._answer.append(token)
+            if token == end_token or len(self._answer) == ANSWER_TOKENS:
+                return torch.stack(found)
+            found.append(self._subject.decode(target, [token])[0])
 
-    def _deviation(self) -> torch.Tensor:
-        """Return ``[layers, candidates]``: stored KV at its place against the full prefill's."""
-        _, full = self._subject.full_prefill(self._prompt.token_ids)
+    def _follow(self, target: BlendTarget) -> torch.Tensor:
+        """Return the logits ``[tokens, vocab]`` of the answer's tokens, each behind those before it."""
+        first = self._subject.logits(target)[None]
+        if len(self._answer) == 1:
+            return first
+        return torch.cat([first, self._subject.decode(target, self._answer[:-1])])
+
+    @cached_property
+    def relative_deviation(self) -> torch.Tensor:
+        """KV deviation over the mean square of the KV of its layer, ``[layers, candidates]``: a token's share of its own size."""
+        return self._deviations[0] / self._deviations[1][:, None].clamp_min(1e-30)
+
+    @cached_property
+    def deviation(self) -> torch.Tensor:
+        """KV deviation of every token at every layer, ``[layers, candidates]``."""
+        return self._deviations[0]
+
+    @cached_property
+    def oracle(self) -> torch.Tensor:
+        """``[candidates]``, the deviation of all layers, each over its mean."""
+        later = self.deviation[1:]
+        return (later / later.mean(1, keepdim=True).clamp_min(1e-30)).sum(0)
+
+    @cached_property
+    def _deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored KV at its place against the full prefill's; and the mean square ``[layers]`` of a token's KV there."""
+        plan = self._plan
+        _, full = self._subject.full_prefill(self.prompt.token_ids)
         device = full.layers[0].k.device
-        rows = []
-        with LayerLoader((), self._plan.stale, self._rope, self._subject.num_layers, device) as loader:
+        rows, sizes = [], []
+        with LayerLoader((), plan.stale, self._rope, self._subject.num_layers, device) as loader:
             for layer, true in enumerate(full.layers):
                 placed = loader.layer(layer)
                 assert placed is not None
                 fresh = LayerKV(true.k[:, placed.positions], true.v[:, placed.positions])
                 rows.append(kv_deviation(fresh, placed.kv))
-        return torch.stack(rows).cpu()
+                sizes.append(kv_deviation(fresh, LayerKV(torch.zeros_like(fresh.k), torch.zeros_like(fresh.v))).mean())
+        return torch.stack(rows).cpu(), torch.stack(sizes).cpu()
 
 
 class Scored(SelectionPolicy):
@@ -132,6 +206,11 @@ class Scored(SelectionPolicy):
 def top(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the indices of the ``count`` highest scores, the earlier of two equal ones first."""
     return torch.argsort(scores, descending=True, stable=True)[:count]
+
+
+def _run(plan: BlendPlan, target: BlendTarget, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> float:
+    """Blend; return what it computed, in tokens through all layers."""
+    return sum(fuse_stepwise(plan, target, chosen, ratio, schedule))
 
 
 def _from(kv: ChunkKV, start: int) -> ChunkKV:

@@ -41,12 +41,14 @@ class SelectionPolicy(ABC):
         needs_deviation: Whether KV deviation must be measured first (costs the dense pass up to the check layer).
         needs_attention: Whether the question's attention must be measured first (costs a pass of the question, and waiting for
             the stored KV of all layers).
+        without_static: Name of the policy that takes its place where a chunk has no static deviation; for those that need it.
     """
 
     name: ClassVar[str]
     needs_static: ClassVar[bool] = False
     needs_deviation: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
+    without_static: ClassVar[str] = ""
 
     @abstractmethod
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ class StaticPolicy(SelectionPolicy):
 
     name = "static"
     needs_static = True
+    without_static = "hkvd"
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return the ``count`` tokens of highest static deviation; the earlier one where two are equal."""
@@ -29,6 +30,7 @@ class StaticQueryPolicy(SelectionPolicy):
     name = "static-query"
     needs_static = True
     needs_attention = True
+    without_static = "hkvd"
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return the ``count`` tokens of highest score; the earlier one where two are equal."""

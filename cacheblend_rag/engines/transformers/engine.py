@@ -241,7 +241,7 @@ class TransformersEngine(BlendEngine):
         settings = request.settings
         target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids)
         schedule = self.profile.schedule(settings.check_layers)
-        result = fuse(plan, target, policy(settings.policy), settings.ratio, schedule)
+        result = fuse(plan, target, policy(settings.policy), self.profile.ratio_of(settings), schedule)
         assert target.logits is not None
         return _Prefill(
             plan,
@@ -252,7 +252,7 @@ class TransformersEngine(BlendEngine):
             result.selection_tokens,
             result.load_wait_s,
             result.policy,
-            settings.ratio,
+            result.ratio,
             result.unranked,
         )
 

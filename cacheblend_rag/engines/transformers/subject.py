@@ -47,7 +47,7 @@ class TransformersSubject:
         assert target.logits is not None
         return target.logits
 
-    def decode(self, target: BlendTarget, token: int) -> torch.Tensor:
+    def decode(self, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         assert isinstance(target, TransformersTarget)
-        return self._runner.append(torch.tensor([[token]], device=self._runner.device), target.cache)[0]
+        return self._runner.follow(torch.tensor([list(tokens)], device=self._runner.device), target.cache)[0]

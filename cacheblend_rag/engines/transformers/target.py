@@ -37,7 +37,7 @@ class ModelRunner:
         elif layer_types or not getattr(config, "use_sliding_window", True):
             self._window = None
         parameters = inspect.signature(model.forward).parameters
-        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._keeps_logits = "logits_to_keep" in parameters
 
     def new_cache(self, num_tokens: int) -> PositionedCache:
         """Return an empty cache for a prompt of ``num_tokens`` and some of its answer."""
@@ -56,11 +56,19 @@ class ModelRunner:
             The last token's logits ``[batch, vocab]``.
         """
         if isinstance(cache, ModelsOwnCache):
-            return cache.run(self.model, ids, **self._last_logits)
+            return cache.run(self.model, ids, **self._kept(1))
+        return self._next(ids, cache, offset, 1)[:, -1]
+
+    @torch.inference_mode()
+    def follow(self, ids: torch.Tensor, cache: PositionedCache) -> torch.Tensor:
+        """Run the next tokens ``[batch, tokens]`` as :meth:`append` does; return the logits ``[batch, tokens, vocab]`` of all."""
+        return self._next(ids, cache, 0, ids.shape[1])
+
+    def _next(self, ids: torch.Tensor, cache: PositionedCache, offset: int, keep: int) -> torch.Tensor:
         start, count = cache.length, ids.shape[1]
         cache.append(count)
         positions = torch.arange(start + offset, start + offset + count, device=self.device)[None]
-        return self._forward(ids, positions, cache, None)
+        return self._forward(ids, positions, cache, None, keep)
 
     @torch.inference_mode()
     def scatter(
@@ -80,21 +88,27 @@ class ModelRunner:
         cache.scatter(positions, visible, before_layer, stop_layer)
         try:
             with scattered(positions):
-                return self._forward(ids[None], positions[None], cache, self._mask(positions, visible))[0]
+                return self._forward(ids[None], positions[None], cache, self._mask(positions, visible))[0, -1]
         except StopForward as stop:
             return stop.fresh
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: PositionedCache, mask: Any) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, cache: PositionedCache, mask: Any, keep: int = 1
+    ) -> torch.Tensor:
+        """Return the logits of the last ``keep`` tokens, ``[batch, keep, vocab]``."""
         output = self.model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            **self._last_logits,
+            **self._kept(keep),
         )
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -keep:]
         return logits
+
+    def _kept(self, last: int) -> dict[str, int]:
+        return {"logits_to_keep": last} if self._keeps_logits else {}
 
     def _mask(self, positions: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """Return what eager attention needs: the exact causal mask ``[1, 1, tokens, visible]``, one per kind of layer."""

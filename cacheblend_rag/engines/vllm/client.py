@@ -168,7 +168,8 @@ class BlendClient:
         if not prompt.spans or resolved.reuse == "off" or not self.gate.passed:
             return tokens, {}
         spans = tuple((span.start, span.end, span.chunk.id) for span in prompt.spans)
-        job = BlendJob(spans, resolved, self.profile.schedule(resolved.check_layers).widths).to_params()
+        widths = self.profile.schedule(resolved.check_layers).widths
+        job = BlendJob(spans, resolved, widths, self.profile.ratio_of(resolved)).to_params()
         # What the question attends to shapes the KV of the chunks before it, too.
         shaping = prompt.token_ids if policy(resolved.policy).needs_attention else ()
         tokens["cache_salt"] = _salt(job, salt, shaping)

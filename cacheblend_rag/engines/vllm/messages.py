@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
 from cacheblend_rag.errors import CacheBlendError, InputError
@@ -27,11 +28,13 @@ class BlendJob:
         spans: Start, end and id of each chunk, ascending.
         settings: How to treat stored KV, nothing left open.
         widths: Of the set at each check layer, as multiples of the ratio.
+        ratio: The settings' ratio, or the rule that chooses it: workers know no profile.
     """
 
     spans: tuple[tuple[int, int, str], ...]
     settings: ResolvedSettings
     widths: tuple[float, ...]
+    ratio: float | AutoRatio
 
     @property
     def schedule(self) -> BlendSchedule:
@@ -41,7 +44,8 @@ class BlendJob:
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :meth:`from_params` reads."""
         spans = [list(span) for span in self.spans]
-        return {"spans": spans, "settings": self.settings.to_params(), "widths": list(self.widths)}
+        params = {"spans": spans, "settings": self.settings.to_params(), "widths": list(self.widths)}
+        return {**params, "auto": self.ratio.to_params()} if isinstance(self.ratio, AutoRatio) else params
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any], prompt_tokens: int) -> BlendJob:
@@ -50,10 +54,12 @@ class BlendJob:
         Raises:
             KeyError, TypeError, ValueError, InputError: It is malformed.
         """
+        settings = ResolvedSettings.from_params({name: params["settings"][name] for name in OPTION_NAMES})
         job = cls(
             tuple((int(a), int(b), str(name)) for a, b, name in params["spans"]),
-            ResolvedSettings.from_params({name: params["settings"][name] for name in OPTION_NAMES}),
+            settings,
             tuple(float(width) for width in params["widths"]),
+            AutoRatio(**params["auto"]) if settings.ratio == "auto" else settings.ratio,
         )
         if len(job.widths) != len(job.settings.check_layers):
             raise ValueError("widths and check_layers differ in number")

@@ -55,7 +55,7 @@ class PagedSubject:
         assert target.hidden is not None
         return self._paged.logits(target.hidden)
 
-    def decode(self, target: Any, token: int) -> torch.Tensor:
+    def decode(self, target: Any, tokens: Sequence[int]) -> torch.Tensor:
         """Not needed here: the gate does not decode, and calibration runs on the transformers engine."""
         raise NotImplementedError("Calibrate with the transformers engine; its profile serves every engine.")
 

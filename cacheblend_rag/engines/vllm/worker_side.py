@@ -235,7 +235,7 @@ class _Blend:
                 len(fused.recomputed),
                 fused.selection_tokens,
                 fused.policy,
-                self.load.job.settings.ratio,
+                fused.ratio,
                 fused.load_wait_s,
                 fused.loaded_bytes,
                 time.perf_counter() - self._begin,
@@ -249,7 +249,7 @@ class _Blend:
         load, job = self.load, self.load.job
         target = PagedTarget(self._paged, self._rope, load.token_ids, load.block_ids)
         part = plan.within(load.start, load.end)
-        return fuse_stepwise(part, target, policy(job.settings.policy), job.settings.ratio, job.schedule)
+        return fuse_stepwise(part, target, policy(job.settings.policy), job.ratio, job.schedule)
 
     def _plan(self) -> BlendPlan:
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def ablate_deviation(
                 ("random", headed, policy("random"), ratio),
             ]
         for name, measurement, chosen, ratio in runs:
-            divergence, same = measurement.compare(chosen, ratio, schedule)
-            kl.note(name, ratio, divergence)
-            agreement.note(name, ratio, same)
+            found = measurement.compare(chosen, ratio, schedule)
+            kl.note(name, ratio, fmean(found.kl))
+            agreement.note(name, ratio, fmean(found.agrees))
     return {"kl": kl.means("kl", BASE), "agreement": agreement.means("agreement", BASE)}

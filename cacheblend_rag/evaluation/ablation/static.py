@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -124,9 +125,9 @@ def ablate_static(
         chosen = _variants(known) | {"random": policy("random"), "hkvd (with its dense pass)": policy("hkvd")}
         runs += [(name, ratio, selection) for name, selection in chosen.items() for ratio in ratios]
         for name, ratio, selection in runs:
-            divergence, same = measurement.compare(selection, ratio, check)
-            kl.note(name, ratio, divergence)
-            agreement.note(name, ratio, same)
+            found = measurement.compare(selection, ratio, check)
+            kl.note(name, ratio, fmean(found.kl))
+            agreement.note(name, ratio, fmean(found.agrees))
     return {"kl": kl.means("kl", BASE), "agreement": agreement.means("agreement", BASE)}
 
 

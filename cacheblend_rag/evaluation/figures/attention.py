@@ -29,7 +29,9 @@ def _measure_attention(context: Context, say: Say) -> list[Row]:
     say(0.4, "attention after full KV reuse")
     reuse = inspector.measure_attention(policy("full-reuse"), 0.0, schedule)
     say(0.7, "attention after the blend")
-    blend = inspector.measure_attention(policy(context.blend.policy), context.blend.ratio, schedule)
+    blend = inspector.measure_attention(
+        policy(context.blend.policy), context.engine.profile.ratio_of(context.blend), schedule
+    )
     layer = int(attention_deviation(reuse, whole).argmax())
     rows = []
     for name, attention in (("full", whole), ("reuse", reuse), ("blend", blend)):

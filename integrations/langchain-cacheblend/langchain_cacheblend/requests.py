@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, fields, replace
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
@@ -59,7 +59,8 @@ class EngineFields(BaseModel):
         top_p: Nucleus mass in (0, 1].
         seed: Makes sampling repeatable.
         stop: Strings that end the answer; they are not part of it.
-        ratio: Recompute ratio in [0, 1]; None takes the model profile's, as with the next two.
+        ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike that of its calibration.
+            None takes the profile's, as with the next three.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         reuse: ``"chunks"``, ``"prefix"`` or ``"off"`` (full prefill).
@@ -73,10 +74,10 @@ class EngineFields(BaseModel):
     top_p: float = 1.0
     seed: int | None = None
     stop: list[str] | None = None
-    ratio: float | None = None
+    ratio: float | Literal["auto"] | None = None
     policy: str | None = None
     check_layers: tuple[int, ...] | None = None
-    reuse: Reuse = "chunks"
+    reuse: Reuse | None = None
 
     @model_validator(mode="before")
     @classmethod

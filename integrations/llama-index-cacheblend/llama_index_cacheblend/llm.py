@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import llama_index.core
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
@@ -63,7 +63,8 @@ class CacheBlendLLM(LLM):
         top_p: Nucleus mass in (0, 1].
         seed: Makes sampling repeatable.
         stop: Strings that end the answer; they are not part of it.
-        ratio: Recompute ratio in [0, 1]; None takes the model profile's, as with the next two.
+        ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike that of its calibration.
+            None takes the profile's, as with the next three.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         reuse: ``"chunks"``, ``"prefix"`` or ``"off"`` (full prefill).
@@ -76,10 +77,10 @@ class CacheBlendLLM(LLM):
     top_p: float = 1.0
     seed: int | None = None
     stop: list[str] | None = None
-    ratio: float | None = None
+    ratio: float | Literal["auto"] | None = None
     policy: str | None = None
     check_layers: tuple[int, ...] | None = None
-    reuse: Reuse = "chunks"
+    reuse: Reuse | None = None
     is_chat_model: bool = True
 
     _inbox: Inbox | None = PrivateAttr(default=None)

@@ -16,7 +16,7 @@ from llama_index_cacheblend import CacheBlendLLM, ChunkPreservingPromptHelper, u
 
 USER = [ChatMessage(role="user", content="Who is the captain?")]
 DEFAULTS = {"max_tokens": None, "temperature": 0.0, "top_p": 1.0, "seed": None, "stop": None}
-BLEND_DEFAULTS = {"ratio": None, "policy": None, "check_layers": None, "reuse": "chunks"}
+BLEND_DEFAULTS = {"ratio": None, "policy": None, "check_layers": None, "reuse": None}
 OTHERS = {"ratio": 0.3, "policy": "sink", "check_layers": (1, 3), "reuse": "prefix"}
 WRONG = [
     ("ratio", -0.1),

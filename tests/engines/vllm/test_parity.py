@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend_rag.blending.auto import TextRange
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
@@ -172,6 +174,33 @@ def test_a_chunk_without_a_rank_gets_one_after_its_first_use(engine) -> None:
     engine.reset_prefix_cache()
     assert engine.generate(SCENE.prompt, ANSWER, settings).policy == "static"
     engine.rank = before
+
+
+def test_auto_is_the_reference_at_the_ratio_that_the_answer_reports(engine, model, monkeypatch) -> None:
+    profile = replace(engine.profile, ratio=0.05, text=TextRange(0.5, 0.0))
+    monkeypatch.setattr(engine, "profile", profile)
+    monkeypatch.setattr(engine.client, "profile", profile)
+    settings = BlendSettings("auto", "static", (1,))
+    engine.precompute(SCENE.chunks)
+    if not engine.entries.has_static(SCENE.chunks[1].token_ids):
+        assert engine.generate(SCENE.prompt, ANSWER, settings).ratio == 0.05
+        engine.flush()
+        engine.reset_prefix_cache()
+    answer = engine.generate(SCENE.prompt, ANSWER, settings)
+    scores, positions = [], []
+    for span in SCENE.prompt.spans[1:]:
+        ids = list(span.chunk.token_ids)
+        scores.append(reference.static_deviation(model, SCENE.header, list(engine.client.probe), ids))
+        positions += range(span.start, span.end)
+    static = torch.cat(scores)
+    count = answer.usage.recomputed_tokens
+    assert answer.ratio == pytest.approx(count / len(positions))
+    ranked = static.sort(descending=True).values
+    assert float(ranked[count:].sum() / ranked.sum()) <= 0.5 < float(ranked[count - 1 :].sum() / ranked.sum())
+    chosen = sorted(torch.tensor(positions)[static.argsort(descending=True)[:count]].tolist())
+    expected = reference.blend(model, SCENE.header, SCENE.parts(), answer.ratio, chosen=chosen).logits.log_softmax(-1)
+    engine.reset_prefix_cache()
+    torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), expected, atol=1e-4, rtol=0)
 
 
 def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:

@@ -1,0 +1,92 @@
+"""``ratio="auto"``: more is recomputed where a prompt is of another kind of text than the profile was calibrated on.
+
+What a ratio leaves out is the share of the prompt's static deviation outside the tokens of highest static deviation. It is known
+before anything is computed, and it tells kinds of text apart: the tokens that depend on their context are few in some texts, many
+in others. It says how far a prompt is from those that were calibrated on, not that its answer will be right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cacheblend_rag.errors import InputError
+
+MOST = 0.6
+"""The highest ratio that ``"auto"`` chooses: as far as calibration looks."""
+_SPREADS = 2.0
+
+
+@dataclass(frozen=True)
+class TextRange:
+    """For which text a profile's ratio holds.
+
+    Attributes:
+        left_out: Mean share of static deviation that the ratio left out in the prompts of the calibration.
+        spread: Its standard deviation over them.
+
+    Raises:
+        InputError: They are no shares.
+    """
+
+    left_out: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        """Refuse what is no share."""
+        for value in (self.left_out, self.spread):
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise InputError(f"A profile's text range has {value!r}; both numbers are shares from 0 to 1.")
+
+    @property
+    def most_left_out(self) -> float:
+        """What is still like the prompts of the calibration."""
+        return min(1.0, self.left_out + _SPREADS * self.spread)
+
+
+@dataclass(frozen=True)
+class AutoRatio:
+    """A rule that chooses a prompt's ratio.
+
+    Attributes:
+        least: The lowest ratio: the profile's, which holds for text like the calibration's.
+        left_out: Most static deviation that may be left out, as a share of the prompt's.
+        most: The highest ratio.
+    """
+
+    least: float
+    left_out: float
+    most: float = MOST
+
+    def __post_init__(self) -> None:
+        """Refuse what is no share; raises InputError."""
+        for value in (self.least, self.left_out, self.most):
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise InputError(f"ratio='auto' was given {value!r}; its limits are shares from 0 to 1.")
+
+    def choose(self, static: torch.Tensor) -> float:
+        """Return the smallest ratio that leaves out no more than allowed; ``static`` is ``[candidates]``."""
+        if not len(static):
+            return self.least
+        # Descending from 1, at no tokens, to 0: as many counts leave out too much as tokens are needed.
+        count = int((left_out_by_count(static) > self.left_out).sum())
+        return min(max(self.least, count / len(static)), max(self.least, self.most))
+
+    def to_params(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {"least": self.least, "left_out": self.left_out, "most": self.most}
+
+
+def left_out_by_count(static: torch.Tensor) -> torch.Tensor:
+    """Return the share of ``static``, ``[candidates]``, outside its ``n`` highest values, for ``n`` from 0 on, in fp64."""
+    # On the CPU, so that every rank adds up alike.
+    ranked = static.detach().double().cpu().sort(descending=True).values
+    covered = torch.cat([ranked.new_zeros(1), ranked.cumsum(0)])
+    return (1 - covered / covered[-1].clamp_min(1e-30)).clamp(0, 1)
+
+
+def left_out(static: torch.Tensor, ratio: float) -> float:
+    """Return the share of ``static``, ``[candidates]``, outside the tokens that ``ratio`` covers, those of highest value."""
+    return float(left_out_by_count(static)[round(ratio * len(static))])

@@ -1,0 +1,115 @@
+"""`ratio="auto"`: the smallest ratio that leaves out no more than calibration saw, and then an ordinary blend at it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.blending.auto import AutoRatio, TextRange, left_out
+from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import InputError
+from tests.blending import reference
+from tests.blending.prompts import Scene
+from tests.blending.test_parity import blended_logits, model_of
+from tests.blending.test_static import ranking_engine, reference_scores, top
+
+SHARES = st.floats(0, 1)
+STATIC = st.lists(st.floats(0, 1e3, width=32), min_size=1, max_size=80).map(torch.tensor)
+
+
+@given(STATIC, SHARES, SHARES, SHARES)
+def test_the_smallest_ratio_within_the_limits_is_chosen(static: Any, least: float, limit: float, most: float) -> None:
+    ratio = AutoRatio(least, limit, most).choose(static)
+    count = round(ratio * len(static))
+    assert least <= ratio <= max(least, most)
+    if least < ratio < most:
+        assert left_out(static, ratio) <= limit
+        assert left_out(static, (count - 1) / len(static)) > limit
+    if ratio == least:
+        assert least >= most or left_out(static, least) <= limit or round(least * len(static)) < len(static)
+
+
+@given(STATIC, SHARES, SHARES)
+def test_what_is_left_out_falls_with_the_ratio(static: Any, one: float, other: float) -> None:
+    assert left_out(static, min(one, other)) >= left_out(static, max(one, other))
+    assert left_out(static, 1.0) < 1e-9 or float(static.sum()) == 0
+
+
+def test_concentrated_deviation_needs_fewer_tokens_than_spread_deviation() -> None:
+    rule = AutoRatio(0.05, 0.4)
+    concentrated = torch.cat([torch.full((5,), 100.0), torch.ones(95)])
+    assert rule.choose(concentrated) == 0.05
+    assert rule.choose(torch.ones(100)) == 0.6
+    assert AutoRatio(0.05, 0.4, 0.3).choose(torch.ones(100)) == 0.3
+
+
+@pytest.mark.parametrize("values", [(1.5, 0.1, 0.6), (0.1, "0.3", 0.6), (0.1, 0.1, -1)])
+def test_limits_that_are_no_shares_are_refused(values: Any) -> None:
+    with pytest.raises(InputError):
+        AutoRatio(*values)
+
+
+def test_a_profile_without_a_text_range_refuses_auto_and_says_what_to_do() -> None:
+    with pytest.raises(InputError, match="doctor --calibrate"):
+        ModelProfile().resolve(BlendSettings(ratio="auto"), 8)
+
+
+def test_a_text_range_survives_the_profiles_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    profile = ModelProfile(0.03, "static", (2,), (1.0,), text=TextRange(0.44, 0.025))
+    save_profile(profile, "0" * 32, tmp_path)
+    found = load_profile("0" * 32, tmp_path)
+    assert found == profile
+    rule = found.ratio_of(found.resolve(BlendSettings(ratio="auto"), 8))
+    assert isinstance(rule, AutoRatio)
+    assert (rule.least, rule.left_out) == (0.03, pytest.approx(0.49))
+    file = tmp_path / "cacheblend.json"
+    old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("text", "reuse")}
+    file.write_text(json.dumps(old))
+    assert load_profile("0" * 32, tmp_path) == replace(profile, text=None)  # as older profiles are
+
+
+@pytest.mark.parametrize("policy", ["static", "static-query", "hkvd"])
+def test_a_blend_at_auto_equals_the_reference_at_the_ratio_it_reports(policy: str) -> None:
+    model, scene = model_of("llama"), Scene()
+    engine = ranking_engine(model, scene)
+    engine.precompute(scene.chunks)
+    positions, static = reference_scores(model, engine, scene)
+    ranked = static.sort(descending=True).values
+    wanted = len(positions) // 3
+    limit = float(1 - ranked[:wanted].sum() / ranked.sum()) + 1e-6
+    engine.profile = replace(engine.profile, ratio=0.05, text=TextRange(limit, 0.0))
+    got, recomputed, result = blended_logits(engine, scene, BlendSettings("auto", policy))
+    assert result.ratio == pytest.approx(wanted / len(positions))
+    assert len(recomputed) == wanted
+    chosen = None
+    if policy != "hkvd":
+        attention = reference.question_attention(model, scene.header, scene.parts())[positions]
+        chosen = top(positions, static if policy == "static" else static.sqrt() * attention, result.ratio)
+        assert recomputed == chosen
+    want = reference.blend(model, scene.header, scene.parts(), result.ratio, chosen=chosen)
+    assert (got - want.logits).abs().max() < 1e-4
+    done = engine.generate(scene.prompt, SamplingParams(max_tokens=1), BlendSettings("auto", policy))
+    assert (done.ratio, done.usage.recomputed_tokens) == (result.ratio, wanted)
+
+
+def test_chunks_without_a_rank_are_blended_at_the_profiles_ratio_and_ranked_for_the_next_time() -> None:
+    model, scene = model_of("llama"), Scene()
+    engine = ranking_engine(model, scene, rank="lazy")
+    engine.precompute(scene.chunks)
+    engine.profile = replace(engine.profile, ratio=0.05, text=TextRange(0.1, 0.0))
+    auto = BlendSettings(ratio="auto")
+    first, second = (engine.generate(scene.prompt, SamplingParams(max_tokens=1), auto) for _ in range(2))
+    assert first.ratio == 0.05
+    assert second.ratio > 0.05
+    engine.rank = "off"
+    engine.rank_for(auto)
+    assert engine.rank == "now"

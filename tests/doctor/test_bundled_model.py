@@ -1,0 +1,61 @@
+"""Calibration of the bundled model from end to end, and what its profile makes of text of another kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.blending.profile import load_profile
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.doctor import calibrate_engine, collect_prompts
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.evaluation.datasets import demo_samples
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.prompt import rag_prompt
+from cacheblend_rag.retrieval.chunking import split_text
+
+pytestmark = pytest.mark.slow
+
+README = Path(__file__).parent.parent.parent / "README.md"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with TransformersEngine() as engine:
+        yield engine
+
+
+def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(engine, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    store, rank = engine.store, engine.rank
+    found, file = calibrate_engine(engine, collect_prompts(engine, None, None, 6), tmp_path)
+    assert (engine.store, engine.rank) == (store, rank)
+    assert file.parent == tmp_path
+    assert (found.verdict, found.needed) == ("not shown", 299)
+    assert found.chosen is not None
+    assert 0 < found.chosen.ratio < 0.15  # what few prompts used to end at
+    assert found.chosen.compute < 0.35
+    assert "that takes 299" in found.why
+    profile = load_profile("0" * 32, tmp_path)
+    assert profile == replace(found.profile, calibrated=profile.calibrated)
+    assert profile.text is not None
+
+    engine.profile, engine.rank = profile, "now"
+
+    def ratio(chunks: list[Chunk], question: str) -> float:
+        engine.precompute(chunks)
+        prompt = rag_prompt(engine.tokenizer, chunks, question)
+        done = engine.generate(prompt, SamplingParams(max_tokens=1), BlendSettings(ratio="auto"))
+        assert done.usage.recomputed_tokens == round(
+            done.ratio * sum(len(chunk.token_ids) for chunk in chunks[1:])
+        )  # the first chunk stands where it was computed
+        return done.ratio
+
+    own = demo_samples(engine.tokenizer, 1, 99, chunks=4, chunk_tokens=512)[0]
+    foreign = split_text(README.read_text("utf-8"), engine.tokenizer, 512)[:4]
+    of_own = ratio([make_chunk(text, engine.tokenizer) for text in own.texts], own.question)
+    of_foreign = ratio(foreign, "What is a check layer?")
+    assert profile.ratio <= of_own < of_foreign <= 0.6

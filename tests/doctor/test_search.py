@@ -1,0 +1,217 @@
+"""The rules of calibration, on made-up measurements: what is shown, what is given up, what is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.blending.calibration.measurement import Comparison
+from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.doctor.candidates import RATIOS, Candidate, LayerFinding, estimate_compute, list_candidates
+from cacheblend_rag.doctor.search import LOOK, Search, Trial
+from cacheblend_rag.doctor.standard import MIN_RESAMPLED, Result, Standard
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.intervals import share_bounds
+
+TOKENS = 4
+LOOSE = Standard(0.9, 0.95)
+
+
+def compared(wrong: int = 0, kl: float = 0.0, tokens: int = TOKENS) -> Comparison:
+    return Comparison((False,) * wrong + (True,) * (tokens - wrong), (kl,) * tokens, 0.1)
+
+
+def results(wrong: list[int]) -> list[Result]:
+    return [(str(number), compared(count)) for number, count in enumerate(wrong)]
+
+
+def test_the_prompts_that_are_needed_are_just_enough() -> None:
+    for standard in (Standard(), LOOSE, Standard(0.999, 0.9)):
+        clean = [(str(number), compared()) for number in range(standard.needed)]
+        assert standard.shown_by(clean)
+        assert not standard.shown_by(clean[1:])
+    assert Standard().needed == 299
+
+
+def test_many_tokens_or_prompts_about_the_same_chunks_are_no_more_prompts() -> None:
+    few = [(str(number % 50), compared(tokens=100)) for number in range(500)]
+    assert not Standard().shown_by(few)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, TOKENS), min_size=2, max_size=60), st.integers(0, 59))
+def test_another_disagreement_never_makes_surer(wrong: list[int], at: int) -> None:
+    at %= len(wrong)
+    before = LOOSE.bounds(results(wrong))
+    # A prompt all of whose tokens disagree, in place of one where some or none do.
+    after = LOOSE.bounds(results([*wrong[:at], TOKENS, *wrong[at + 1 :]]))
+    assert after.value <= before.value
+    assert before.low <= before.value <= before.high
+    clean = LOOSE.bounds(results([0] * len(wrong)))
+    assert before.low <= clean.low
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, TOKENS), min_size=1, max_size=40), st.integers(0, 39))
+def test_what_is_given_up_could_not_have_been_shown(wrong: list[int], seen: int) -> None:
+    seen = 1 + seen % len(wrong)
+    whole = results(wrong)
+    # The rest at its best is what `within_reach` imagines; whatever really came, it was no better.
+    best = results([*wrong[:seen], *[0] * (len(wrong) - seen)])
+    if not LOOSE.within_reach(whole[:seen], [group for group, _ in whole[seen:]]):
+        assert not LOOSE.shown_by(best)
+
+
+def test_one_prompt_that_fails_whole_weighs_more_than_as_many_tokens_of_several() -> None:
+    spread = results([1] * 4 + [0] * 96)
+    together = results([4] + [0] * 99)
+    assert LOOSE.bounds(together).value == LOOSE.bounds(spread).value
+    assert LOOSE.bounds(together).low < LOOSE.bounds(spread).low
+
+
+def test_likelihood_is_bounded_by_resampling_prompts() -> None:
+    standard = Standard(0.99, 0.95, "likelihood")
+    assert standard.needed == MIN_RESAMPLED
+    steady = [(str(n), compared(kl=0.005)) for n in range(MIN_RESAMPLED)]
+    assert standard.shown_by(steady)
+    assert not standard.shown_by(steady[1:])
+    assert standard.bounds(steady).value == pytest.approx(math.exp(-0.005))
+    # As near on average, but because of one prompt.
+    heavy = [(str(n), compared(kl=0.1 if n == 0 else 0.0)) for n in range(MIN_RESAMPLED)]
+    assert standard.supported_by(heavy)
+    assert not standard.shown_by(heavy)
+
+
+@pytest.mark.parametrize("wrong", [{"agreement": 1.0}, {"agreement": 0.2}, {"confidence": 1.0}, {"confidence": 95}])
+def test_a_standard_that_nothing_can_reach_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        Standard(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_bounds_of_a_share_hold_as_often_as_they_say() -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    below = 0
+    for _ in range(200):
+        # 60 prompts of four tokens which fail together or not at all: a true agreement of 90%.
+        fails = rng.random(60) < 0.1
+        values = [0.0 if fail else 1.0 for fail in fails for _ in range(4)]
+        below += share_bounds(values, [str(n) for n in range(60) for _ in range(4)], 0.95)[0] <= 0.9
+    assert below / 200 >= 0.92
+
+
+World = Callable[[int, Candidate], Comparison]
+
+
+def run(
+    candidates: list[Candidate], world: World, prompts: int, standard: Standard = LOOSE
+) -> tuple[Trial | None, Search]:
+    search = Search(candidates, [str(n) for n in range(prompts)], standard, world)
+    return search.run(), search
+
+
+STATIC = [Candidate("static", ratio) for ratio in RATIOS]
+
+
+def from_ratio(enough: float, kl: float = 0.0) -> World:
+    """Ratios from ``enough`` on always agree, lower ones disagree on every other prompt."""
+    return lambda number, each: compared() if each.ratio >= enough else compared(2 * (number % 2), kl)
+
+
+@pytest.mark.parametrize("enough", [0.01, 0.05, 0.18, 0.45, 0.6])
+@pytest.mark.parametrize("prompts", [3, LOOK, LOOSE.needed, 2 * LOOSE.needed])
+def test_the_cheapest_that_holds_is_chosen_however_few_the_prompts(enough: float, prompts: int) -> None:
+    chosen, search = run(STATIC, from_ratio(enough), prompts)
+    assert chosen is not None
+    assert chosen.candidate.ratio == enough
+    assert len(chosen.results) == prompts
+    assert search.enough_prompts == (prompts >= LOOSE.needed)
+
+
+def test_where_nothing_holds_nothing_is_chosen_and_little_was_measured() -> None:
+    calls = 0
+
+    def world(number: int, each: Candidate) -> Comparison:
+        nonlocal calls
+        calls += 1
+        return compared(2)
+
+    chosen, search = run(STATIC, world, 40)
+    assert chosen is None
+    assert calls == len(STATIC) * LOOK
+    assert all(trial.given_up for trial in search.trials)
+
+
+def test_full_kv_reuse_is_believed_only_where_it_is_shown() -> None:
+    everything = [Candidate("full-reuse", 0.0), *STATIC]
+    for prompts, ratio in ((LOOSE.needed - 1, RATIOS[0]), (LOOSE.needed, 0.0)):
+        chosen, _ = run(everything, lambda number, each: compared(), prompts)
+        assert chosen is not None
+        assert chosen.candidate.ratio == ratio
+
+
+def test_on_few_prompts_a_high_kl_speaks_against_what_agrees() -> None:
+    agrees_by_luck: World = lambda number, each: compared(kl=1.0 if each.ratio < 0.05 else 0.0)  # noqa: E731
+    chosen, _ = run(STATIC, agrees_by_luck, 6)
+    assert chosen is not None
+    assert chosen.candidate.ratio == 0.05
+
+
+def test_a_failure_late_in_the_prompts_moves_on_to_the_next() -> None:
+    late: World = lambda number, each: compared(4 if each.ratio < 0.05 and number >= 25 else 0)  # noqa: E731
+    chosen, search = run(STATIC, late, 40)
+    assert chosen is not None
+    assert chosen.candidate.ratio == 0.05
+    given_up = [trial for trial in search.trials if trial.given_up]
+    assert [trial.candidate.ratio for trial in given_up] == [0.01, 0.02, 0.03]
+    assert all(25 < len(trial.results) < 40 for trial in given_up)
+
+
+def test_the_rest_is_looked_at_for_a_picture() -> None:
+    _, search = run(STATIC, from_ratio(0.03), 40)
+    search.look_at_rest()
+    assert sorted(trial.candidate.ratio for trial in search.trials) == list(RATIOS)
+    assert all(len(trial.results) >= LOOK for trial in search.trials)
+
+
+def test_a_policy_that_needs_attention_is_left_out_where_there_is_none() -> None:
+    def world(number: int, each: Candidate) -> Comparison:
+        if each.policy == "static-query":
+            raise InputError("no attention")
+        return compared(4)
+
+    _, search = run([Candidate("static-query", 0.1), Candidate("static", 0.2)], world, 4)
+    assert [trial.candidate.policy for trial in search.trials] == ["static"]
+
+
+def layer(number: int, *, visible: float = 1.0, offered: bool = True) -> LayerFinding:
+    return LayerFinding(number, 0.9, 0.9, visible, offered)
+
+
+def test_candidates_come_by_what_they_compute_in_all() -> None:
+    found = list_candidates([layer(1), layer(2)], 8, 0.7, 0.01, ranked=True)
+    costs = [estimate_compute(each, 8, 0.7, 0.01) for each in found]
+    assert costs == sorted(costs)
+    assert found[0] == Candidate("full-reuse", 0.0)
+    assert {each.policy for each in found} == {"full-reuse", "static", "static-query", "hkvd"}
+    assert max(each.ratio for each in found) > 0.3
+    # The dense pass of a quarter of the layers counts: static at 18% is cheaper than hkvd at 1%.
+    at_two = BlendSchedule((2,), (1.0,))
+    assert found.index(Candidate("static", 0.18)) < found.index(Candidate("hkvd", 0.01, at_two))
+
+
+def test_a_blind_layer_is_not_offered_nor_one_for_more_tokens_than_deviate_there() -> None:
+    found = list_candidates([layer(1, offered=False), layer(2, visible=0.2)], 8, 0.7, 0.01, ranked=False)
+    hkvd = [each for each in found if each.policy == "hkvd"]
+    assert {each.schedule.check_layers for each in hkvd} == {(2,)}
+    assert max(each.ratio for each in hkvd) == 0.18
+
+
+def test_without_ranks_the_policies_that_need_them_are_left_out() -> None:
+    found = list_candidates([layer(1)], 8, 0.7, 0.01, ranked=False)
+    assert {each.policy for each in found} == {"full-reuse", "hkvd"}
