@@ -84,7 +84,9 @@ def left_out_by_count(static: torch.Tensor) -> torch.Tensor:
     # On the CPU, so that every rank adds up alike.
     ranked = static.detach().double().cpu().sort(descending=True).values
     covered = torch.cat([ranked.new_zeros(1), ranked.cumsum(0)])
-    return (1 - covered / covered[-1].clamp_min(1e-30)).clamp(0, 1)
+    if not covered[-1] > 0:
+        return torch.zeros_like(covered)  # where nothing depends on its context, nothing is left out
+    return (1 - covered / covered[-1]).clamp(0, 1)
 
 
 def left_out(static: torch.Tensor, ratio: float) -> float:

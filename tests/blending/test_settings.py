@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend_rag.blending.auto import TextRange
 from cacheblend_rag.blending.policies import POLICIES, policy
-from cacheblend_rag.blending.profile import ModelProfile, load_profile
+from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
 from cacheblend_rag.blending.settings import OPTION_NAMES, BlendSettings, ResolvedSettings
 from cacheblend_rag.errors import InputError
 
 LAYERS = st.sets(st.integers(1, 200), min_size=1, max_size=4).map(lambda layers: tuple(sorted(layers)))
 SETTINGS = st.builds(
     BlendSettings,
-    ratio=st.none() | st.floats(0, 1),
+    ratio=st.none() | st.just("auto") | st.floats(0, 1),
     policy=st.none() | st.sampled_from(sorted(POLICIES)),
     check_layers=st.none() | LAYERS,
     reuse=st.sampled_from(["chunks", "prefix", "off"]),
@@ -54,12 +55,27 @@ def test_options_survive_a_trip_through_json(settings: BlendSettings) -> None:
 
 @given(SETTINGS)
 def test_a_profile_fills_in_what_is_left_open_and_changes_nothing_else(settings: BlendSettings) -> None:
-    profile = ModelProfile(0.05, "sink", (2,), (1.0,))
+    profile = ModelProfile(0.05, "sink", (2,), (1.0,), text=TextRange(0.4, 0.1))
     resolved = profile.resolve(settings, num_layers=1000)
     for name in OPTION_NAMES:
         given = getattr(settings, name)
         assert getattr(resolved, name) == (getattr(profile, name) if given is None else given)
     assert ResolvedSettings.from_params(json.loads(json.dumps(resolved.to_params()))) == resolved
+
+
+def test_a_profile_that_says_not_to_blend_is_followed_unless_a_blend_is_asked_for() -> None:
+    profile = ModelProfile(reuse="prefix")
+    assert profile.resolve(BlendSettings(), 8).reuse == "prefix"
+    assert profile.resolve(BlendSettings(reuse="off"), 8).reuse == "off"
+    for asked in ({"ratio": 0.3}, {"policy": "sink"}, {"check_layers": (1,)}, {"reuse": "chunks"}):
+        assert profile.resolve(BlendSettings(**asked), 8).reuse == "chunks"  # type: ignore[arg-type]
+
+
+def test_a_ratio_given_to_the_engine_asks_for_a_blend(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    save_profile(ModelProfile(reuse="prefix"), "0" * 32, tmp_path)
+    assert load_profile("0" * 32, tmp_path).reuse == "prefix"
+    assert load_profile("0" * 32, tmp_path, ratio=0.2).reuse == "chunks"
 
 
 @pytest.mark.parametrize(("params", "named"), WRONG)
