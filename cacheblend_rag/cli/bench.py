@@ -178,9 +178,10 @@ def throughput(
         computed = f"{method['points'][0]['computed_tokens']:,.0f}"
         rows.append([names[name], seconds(method["idle_ttft_s"]), f"{method['requests_per_s']:.2f}", computed])
     typer.echo(table(rows))
-    others = [name for name in result["methods"] if name != "blend"]
+    others = [name for name in result["methods"] if name not in {"full", "blend"}]
     times = [f"{result[f'blend_vs_{name}']:.1f} times those of {names[name]}" for name in others]
-    typer.echo(f"\nRequests of the blend: {', '.join(times)}.")
+    full = f"{result['blend_vs_full']:.1f} times the requests of {names['full']}"
+    typer.echo(f"\nThe blend serves {', '.join([full, *times])}.")
 
 
 @bench.command()

@@ -177,3 +177,9 @@ def test_sweeps_name_a_list_they_cannot_read(run):
     result = run("bench", "batch", "--sizes", "1,x")
     assert result.exit_code == 2
     assert "--sizes" in result.stderr
+
+
+def test_figures_look_inside_the_model_and_refuse_vllm(run):
+    result = run("figures", "--engine", "vllm")
+    assert result.exit_code != 0
+    assert "--engine transformers" in result.stderr

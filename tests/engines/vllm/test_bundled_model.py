@@ -69,7 +69,6 @@ def prompts(engine: Any, corpus: list[Chunk], questions: list[str], count: int, 
 
 
 def test_answers_are_those_of_the_transformers_engine(engine, transformers_engine, corpus, questions) -> None:
-    engine.rank = "now"
     engine.precompute(corpus[:12])
     for prompt in prompts(engine, corpus[:12], questions, 6):
         for settings in (FULL, BlendSettings(ratio=1.0), BlendSettings(), BlendSettings(0.05, "static-query")):
