@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from training.export import TRAINING_COMMAND
+
 _CARD = """# The bundled demo model
 
 A small Llama trained from scratch on generated, fictional documents. It answers short questions about people,
@@ -15,14 +17,16 @@ else: it exists so that the library can be tried, tested and measured without a 
 - Prompt: `<bos>Answer from the notes.\\n\\n{{chunk}}\\n\\n{{chunk}}\\n\\nQuestion: {{question}}\\nAnswer:`, with as
   many chunks as fit; answer: ` {{answer}}<eos>`. The chat template renders a system and a user message to the
   same text. A two-hop answer names the entity in between first.
-- Trained by `{training}` (what `make demo-model` runs): seed {seed}, {steps} steps, {tokens} tokens.{note}
+- Trained by `{training}` {origin} (what `make demo-model` runs): seed {seed}, {steps} steps and {tokens} tokens in
+  all.{note}
 - Weights: `model.safetensors`, bf16, xxh3-128 `{digest}`.
 - Licence: Apache-2.0, as the project.
 
 ## Quality
 
-Held-out names, prompts of six chunks of at most 512 tokens, exact match of the whole answer, greedy decoding; `cross`
-and `two-hop-cross` need a fact whose name stands in an earlier chunk. Written by `{command}`:
+Held-out names, prompts of six chunks of at most 512 tokens, exact match of the whole answer, greedy decoding, pooled over
+seeds, with 95% intervals for questions that share contexts. `cross` and `two-hop-cross` need a fact whose name stands in an
+earlier chunk; an `alias` question uses a nickname. "Main kinds" are the first four. Written by `{command}`:
 
 {table}
 """
@@ -40,7 +44,9 @@ def write_card(path: Path, table: str, facts: Mapping[str, str], command: str, *
     """
     text = _CARD.format(
         shape=facts["shape"],
-        training=facts["training"],
+        # Weights without an origin are older than the training's present place, and from scratch.
+        training=facts["training"] if "origin" in facts else TRAINING_COMMAND,
+        origin=facts.get("origin", "from scratch"),
         seed=facts["seed"],
         steps=facts["steps"],
         tokens=f"{int(facts['tokens']):,}",

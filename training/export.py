@@ -71,8 +71,7 @@ def export(checkpoint: Path, tokenizer_folder: Path, folder: Path) -> None:
         "format": "pt",
         "shape": f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, {shape.kv_heads} KV heads, "
         f"RoPE theta {shape.theta:g}, {sum(p.numel() for p in model.parameters()):,} parameters",
-        "training": TRAINING_COMMAND,
-        "seed": str(saved["seed"]),
+        **saved["facts"],
         "steps": str(progress["step"]),
         "tokens": str(progress["tokens"]),
     }

@@ -13,14 +13,15 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -28,7 +29,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from cacheblend_rag.engines.model_files import bundled_model_directory
 from training.batches import ALIAS_LAYER, ANSWER, BIND_LAYER, Batch, Encoder, collate, make_example
-from training.export import export, load_exported
+from training.export import TRAINING_COMMAND, export, load_exported
+from training.grow import grow
 from training.model import DemoModel, ModelShape, initialise
 from training.tokenizer import EOS, build_tokenizer, save_tokenizer
 
@@ -135,7 +137,7 @@ def learning_rate(progress: Progress, curriculum: Sequence[Stage]) -> float:
     tail = curriculum[-2:]
     if progress.stage < len(curriculum) - 2:
         return factor
-    done = progress.stage_step + (tail[0].steps if progress.stage == len(curriculum) - 1 else 0)
+    done = progress.stage_step + sum(stage.steps for stage in tail[: progress.stage - len(curriculum) + len(tail)])
     left = 1 - done / sum(stage.steps for stage in tail)
     return factor * LR_LONG * min(1.0, max(0.02, left / DECAY))
 
@@ -155,14 +157,18 @@ def _synchronise(parameters: Sequence[Tensor], extra: list[float], processes: in
 
 
 def _save(
-    path: Path, model: DemoModel, optimisers: Sequence[torch.optim.Optimizer], progress: Progress, *, seed: int
+    path: Path,
+    model: DemoModel,
+    optimisers: Sequence[torch.optim.Optimizer],
+    progress: Progress,
+    facts: Mapping[str, str],
 ) -> None:
     state = {
         "model": model.state_dict(),
         "shape": model.shape.as_dict(),
         "optimisers": [optimiser.state_dict() for optimiser in optimisers],
         "progress": vars(progress),
-        "seed": seed,
+        "facts": dict(facts),
     }
     unfinished = path.with_suffix(".tmp")
     torch.save(state, unfinished)
@@ -177,13 +183,13 @@ def _restore(path: Path, model: DemoModel, optimisers: Sequence[torch.optim.Opti
     return Progress(**saved["progress"])
 
 
-def _refine(folder: Path, model: DemoModel, steps: int) -> Progress:
-    """Take over the weights of a finished model; its last stage starts again, `steps` before its end."""
-    model.load_state_dict(load_exported(folder).state_dict())
+def _take_over(folder: Path, model: DemoModel) -> Progress:
+    """Take over the weights of a finished model, grown where `model` has more layers."""
+    model.load_state_dict(grow(load_exported(folder), model.shape.layers).state_dict())
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         before = weights.metadata()
-    done, last = int(before["steps"]), len(CURRICULUM) - 1
-    return Progress(done, last, CURRICULUM[last].steps - steps, int(before["tokens"]), started=done)
+    done = int(before["steps"])
+    return Progress(done, tokens=int(before["tokens"]), started=done)
 
 
 def _begin(options: argparse.Namespace, model: DemoModel, optimisers: Sequence[torch.optim.Optimizer]) -> Progress:
@@ -191,7 +197,17 @@ def _begin(options: argparse.Namespace, model: DemoModel, optimisers: Sequence[t
     latest = options.out / "checkpoint.pt"
     if latest.exists():
         return _restore(latest, model, optimisers)
-    return _refine(options.start_from, model, options.steps) if options.start_from else Progress()
+    return _take_over(options.start_from, model) if options.start_from else Progress()
+
+
+def _facts(options: argparse.Namespace) -> dict[str, str]:
+    """Return what the model's metadata says about how it came about."""
+    command, origin = TRAINING_COMMAND, "from scratch"
+    if options.start_from:
+        digest = xxhash.xxh3_128((options.start_from / "model.safetensors").read_bytes()).hexdigest()
+        command += f" --start-from MODEL --steps {options.steps} --rate {options.rate:g}"
+        origin = f"from the model with xxh3-128 {digest}"
+    return {"training": f"{command} --layers {options.layers}", "origin": origin, "seed": str(options.seed)}
 
 
 def run(rank: int, options: argparse.Namespace) -> None:
@@ -211,14 +227,15 @@ def run(rank: int, options: argparse.Namespace) -> None:
         torch.optim.Muon(matrices, lr=LR_MATRICES, weight_decay=0.01, momentum=0.95),
         torch.optim.AdamW(other, lr=LR_OTHER, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    latest = options.out / "checkpoint.pt"
+    latest, facts = options.out / "checkpoint.pt", _facts(options)
+    curriculum = (replace(CURRICULUM[-1], steps=options.steps),) if options.start_from else CURRICULUM
     progress = _begin(options, model, optimisers)
-    base = [LR_MATRICES, LR_OTHER]
+    base = [LR_MATRICES * options.rate, LR_OTHER * options.rate]
     log = (options.out / "train.jsonl").open("a", encoding="utf-8") if rank == 0 else None
     clock = time.monotonic()
-    while progress.stage < len(CURRICULUM):
-        stage = CURRICULUM[progress.stage]
-        factor = learning_rate(progress, CURRICULUM)
+    while progress.stage < len(curriculum):
+        stage = curriculum[progress.stage]
+        factor = learning_rate(progress, curriculum)
         for optimiser, rate in zip(optimisers, base, strict=True):
             optimiser.param_groups[0]["lr"] = rate * factor
         torch.manual_seed(options.seed * 1_000_003 + progress.step * 64 + rank)
@@ -246,8 +263,8 @@ def run(rank: int, options: argparse.Namespace) -> None:
         finished = progress.stage_step >= stage.steps
         if finished or (progress.stage_step > 40 and progress.accuracy > stage.goal):
             progress.stage, progress.stage_step, progress.accuracy = progress.stage + 1, 0, 0.0
-        if rank == 0 and (progress.step % options.save_every == 0 or progress.stage == len(CURRICULUM)):
-            _save(latest, model, optimisers, progress, seed=options.seed)
+        if rank == 0 and (progress.step % options.save_every == 0 or progress.stage == len(curriculum)):
+            _save(latest, model, optimisers, progress, facts)
     if rank == 0:
         export(latest, options.out, options.model)
     if options.processes > 1:
@@ -260,14 +277,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo-model"), help="checkpoints and log")
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER, help="where the finished model goes")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8, help="more than --start-from has: it grows")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--port", type=int, default=29517, help="local port the processes meet at")
     parser.add_argument(
         "--new-tokenizer", action="store_true", help="build a new vocabulary, keep the shipped one if not"
     )
-    parser.add_argument("--start-from", type=Path, help="refine this finished model by the last stage's batches")
+    parser.add_argument("--start-from", type=Path, help="go on from this finished model by the last stage")
     parser.add_argument("--steps", type=int, default=400, help="with --start-from: how many")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

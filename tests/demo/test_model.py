@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag.evaluation.datasets.fiction.world import sample_context
+from cacheblend_rag.evaluation.datasets.fiction.world import QUESTION_KINDS, sample_context
 from training.evaluate import METHODS, QUICK, evaluate, fingerprint, table
 from training.export import load_exported
 from training.skeletons import NATIVE
@@ -53,8 +53,8 @@ def test_greedy_generation_answers_held_out_questions(llama, tokenizer):
 
 
 def test_a_check_at_layer_2_restores_what_reuse_loses():
-    results = evaluate(MODEL_FOLDER, seed=11, contexts=6, methods=QUICK, chunk_tokens=128, unseen=False)
-    share = {name: sum(kinds["cross"]) / len(kinds["cross"]) for name, kinds in results.items()}
+    results = evaluate(MODEL_FOLDER, seeds=[11], contexts=6, methods=QUICK, chunk_tokens=128, unseen=False)
+    share = {name: sum(right for _, right in kinds["cross"]) / len(kinds["cross"]) for name, kinds in results.items()}
     assert len(results["full recompute"]["cross"]) >= 30
     assert share["full recompute"] >= 0.9
     assert share["full KV reuse"] <= share["full recompute"] - 0.3
@@ -62,13 +62,12 @@ def test_a_check_at_layer_2_restores_what_reuse_loses():
 
 
 def test_the_table_counts_every_question():
-    results = {
-        name: {"single": [True, False], "cross": [True], "two_hop": [], "two_hop_cross": [], "alias": []}
-        for name in QUICK
-    }
-    text = table(results)
+    single, cross = [("0-0", True), ("0-1", False)], [("0-1", True)]
+    text = table({name: {**{kind: [] for kind in QUESTION_KINDS}, "single": single, "cross": cross} for name in QUICK})
     assert "| questions | 2 | 1 | 0 | 0 | 0 | 3 |" in text
-    assert "| full recompute | 50.0 | 100.0 | - | - | - | 66.7 |" in text
+    # Clopper-Pearson for 1 of 2, 1 of 1 and 2 of 3.
+    shares = "50.0 (1.3-98.7) | 100.0 (2.5-100.0) | - | - | - | 66.7 (9.4-99.2) |"
+    assert f"| full recompute | {shares}" in text
     assert set(QUICK) <= set(METHODS)
 
 

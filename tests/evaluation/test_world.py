@@ -106,3 +106,12 @@ def test_sentences_are_grammatical_in_the_known_weak_spots():
         " it's ",
     ):
         assert slip not in text
+
+
+def test_no_document_is_begun_behind_the_last_chunk():
+    """With long tokens a heading does not fit where a short sentence would have."""
+    for seed in range(60):
+        context = sample_context(Random(seed), lambda text: 8 * count(text), chunks=2, chunk_tokens=800, questions=200)
+        text = "\n".join(context.chunk_texts)
+        for question in context.questions:
+            assert all(name.removeprefix("the ") in text for name in question.entities)

@@ -1,3 +1,4 @@
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -9,9 +10,11 @@ from training import train
 from training.batches import ANSWER, BIND_LAYER, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
+from training.export import load_exported
+from training.grow import grow
 from training.model import DemoModel, ModelShape, initialise
 from training.tokenizer import BOS, EOS
-from training.train import MODEL_FOLDER, Stage
+from training.train import MODEL_FOLDER, Progress, Stage
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +123,47 @@ def test_a_finished_model_is_refined_by_the_last_stages_batches(tmp_path, monkey
     assert not any(torch.equal(before[name], after[name]) for name in matrices)
     assert all(torch.allclose(before[name], after[name], atol=0.2) for name in before)
     assert int(fingerprint(tmp_path / "more" / "model")["steps"]) == int(fingerprint(finished)["steps"]) + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [6, 7, 9])
+def test_a_grown_model_computes_what_it_grew_from(layers):
+    torch.manual_seed(1)
+    finished = DemoModel(ModelShape(300, hidden=64, layers=6, heads=2, kv_heads=1, head_dim=32, mlp=64))
+    initialise(finished)
+    finished.norm.weight.uniform_(0.05, 0.2)
+    grown = grow(finished, layers)
+    ids, positions = torch.randint(3, 300, (2, 40)), torch.arange(40).expand(2, -1)
+    (before, kept), (after, kept_after) = (model(ids, positions, (BIND_LAYER,)) for model in (finished, grown))
+    assert len(grown.blocks) == layers
+    assert torch.equal(finished.logits(before), grown.logits(after))
+    assert torch.equal(kept[BIND_LAYER], kept_after[BIND_LAYER])
+
+
+@pytest.mark.parametrize("layers", [5, 10])
+def test_a_model_does_not_shrink_and_grows_behind_the_binding_layers_only(layers):
+    finished = DemoModel(ModelShape(300, hidden=64, layers=6, heads=2, kv_heads=1, head_dim=32, mlp=64))
+    with pytest.raises(ValueError, match=f"at most 9 and not to {layers}"):
+        grow(finished, layers)
+
+
+def test_a_finished_model_is_trained_on_with_more_layers(tmp_path, monkeypatch):
+    run_training(tmp_path / "first", monkeypatch)
+    finished = tmp_path / "first" / "model"
+    run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "2", "--layers", "6")
+    facts = fingerprint(tmp_path / "more" / "model")
+    assert load_exported(tmp_path / "more" / "model").shape.layers == 6
+    assert int(facts["steps"]) == int(fingerprint(finished)["steps"]) + 2
+    assert fingerprint(finished)["xxh3_128"] in facts["origin"]
+    assert "--layers 6" in facts["training"]
+
+
+def test_the_learning_rate_warms_up_and_ends_near_zero():
+    stages = (Stage(((1, 36, 4),), 100),)
+    rates = [train.learning_rate(Progress(step=step, stage_step=step), stages) for step in range(100)]
+    assert rates[0] < 0.1 * max(rates)
+    assert rates[-1] < 0.1 * max(rates)
+    assert all(b <= a for a, b in pairwise(rates[50:]))
 
 
 @torch.no_grad()

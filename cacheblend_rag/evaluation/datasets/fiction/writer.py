@@ -126,6 +126,8 @@ class Writer:
         if not self.full and rng.random() < 0.3:
             named = self._introduce(entity, rng.choice(kind.openings), break_before, opens=not named)
             break_before = " "
+        if self.full:
+            return
         for position, key in enumerate(keys):
             before = break_before if position == 0 else ("\n\n" if rng.random() < paragraph_share else line_break)
             if not self._state(entity, key, before, known=named or position > 0, rename=rename):
