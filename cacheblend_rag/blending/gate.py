@@ -15,10 +15,11 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule, BlendTarget, fuse
+from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import NotRotaryError, Rope
+from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.store.kv import ChunkKV
 
 # Largest logit difference that counts as equal, as a multiple of the logits' standard deviation: kernels may sum in another

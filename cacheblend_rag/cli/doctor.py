@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,57 @@ _CALIBRATION = "Calibration"
 _LEAST_PROMPTS, _DOCUMENT_PROMPTS = 12, 40
 
 
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What to calibrate on, to which standard, and where the result goes."""
+
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='Calibrate on these prompts: JSON lines with a "question" and a list of "chunks"; without chunks they are '
+            "retrieved from --store (default: generated documents and questions of the bundled model's world).",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None
+    documents: Annotated[
+        Path | None,
+        typer.Option(
+            help="Calibrate on the text in this directory, without questions: by the KL of its own text, given chunks of it.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None
+    agreement: Annotated[
+        float,
+        typer.Option(
+            help="Least agreement with full recompute: share of the answers' tokens; with --documents exp(-KL).",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = 0.99
+    confidence: Annotated[float, typer.Option(help="With which it must be shown.", rich_help_panel=_CALIBRATION)] = 0.95
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most prompts to calibrate on (default: as many as it takes to show the agreement if no token disagrees, 299 "
+            "for 99% at 95%; with --documents 40).",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw agreement against compute into this file (.png, .svg, .pdf).", rich_help_panel=_CALIBRATION
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the profile into this model directory instead of the user's files.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None
+
+
 @app.command()
 @takes_groups
 def doctor(
@@ -37,59 +89,12 @@ def doctor(
             help="Find the policy, ratio and check layers of least compute that agree with full recompute, and keep the profile.",
         ),
     ] = False,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='Calibrate on these prompts: JSON lines with a "question" and a list of "chunks"; without chunks they are '
-            "retrieved from --store (default: generated documents and questions of the bundled model's world).",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = None,
-    documents: Annotated[
-        Path | None,
-        typer.Option(
-            help="Calibrate on the text in this directory, without questions: by the KL of its own text, given chunks of it.",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = None,
-    agreement: Annotated[
-        float,
-        typer.Option(
-            help="Least agreement with full recompute: share of the answers' tokens; with --documents exp(-KL).",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = 0.99,
-    confidence: Annotated[
-        float, typer.Option(help="With which it must be shown.", rich_help_panel=_CALIBRATION)
-    ] = 0.95,
-    count: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Most prompts to calibrate on (default: as many as it takes to show the agreement if no token disagrees, 299 "
-            "for 99% at 95%; with --documents 40).",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw agreement against compute into this file (.png, .svg, .pdf).", rich_help_panel=_CALIBRATION
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the profile into this model directory instead of the user's files.",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = None,
+    wanted: CalibrationOptions,
     as_json: options.AsJSON = False,
 ) -> None:
     """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
     if calibrate:
-        wanted = (agreement, confidence, count)
-        _calibrate(model, prompts, store, documents, wanted, plot, output, as_json)
+        _calibrate(model, store, wanted, as_json)
         return
     with open_engine(model) as engine:
         from cacheblend_rag.doctor.diagnose import diagnose
@@ -99,29 +104,20 @@ def doctor(
     print_json(diagnosis.as_json()) if as_json else _print_diagnosis(diagnosis)
 
 
-def _calibrate(
-    model: ModelOptions,
-    prompts: Path | None,
-    store: Path | None,
-    documents: Path | None,
-    wanted: tuple[float, float, int | None],
-    plot: Path | None,
-    output: Path | None,
-    as_json: bool,
-) -> None:
+def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptions, as_json: bool) -> None:
     from cacheblend_rag.doctor import calibrate_engine, collect_prompts
     from cacheblend_rag.doctor.plot import check_plot_name, plot_calibration
     from cacheblend_rag.doctor.standard import Standard
 
-    agreement, confidence, count = wanted
-    standard = Standard(agreement, confidence, "tokens" if documents is None else "likelihood")
+    documents, plot = wanted.documents, wanted.plot
+    standard = Standard(wanted.agreement, wanted.confidence, "tokens" if documents is None else "likelihood")
     if plot is not None:
         check_plot_name(plot)
-    count = count or (max(_LEAST_PROMPTS, standard.needed) if documents is None else _DOCUMENT_PROMPTS)
+    count = wanted.count or (max(_LEAST_PROMPTS, standard.needed) if documents is None else _DOCUMENT_PROMPTS)
     with open_engine(model) as engine, status("Calibrating") as say:
         say("prompts")
-        collected = collect_prompts(engine, prompts, store, count, documents)
-        found, file = calibrate_engine(engine, collected, output, say, standard, everything=plot is not None)
+        collected = collect_prompts(engine, wanted.prompts, store, count, documents)
+        found, file = calibrate_engine(engine, collected, wanted.output, say, standard, everything=plot is not None)
     if plot is not None:
         plot_calibration(found, plot)
     print_json({**found.as_json(), "file": str(file)}) if as_json else _print_calibration(found, file)

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule, BlendTarget, fuse_stepwise, kv_deviation
+from cacheblend_rag.blending.fusor import BlendSchedule, fuse_stepwise, kv_deviation
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
@@ -18,6 +18,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import static_deviation
+from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 

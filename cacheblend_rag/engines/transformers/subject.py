@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend_rag.blending.fusor import BlendTarget
 from cacheblend_rag.blending.rope import Rope, detect_rope
+from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
 from cacheblend_rag.store.kv import ChunkKV
 

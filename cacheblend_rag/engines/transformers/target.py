@@ -154,7 +154,7 @@ class ModelRunner:
 
 
 class TransformersTarget:
-    """One prompt being blended on a :class:`ModelRunner`; a :class:`~cacheblend_rag.blending.fusor.BlendTarget`.
+    """One prompt being blended on a :class:`ModelRunner`; a :class:`~cacheblend_rag.blending.target.BlendTarget`.
 
     Attributes:
         logits: Logits ``[vocab]`` of the prompt's last token, after the sparse pass.
@@ -170,13 +170,13 @@ class TransformersTarget:
         self.logits: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
-        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         self.cache.write(layer, kv, positions)
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
-        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         result = self._runner.scatter(self._ids[positions], positions, self.cache, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
@@ -187,7 +187,7 @@ class TransformersTarget:
     def attention(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
     ) -> Generator[float, None, torch.Tensor]:
-        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`.
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`.
 
         Raises:
             InputError: The model runs eager attention of its own, which cannot be watched.

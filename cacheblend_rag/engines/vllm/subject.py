@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.fusor import BlendTarget
 from cacheblend_rag.blending.rope import Rope, detect_rope
+from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.target import PagedTarget
 from cacheblend_rag.store.kv import ChunkKV

@@ -30,7 +30,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 class PagedTarget:
-    """One prompt being blended into its blocks; a :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
+    """One prompt being blended into its blocks; a :class:`~cacheblend_rag.blending.target.BlendTarget`."""
 
     def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], block_ids: Sequence[int]):
         """Fill ``block_ids`` with the KV of ``token_ids``."""
@@ -41,7 +41,7 @@ class PagedTarget:
         self.hidden: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
-        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         slots = self._slots.get(len(positions))  # the exact part alone, or all: the same positions in every layer
         if slots is None:
             slots = self._slots[len(positions)] = self._paged.slots(self._blocks, positions).to(self.device)
@@ -50,7 +50,7 @@ class PagedTarget:
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
-        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         result = self._paged.forward(self._ids[positions], positions, self._blocks, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
@@ -60,7 +60,7 @@ class PagedTarget:
     def attention(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
     ) -> Generator[float, None, torch.Tensor]:
-        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`. Nothing is written: positions without blocks may be run."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`. Nothing is written: positions without blocks may be run."""
         watched = WatchedPass(self._paged, self._ids, self._blocks, before_layer, int(positions[watch_from]))
         for segment in self.segments(positions):
             watched.run(segment)
@@ -68,7 +68,7 @@ class PagedTarget:
         return watched.mean
 
     def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         return self._paged.segments(positions)
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
@@ -76,5 +76,5 @@ class PagedTarget:
         return sum_over_ranks(deviation)
 
     def agree(self, ok: bool) -> bool:
-        """See :class:`~cacheblend_rag.blending.fusor.BlendTarget`."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         return all_ranks(ok)
