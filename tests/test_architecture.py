@@ -111,7 +111,13 @@ def named_paths(document: Path) -> set[str]:
     folders = re.findall(r"`([\w./]+/)`", text)
     links = re.findall(r"\]\(([^)#:]+)\)", text)
     modules = re.findall(r"python -m ((?:cacheblend_rag|training)(?:\.\w+)*)", text)
-    return {*files, *folders, *links, *(f"{module.replace('.', '/')}.py" for module in modules if "." in module)}
+    return {*files, *folders, *links, *(program_file(module) for module in modules if "." in module)}
+
+
+def program_file(module: str) -> str:
+    """Return what `python -m` runs: a module, or the main file of a package."""
+    path = module.replace(".", "/")
+    return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
 
 @pytest.mark.parametrize("document", dict.fromkeys(DOCUMENTS), ids=lambda document: document.name)

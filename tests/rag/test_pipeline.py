@@ -166,7 +166,14 @@ def test_an_answer_has_sources_usage_and_the_documented_json(pipeline: RagPipeli
     assert list(shown) == ["answer", "sources", "mode", "reason", "policy", "ratio", "usage", "timings", "notes"]
     assert set(shown["sources"][0]) == {"id", "path", "score", "text"}
     assert set(shown["usage"]) == {
-        *("prompt_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens", "completion_tokens")
+        *(
+            "prompt_tokens",
+            "reused_tokens",
+            "recomputed_tokens",
+            "computed_tokens",
+            "completion_tokens",
+            "selection_tokens",
+        )
     }
     assert set(shown["timings"]) == {"retrieve_s", "load_s", "ttft_s", "total_s"}
 
