@@ -55,14 +55,26 @@ def read_speeds(files: list[Path]) -> list[tuple[str, float | None, str, float]]
     return [(*key, median(values)) for key, values in found.items()]
 
 
-def point(axes: Any, x: float, found: dict[str, Any], policy: str, ratio: float | None, marker: str) -> None:
-    """One method, with the interval of its agreement."""
+def point(
+    axes: Any, x: float, found: dict[str, Any], policy: str, ratio: float | None, marker: str, bars: bool
+) -> None:
+    """One method: its colour says the policy, the number at it the ratio; bars are the interval of its agreement."""
     share = 100 * found["agreement_with_full"]
-    low, high = found["intervals_95"]["agreement_with_full"] or (share / 100, share / 100)
-    bars = [[share - 100 * low], [100 * high - share]]
-    axes.errorbar([x], [share], bars, fmt=marker, color=COLOURS.get(policy, "#444444"), capsize=2, elinewidth=1)
-    label = NAMES.get(policy, policy) + (f" {ratio:.0%}" if ratio is not None else "")
-    axes.annotate(label, (x, share), xytext=(5, -11), textcoords="offset points", fontsize=7)
+    limits = found["intervals_95"]["agreement_with_full"] if bars else None
+    low, high = limits or (share / 100, share / 100)
+    spread = [[max(0, share - 100 * low)], [max(0, 100 * high - share)]]
+    axes.errorbar([x], [share], spread, fmt=marker, color=COLOURS[policy], capsize=2, elinewidth=1, zorder=3)
+    if ratio is not None:
+        axes.annotate(f"{ratio:.0%}", (x, share), xytext=(0, 7), textcoords="offset points", fontsize=7.5, ha="center")
+
+
+def name_colours(axes: Any, policies: list[str]) -> None:
+    """A legend of policies, and of engines by marker."""
+    for policy in dict.fromkeys(policies):
+        axes.plot([], [], "o", color=COLOURS[policy], label=NAMES.get(policy, policy))
+    for engine, marker in ENGINES.items():
+        axes.plot([], [], marker, color="none", markeredgecolor="#444444", label=f"{engine} engine (right)")
+    axes.legend(loc="center left", bbox_to_anchor=(0.02, 0.4))
 
 
 def main() -> None:
@@ -74,15 +86,22 @@ def main() -> None:
     methods = summarize([row for file in options.answers for row in read_rows(file)])["methods"]
     known = {parts_of(name): found for name, found in methods.items()}
     with figure(9.6, 4.2, columns=2) as (made, (left, right)):
+        left.set_xscale("log")
+        right.set_xscale("log")
         for (policy, ratio), found in known.items():
-            point(left, 100 * found["compute_share"], found, policy, ratio, "o")
+            point(left, 100 * found["compute_share"], found, policy, ratio, "o", policy != "full")
         for policy, ratio, engine, speed in read_speeds(options.ttft):
             if (policy, ratio) in known:
-                point(right, speed, known[policy, ratio], policy, ratio, ENGINES[engine])
-        left.set(xscale="log", xlabel="all compute, % of a full prefill", ylabel="answers as full recompute's, %")
-        right.set(xscale="log", xlabel="first token sooner than full recompute, times")
+                point(right, speed, known[policy, ratio], policy, ratio, ENGINES[engine], False)
+        name_colours(right, [policy for policy, _ in known])
+        for axes, ticks in ((left, (1, 2, 5, 10, 20, 50, 100)), (right, (1, 2, 5, 10, 20, 40))):
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.minorticks_off()
+            axes.set_ylim(48, 104)
+        left.set(xlabel="all compute, % of a full prefill", ylabel="answers as full recompute's, %")
+        right.set(xlabel="first token sooner than full recompute, times")
         left.set_title("What it costs")
-        right.set_title("What it buys (circles: transformers, squares: vLLM)")
+        right.set_title("What it buys")
         made.savefig(options.out)
 
 
