@@ -184,6 +184,7 @@ def test_alibi_by_distance_alone_is_blended_and_ratio_1_equals_the_full_prefill(
     assert (got - want).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_BLENDED)
 def test_what_cannot_be_blended_is_an_ordinary_prefill_with_one_clear_warning(name: str) -> None:
     config, reason = NOT_BLENDED[name]

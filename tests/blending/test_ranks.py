@@ -19,6 +19,8 @@ from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 
 

@@ -52,6 +52,7 @@ def test_on_a_cpu_the_kv_cache_is_as_large_as_the_model_needs_and_no_larger_than
     assert args.kv_cache_memory_bytes == 100 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "options", "expected"),
     [
@@ -69,6 +70,7 @@ def test_who_says_how_large_the_kv_cache_is_gets_that(
     assert args.kv_cache_memory_bytes == expected
 
 
+@pytest.mark.slow
 def test_the_environments_size_of_the_kv_cache_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     assert parsed(tmp_path)[0].kv_cache_memory_bytes is None
