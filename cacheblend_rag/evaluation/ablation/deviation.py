@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy, highest
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.evaluation.ablation.tally import Tally
+from cacheblend_rag.evaluation.ablation.tally import Comparisons
 from cacheblend_rag.evaluation.inspector import PromptInspector
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
@@ -41,17 +40,16 @@ def ablate_deviation(
     ratios: Sequence[float] = RATIOS,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Return ``{"kl": {variant: {ratio: ...}}, "agreement": ...}``, each as :meth:`Tally.means` gives it.
+    """Return what :meth:`Comparisons.means` gives.
 
-    ``none`` is full KV reuse, ``oracle`` knows all layers. KL in nats and agreement in shares, of the answer's first tokens
-    against full recompute.
+    ``none`` is full KV reuse, ``oracle`` knows all layers.
 
     Raises:
         ModelError: The model is not blended.
     """
     if engine.rope is None or not engine.gate.passed:
         raise ModelError(f"This model is not blended, so there is nothing to measure: {engine.gate.reason}.")
-    kl, agreement = Tally(), Tally()
+    compared = Comparisons()
     schedule = BlendSchedule((check_layer,), (1.0,))
     end = getattr(engine.tokenizer, "eos_token_id", None)
     for number, prompt in enumerate(prompts, 1):
@@ -74,7 +72,5 @@ def ablate_deviation(
                 ("random", headed, policy("random"), ratio),
             ]
         for name, measurement, chosen, ratio in runs:
-            found = measurement.compare(chosen, ratio, schedule)
-            kl.note(name, ratio, fmean(found.kl))
-            agreement.note(name, ratio, fmean(found.agrees))
-    return {"kl": kl.means("kl", BASE), "agreement": agreement.means("agreement", BASE)}
+            compared.note(name, ratio, measurement.compare(chosen, ratio, schedule))
+    return compared.means(BASE)

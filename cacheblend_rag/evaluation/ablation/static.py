@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -18,7 +17,7 @@ from cacheblend_rag.blending.static import Distances, probe_ids, static_parts
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.ablation.deviation import RATIOS
-from cacheblend_rag.evaluation.ablation.tally import Tally
+from cacheblend_rag.evaluation.ablation.tally import Comparisons
 from cacheblend_rag.evaluation.inspector import PromptInspector
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -103,16 +102,16 @@ def ablate_static(
     ratios: Sequence[float] = RATIOS,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Return ``{"kl": {variant: {ratio: ...}}, "agreement": ...}``, each as :meth:`Tally.means` gives it.
+    """Return what :meth:`Comparisons.means` gives.
 
-    ``none`` is full KV reuse. KL in nats and agreement in shares, of the answer's first tokens against full recompute.
+    ``none`` is full KV reuse.
 
     Raises:
         ModelError: The model is not blended, or its attention cannot be watched.
     """
     if engine.rope is None or not engine.gate.passed:
         raise ModelError(f"This model is not blended, so there is nothing to measure: {engine.gate.reason}.")
-    kl, agreement = Tally(), Tally()
+    compared = Comparisons()
     end = getattr(engine.tokenizer, "eos_token_id", None)
     check = BlendSchedule((check_layer,), (1.0,))
     for number, prompt in enumerate(prompts):
@@ -125,10 +124,8 @@ def ablate_static(
         chosen = _variants(known) | {"random": policy("random"), "hkvd (with its dense pass)": policy("hkvd")}
         runs += [(name, ratio, selection) for name, selection in chosen.items() for ratio in ratios]
         for name, ratio, selection in runs:
-            found = measurement.compare(selection, ratio, check)
-            kl.note(name, ratio, fmean(found.kl))
-            agreement.note(name, ratio, fmean(found.agrees))
-    return {"kl": kl.means("kl", BASE), "agreement": agreement.means("agreement", BASE)}
+            compared.note(name, ratio, measurement.compare(selection, ratio, check))
+    return compared.means(BASE)
 
 
 def _variants(known: _Known) -> dict[str, SelectionPolicy]:

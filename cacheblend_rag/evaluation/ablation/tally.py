@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from cacheblend_rag.blending.calibration.measurement import Comparison
 from cacheblend_rag.evaluation.intervals import mean_interval
 
 
@@ -38,6 +40,23 @@ class Tally:
                     row["less_low"], row["less_high"] = _interval(less)
                 table.setdefault(name, {})[f"{ratio:g}"] = row
         return table
+
+
+class Comparisons:
+    """KL, in nats, and agreement, in shares, of the answer's first tokens against full recompute."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._kl, self._agreement = Tally(), Tally()
+
+    def note(self, name: str, ratio: float, found: Comparison) -> None:
+        """Add a prompt's blend."""
+        self._kl.note(name, ratio, fmean(found.kl))
+        self._agreement.note(name, ratio, fmean(found.agrees))
+
+    def means(self, against: str) -> dict[str, Any]:
+        """Return ``{"kl": {variant: {ratio: ...}}, "agreement": ...}``, each as :meth:`Tally.means` gives it."""
+        return {"kl": self._kl.means("kl", against), "agreement": self._agreement.means("agreement", against)}
 
 
 def _interval(values: list[float]) -> tuple[float, float] | tuple[None, None]:
