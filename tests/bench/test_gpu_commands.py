@@ -1,0 +1,88 @@
+"""What `make bench-gpu` runs, and what `benchmarks/predict.py` counts, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from benchmarks import gpu, predict
+from cacheblend_rag.cli import app
+from tests.device import simulated
+
+ROOT = Path(__file__).parents[2]
+EVERY = {name: one for engine in ("transformers", "vllm") for name, one in gpu.measurements(engine).items()}
+
+
+@pytest.mark.parametrize("name", [name for name, one in EVERY.items() if one.arguments[0] == "-m"])
+def test_the_command_line_accepts_every_gpu_measurement(name: str) -> None:
+    command, arguments = typer.main.get_command(app), list(EVERY[name].arguments[2:])
+    while hasattr(command, "commands"):
+        command = command.commands[arguments.pop(0)]
+    with command.make_context(name, arguments) as context:
+        assert context.params["as_json"]
+
+
+def test_a_result_says_by_which_command_it_was_measured(tmp_path: Path) -> None:
+    one = gpu.Measurement(("-c", "print('{\"ttft_s\": 1}')"))
+    assert gpu.measure(one, tmp_path / "found.json") is None
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found == {"command": f"python {' '.join(one.arguments)}", "ttft_s": 1}
+
+
+def test_a_measurement_that_fails_leaves_no_result(tmp_path: Path) -> None:
+    for code, why in (("raise SystemExit(3)", "exit status 3"), ("print('Not JSON')", "no JSON")):
+        assert gpu.measure(gpu.Measurement(("-c", code)), tmp_path / "found.json") == why
+    forever = gpu.Measurement(("-c", "import time; time.sleep(60)"), needs_s=0)
+    assert gpu.measure(forever, tmp_path / "found.json") == "not done after 0 s"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_goes_on_where_the_one_before_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(one: gpu.Measurement, file: Path) -> None:
+        measured.append(file.stem)
+        file.write_text("{}", encoding="utf-8")
+
+    monkeypatch.setattr(gpu, "gpu_name", lambda: "h200")
+    monkeypatch.setattr(gpu, "measure", measure)
+    names = list(EVERY)[:3]
+    for argv in (["--within", "0"], ["--only", names[0]], ["--only", *names], ["--only", *names]):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path), *argv])
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        assert ended.value.code == (argv[0] == "--within")
+    assert measured == [f"{name}-h200" for name in names]
+
+
+def test_a_product_is_one_launch_a_view_none_and_a_number_read_back_waits() -> None:
+    with simulated.usable(), torch.inference_mode():
+        x = torch.randn(4, 4, device=simulated.NAME)
+        with predict.Counter() as counter:
+            (x @ x).T[1:].unflatten(0, (3, 1))
+        assert (counter.launches, counter.synchronisations) == (1, 0)
+        with predict.Counter() as counter:
+            (x.sum() + 1).item()
+        assert (counter.launches, counter.synchronisations) == (3, 1)
+
+
+def test_predicted_work_follows_the_shape() -> None:
+    shape = predict.Shape.of("llama-3.1-8b")
+    assert 7.9e9 < shape.layers * shape.layer_weights + 2 * shape.other_weights < 8.1e9  # as its name says
+    flops, moved = shape.a_pass(1, 0, shape.layers, True)
+    assert flops == pytest.approx(2 * (shape.layers * shape.layer_weights + shape.other_weights))
+    assert moved == pytest.approx(flops, rel=0.01)  # one token: each weight, two bytes, is read for two FLOPs
+
+
+@pytest.mark.slow
+def test_a_profile_names_the_operators_of_both_ways() -> None:
+    run = [sys.executable, "benchmarks/profile_blend.py", "--random-weights", "llama:2x256", "--chunks", "2", "--json"]
+    found = json.loads(subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    assert set(found["methods"]) == {"full", "blend"}
+    assert all("mm" in " ".join(one["name"] for one in m["slowest"]) for m in found["methods"].values())
