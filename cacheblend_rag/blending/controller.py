@@ -117,7 +117,11 @@ def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str 
     """
     for tier in sorted(prices, key=lambda name: prices[name]):
         moved = Load(
-            [Located(s.tokens, s.nbytes, tier, s.exact) for s in load.spans], load.forced, load.least, load.most, load.dense
+            [Located(s.tokens, s.nbytes, tier, s.exact) for s in load.spans],
+            load.forced,
+            load.least,
+            load.most,
+            load.dense,
         )
         arm = _Arm(moved, costs, (True,) * len(moved.spans))
         if arm.load_s <= arm.compute_s(load.least):

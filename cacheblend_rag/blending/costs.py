@@ -1,17 +1,23 @@
 """What loading and computing cost on this machine, as the loading controller reckons with it (paper section 5).
 
-Measured once by ``cacheblend store calibrate``, then kept current by what real prompts take. Pure numbers: nothing here reads
-a clock or a disk.
+Measured by ``cacheblend store calibrate`` and kept among the user's files, named by model and device; while an engine runs, what
+real prompts take keeps them current.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil, isfinite
+from pathlib import Path
 from typing import Any, Self
 
+from cacheblend_rag.blending.profile import user_file, write_json
 from cacheblend_rag.errors import InputError
+
+_log = logging.getLogger(__name__)
 
 _WEIGHT = 0.2
 """Of the newest observation in the exponentially weighted average: some ten prompts decide."""
@@ -124,7 +130,32 @@ class Costs:
             tiers = {str(name): TierCost(**tier) for name, tier in data["tiers"].items()}
             return cls(int(data["layers"]), ComputeCost(**data["compute"]), tiers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"These are no measured costs ({error!r}); run `cacheblend store calibrate` anew.") from error
+            raise InputError(
+                f"These are no measured costs ({error!r}); run `cacheblend store calibrate` anew."
+            ) from error
+
+
+def save_costs(costs: Costs, digest: str, device: str) -> Path:
+    """Write the costs of a model on a device among the user's files; return the file."""
+    file = _file(digest, device)
+    write_json(file, costs.to_json())
+    return file
+
+
+def load_costs(digest: str, device: str) -> Costs | None:
+    """Return the costs of a model on a device; None if they were never measured, or cannot be read."""
+    file = _file(digest, device)
+    try:
+        return Costs.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, InputError) as error:
+        _log.warning("The costs in %s cannot be used: %s", file, error)
+        return None
+
+
+def _file(digest: str, device: str) -> Path:
+    return user_file("costs", f"{digest}-{device.replace(':', '-')}")
 
 
 def _drift(seconds: float, expected: float) -> float:

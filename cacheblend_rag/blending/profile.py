@@ -104,7 +104,7 @@ def load_profile(digest: str, model_directory: Path | None = None, ratio: float 
 
 
 def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
-    candidates = [_user_file(digest)]
+    candidates = [user_file("profiles", digest)]
     if model_directory is not None:
         candidates.append(model_directory / _FILE)
     for file in candidates:
@@ -127,17 +127,23 @@ def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
 
 def save_profile(profile: ModelProfile, digest: str, model_directory: Path | None = None) -> Path:
     """Write a profile among the user's files, or into ``model_directory``; return the file."""
-    file = _user_file(digest) if model_directory is None else model_directory / _FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    file = user_file("profiles", digest) if model_directory is None else model_directory / _FILE
     data = asdict(profile)
     del data["origin"]
-    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    write_json(file, data)
     return file
 
 
-def _user_file(digest: str) -> Path:
+def user_file(kind: str, name: str) -> Path:
+    """Return where a JSON file of a kind lies among the user's files: in CACHEBLEND_HOME, else where the system keeps them."""
     home = os.environ.get("CACHEBLEND_HOME")
     root = Path(home) if home else user_data_path("cacheblend")
-    return root / "profiles" / f"{digest}.json"
+    return root / kind / f"{name}.json"
+
+
+def write_json(file: Path, data: dict[str, Any]) -> None:
+    """Write a file of the user's whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(file)
