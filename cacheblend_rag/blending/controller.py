@@ -8,9 +8,10 @@ some of its chunks in place, or all of the prompt, is sooner than waiting for it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cacheblend_rag.blending.costs import Costs
+from cacheblend_rag.blending.plan import BlendPlan
 
 SPENT = 0.05
 """How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""
@@ -102,6 +103,34 @@ def decide(load: Load, costs: Costs) -> Decision:
     ratio = best.highest_ratio(limit)
     prefill = costs.compute.seconds(load.tokens, load.tokens)
     return Decision(best.used, ratio, best.seconds(ratio), best.load_s, best.compute_s(ratio), prefill)
+
+
+def control(plan: BlendPlan, costs: Costs, least: float, dense: float) -> tuple[BlendPlan, float]:
+    """Return the plan that is soonest, and the lowest ratio to blend it by; its reason says what was decided.
+
+    Args:
+        plan: What is stored.
+        costs: Of model and tiers, as they are now.
+        least: The lowest ratio that the model needs.
+        dense: See :class:`Load`.
+    """
+    spans = [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
+    located = [
+        Located(s.end - s.start, s.kv.nbytes * (s.end - s.start) // s.kv.num_tokens, s.kv.tier, s in plan.exact)
+        for s in spans
+    ]
+    forced = plan.num_tokens - sum(span.tokens for span in located)
+    found = decide(Load(located, forced, least, dense=dense), costs)
+    expected = f"expected in {found.seconds:.3g} s, an ordinary prefill in {found.prefill_s:.3g} s"
+    if all(found.used):
+        return replace(plan, reason=f"{plan.reason} ({expected})"), found.ratio
+    unused = [span for span, use in zip(spans, found.used, strict=True) if not use]
+    what = (
+        f"{len(unused)} of them computed in place, which is sooner than loading them"
+        if found.blends
+        else "none of it is used"
+    )
+    return plan.without(unused, f"{plan.reason}; {what} ({expected})"), found.ratio
 
 
 def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str | None:

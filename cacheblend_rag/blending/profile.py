@@ -52,17 +52,22 @@ class ModelProfile:
         if len(self.widths) != len(self.check_layers):
             raise InputError(f"A profile has {len(self.check_layers)} check layers and {len(self.widths)} widths.")
 
-    def resolve(self, settings: BlendSettings, num_layers: int) -> ResolvedSettings:
+    def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> ResolvedSettings:
         """Return ``settings`` with nothing left open.
+
+        Args:
+            settings: What a request gives.
+            num_layers: Of the model.
+            controlled: Whether there is a loading controller to choose the ratio.
 
         Raises:
             InputError: A check layer that a model of ``num_layers`` layers does not have, or a ratio of ``"auto"`` where
                 calibration has not said for which text the profile's holds.
         """
-        if settings.ratio == "auto" and self.text is None:
+        if settings.ratio == "auto" and self.text is None and not controlled:
             raise InputError(
-                "ratio is 'auto', which needs a profile that says for which text its ratio holds: run `cacheblend doctor "
-                "--calibrate` for this model, or give a number."
+                "ratio is 'auto', which needs a profile that says for which text its ratio holds, or the costs of loading and "
+                "computing: run `cacheblend doctor --calibrate` or `cacheblend store calibrate` for this model, or give a number."
             )
         asked = settings.check_layers
         if asked is not None and asked[-1] >= num_layers:
@@ -78,12 +83,15 @@ class ModelProfile:
             reuse if settings.reuse is None else settings.reuse,
         )
 
-    def ratio_of(self, settings: ResolvedSettings) -> float | AutoRatio:
-        """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known."""
+    def ratio_of(self, settings: ResolvedSettings, free: float = 0.0) -> float | AutoRatio:
+        """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known.
+
+        Where it is ``"auto"``, ``free`` is the ratio that costs no time: what the loading controller found.
+        """
         if settings.ratio != "auto":
             return settings.ratio
-        assert self.text is not None  # resolve() refuses it
-        return AutoRatio(self.ratio, self.text.most_left_out)
+        least = max(self.ratio, free)
+        return least if self.text is None else AutoRatio(least, self.text.most_left_out)
 
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
         """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
