@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cacheblend_rag.bench.controller import ControllerSettings, bench_controller
 from cacheblend_rag.bench.indexing import IndexSettings, bench_index
 from cacheblend_rag.bench.measure import drop_page_cache
 from cacheblend_rag.bench.setup import BenchModel, Workbench
@@ -11,11 +12,13 @@ from cacheblend_rag.bench.ttft import TTFTSettings, bench_ttft
 
 __all__ = [
     "BenchModel",
+    "ControllerSettings",
     "IndexSettings",
     "StreamsSettings",
     "TTFTSettings",
     "ThroughputSettings",
     "Workbench",
+    "bench_controller",
     "bench_index",
     "bench_streams",
     "bench_throughput",

@@ -55,6 +55,22 @@ def measure_disk_read(directory: Path, cold: bool) -> float | None:
         )
 
 
+def measure_disk_latency(directory: Path) -> float:
+    """Return the seconds that a read of 4 KiB takes whose page is not cached, of the files :func:`measure_disk_read` reads."""
+    with _files(directory) as files:
+        times = []
+        for file in files[:1]:
+            size = file.stat().st_size
+            for part in range(_REPEAT):
+                drop_page_cache([file])
+                with file.open("rb", buffering=0) as handle:
+                    handle.seek(part * size // (_REPEAT + 1))
+                    begin = time.perf_counter()
+                    handle.read(4096)
+                    times.append(time.perf_counter() - begin)
+        return median(times) if times else 0.0
+
+
 @contextmanager
 def _files(directory: Path) -> Iterator[list[Path]]:
     found: list[Path] = []

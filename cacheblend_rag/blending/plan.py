@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,7 @@ class BlendPlan:
         exact: Spans that form a gap-free prefix computed in exactly this context: used as they are.
         stale: Spans of chunks computed elsewhere: moved, then partly recomputed.
         missing: Chunks in the prompt without stored KV: computed in place.
+        in_place: Chunks with stored KV that are computed in place all the same, since that is sooner.
         reason: The plan in words.
         start: Positions before it hold KV already (an engine's own prefix cache).
         needs_logits: Whether the last position's logits are wanted, so that it must be computed.
@@ -71,6 +72,7 @@ class BlendPlan:
     start: int = 0
     needs_logits: bool = True
     behind: int = 0
+    in_place: tuple[Chunk, ...] = ()
 
     @property
     def exact_tokens(self) -> int:
@@ -85,6 +87,14 @@ class BlendPlan:
         )
         behind = self.behind + self.num_tokens - end
         return replace(self, num_tokens=end, exact=exact, stale=stale, start=start, needs_logits=False, behind=behind)
+
+    def without(self, unused: Collection[StoredSpan], reason: str) -> BlendPlan:
+        """Return the plan that computes the spans ``unused`` in place, although they are stored."""
+        exact, stale = (tuple(s for s in spans if s not in unused) for spans in (self.exact, self.stale))
+        if not any(span.chunk is not None for span in (*exact, *stale)):
+            exact = ()  # the header alone is not worth it
+        in_place = tuple(span.chunk for span in unused if span.chunk is not None)
+        return replace(self, exact=exact, stale=stale, reason=reason, in_place=in_place)
 
     @property
     def uses_stored_kv(self) -> bool:

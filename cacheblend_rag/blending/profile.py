@@ -52,17 +52,22 @@ class ModelProfile:
         if len(self.widths) != len(self.check_layers):
             raise InputError(f"A profile has {len(self.check_layers)} check layers and {len(self.widths)} widths.")
 
-    def resolve(self, settings: BlendSettings, num_layers: int) -> ResolvedSettings:
+    def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> ResolvedSettings:
         """Return ``settings`` with nothing left open.
+
+        Args:
+            settings: What a request gives.
+            num_layers: Of the model.
+            controlled: Whether there is a loading controller to choose the ratio.
 
         Raises:
             InputError: A check layer that a model of ``num_layers`` layers does not have, or a ratio of ``"auto"`` where
                 calibration has not said for which text the profile's holds.
         """
-        if settings.ratio == "auto" and self.text is None:
+        if settings.ratio == "auto" and self.text is None and not controlled:
             raise InputError(
-                "ratio is 'auto', which needs a profile that says for which text its ratio holds: run `cacheblend doctor "
-                "--calibrate` for this model, or give a number."
+                "ratio is 'auto', which needs a profile that says for which text its ratio holds, or the costs of loading and "
+                "computing: run `cacheblend doctor --calibrate` or `cacheblend store calibrate` for this model, or give a number."
             )
         asked = settings.check_layers
         if asked is not None and asked[-1] >= num_layers:
@@ -78,12 +83,15 @@ class ModelProfile:
             reuse if settings.reuse is None else settings.reuse,
         )
 
-    def ratio_of(self, settings: ResolvedSettings) -> float | AutoRatio:
-        """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known."""
+    def ratio_of(self, settings: ResolvedSettings, free: float = 0.0) -> float | AutoRatio:
+        """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known.
+
+        Where it is ``"auto"``, ``free`` is the ratio that costs no time: what the loading controller found.
+        """
         if settings.ratio != "auto":
             return settings.ratio
-        assert self.text is not None  # resolve() refuses it
-        return AutoRatio(self.ratio, self.text.most_left_out)
+        least = max(self.ratio, free)
+        return least if self.text is None else AutoRatio(least, self.text.most_left_out)
 
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
         """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
@@ -104,7 +112,7 @@ def load_profile(digest: str, model_directory: Path | None = None, ratio: float 
 
 
 def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
-    candidates = [_user_file(digest)]
+    candidates = [user_file("profiles", digest)]
     if model_directory is not None:
         candidates.append(model_directory / _FILE)
     for file in candidates:
@@ -127,17 +135,23 @@ def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
 
 def save_profile(profile: ModelProfile, digest: str, model_directory: Path | None = None) -> Path:
     """Write a profile among the user's files, or into ``model_directory``; return the file."""
-    file = _user_file(digest) if model_directory is None else model_directory / _FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    file = user_file("profiles", digest) if model_directory is None else model_directory / _FILE
     data = asdict(profile)
     del data["origin"]
-    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    write_json(file, data)
     return file
 
 
-def _user_file(digest: str) -> Path:
+def user_file(kind: str, name: str) -> Path:
+    """Return where a JSON file of a kind lies among the user's files: in CACHEBLEND_HOME, else where the system keeps them."""
     home = os.environ.get("CACHEBLEND_HOME")
     root = Path(home) if home else user_data_path("cacheblend")
-    return root / "profiles" / f"{digest}.json"
+    return root / kind / f"{name}.json"
+
+
+def write_json(file: Path, data: dict[str, Any]) -> None:
+    """Write a file of the user's whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(file)

@@ -153,7 +153,7 @@ def _print_diagnosis(found: Diagnosis) -> None:
     lines += [(name, f"{rate / 1e9:.1f} GB/s") for name, rate in found.bandwidth.items()]
     lines += [
         ("prefill", f"{tokens:,} tokens in {seconds(took)}, {1000 * took / tokens:.3f} ms a token")
-        for tokens, took in found.prefill.measured_s.items()
+        for tokens, took in found.prefill_s.items()
     ]
     if found.estimate is not None:
         cost = found.estimate

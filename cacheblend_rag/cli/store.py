@@ -10,8 +10,8 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import open_pipeline
-from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, takes_groups
+from cacheblend_rag.cli.engines import open_engine, open_pipeline
+from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds, size, status, table
 
 store = typer.Typer(
@@ -78,6 +78,26 @@ def upgrade(
     typer.echo(
         f"{report.ranked:,} of {len(chunks):,} chunks ranked, KV of {report.computed:,} computed in {seconds(report.seconds)}"
     )
+
+
+@store.command()
+@takes_groups
+def calibrate(*, directory: options.Store = None, model: ModelOptions, as_json: options.AsJSON = False) -> None:
+    """Measure what loading from the store and computing cost here, for --ratio auto. Loads the model."""
+    from cacheblend_rag.blending.costs import save_costs
+    from cacheblend_rag.doctor.costs import measure_costs
+
+    place = options.store_directory(directory)
+    with open_engine(model) as engine, status("Measuring") as say:
+        costs = measure_costs(engine, place, say)
+        file = save_costs(costs, engine.fingerprint.digest, str(engine.device))
+    if as_json:
+        print_json({**costs.to_json(), "file": str(file)})
+        return
+    rows = [["tier", "rate", "latency"]]
+    rows += [[name, f"{t.bytes_per_s / 1e9:.2f} GB/s", seconds(t.latency_s)] for name, t in costs.tiers.items()]
+    typer.echo(table(rows))
+    typer.echo(f"\nA prefill of 1,024 tokens takes {seconds(costs.compute.seconds(1024, 1024))}. Written to {file}")
 
 
 @store.command()

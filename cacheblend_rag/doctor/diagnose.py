@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
-from cacheblend_rag.bench.measure import describe_machine, median
+from cacheblend_rag.bench.measure import describe_machine
+from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import TOLERANCE
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.doctor.costs import fit_compute, measure_prefills
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32
 
@@ -27,19 +27,6 @@ class RotationGroup:
     layers: tuple[int, ...]
     layout: str
     table: int
-
-
-@dataclass(frozen=True)
-class PrefillCost:
-    """Seconds of a prefill of n tokens: ``linear * n + quadratic * n²``, fitted to two measured lengths."""
-
-    linear: float
-    quadratic: float
-    measured_s: dict[int, float]
-
-    def seconds(self, queries: int, keys: int) -> float:
-        """Return the estimated seconds for ``queries`` tokens in a prompt of ``keys``."""
-        return self.linear * queries + self.quadratic * queries * keys
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything `doctor` prints. Bandwidths in bytes per second."""
+    """Everything `doctor` prints. Bandwidths in bytes per second; ``prefill_s`` has seconds by number of tokens."""
 
     model: str
     fingerprint: str
@@ -84,7 +71,8 @@ class Diagnosis:
     calibrated: dict[str, Any]
     kv_bytes_per_token: int | None
     bandwidth: dict[str, float]
-    prefill: PrefillCost
+    prefill_s: dict[int, float]
+    compute: ComputeCost
     estimate: Estimate | None
     machine: dict[str, Any]
 
@@ -114,7 +102,8 @@ def diagnose(
             if (rate := measure_disk_read(store, cold)) is not None:
                 bandwidth[name] = rate
     say("prefill")
-    prefill = measure_prefill(engine)
+    prefill_s = measure_prefills(engine)
+    compute = fit_compute(prefill_s)
     kv_bytes = engine.subject().full_prefill([0] * 8)[1].nbytes // 8 if blended else None
     schedule = engine.profile.schedule()
     return Diagnosis(
@@ -139,11 +128,12 @@ def diagnose(
         calibrated=engine.profile.calibrated,
         kv_bytes_per_token=kv_bytes,
         bandwidth=bandwidth,
-        prefill=prefill,
+        prefill_s=prefill_s,
+        compute=compute,
         estimate=None
         if kv_bytes is None
         else estimate(
-            prefill,
+            compute,
             engine.runner.num_layers,
             schedule if policy(engine.profile.policy).needs_deviation else None,
             engine.profile.ratio,
@@ -162,18 +152,8 @@ def rotation_groups(rope: Rope) -> list[RotationGroup]:
     return [RotationGroup(tuple(layers), layout, table) for (layout, table), layers in groups.items()]
 
 
-def measure_prefill(engine: TransformersEngine) -> PrefillCost:
-    """Time full prefills of two lengths and fit their cost."""
-    long = min(1024, engine.context_window - 1)
-    short = max(1, long // 4)
-    times = {count: _prefill_seconds(engine, count) for count in (short, long)}
-    per_token = {count: took / count for count, took in times.items()}
-    quadratic = max(0.0, (per_token[long] - per_token[short]) / (long - short)) if long > short else 0.0
-    return PrefillCost(per_token[long] - quadratic * long, quadratic, times)
-
-
 def estimate(
-    prefill: PrefillCost,
+    compute: ComputeCost,
     layers: int,
     schedule: BlendSchedule | None,
     ratio: float,
@@ -187,16 +167,7 @@ def estimate(
     if schedule is not None:
         sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
         share = sum(size * check / layers for size, check in zip(sizes, schedule.check_layers, strict=True))
-    dense = share * prefill.seconds(stale, tokens)
-    sparse = prefill.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens)
+    dense = share * compute.seconds(stale, tokens)
+    sparse = compute.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens)
     load = kv_bytes_per_token * _CHUNKS * _CHUNK_TOKENS / bandwidth
-    return Estimate(tokens, prefill.seconds(tokens, tokens), max(dense + sparse, load), load)
-
-
-def _prefill_seconds(engine: TransformersEngine, count: int) -> float:
-    times = []
-    for _ in range(3):
-        *_, last = engine.stream(TokenizedPrompt((0,) * count, ()), SamplingParams(max_tokens=1))
-        assert last.generation is not None
-        times.append(last.generation.timings.ttft_s)
-    return median(times[1:])
+    return Estimate(tokens, compute.seconds(tokens, tokens), max(dense + sparse, load), load)

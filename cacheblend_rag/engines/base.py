@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
@@ -49,6 +50,7 @@ class BlendEngine(ABC):
         store: Where the chunks' KV is kept, if this process can see it.
         device: What the model runs on; None if that is another machine's business.
         dtype: What it computes in, likewise.
+        costs: What loading and computing cost, for the loading controller; None where it was not measured.
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
     """
@@ -67,6 +69,7 @@ class BlendEngine(ABC):
     store: KVStore | None = None
     device: torch.device | None = None
     dtype: torch.dtype | None = None
+    costs: Costs | None = None
     prefix_cache_tokens: int = 0
 
     @property
@@ -131,14 +134,14 @@ class BlendEngine(ABC):
         sampling = sampling or SamplingParams()
         if sampling.json_schema is not None and not self.supports_json_schema:
             raise InputError(f"{type(self).__name__} has no guided decoding; leave json_schema out or use VLLMEngine.")
-        resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers)
+        resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers, self.costs is not None)
         tokens = self.tokenize(prompt)
         check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)
         return Request(tokens, sampling, resolved)
 
     def rank_for(self, *settings: BlendSettings) -> None:
         """Measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
-        wanted = (self.profile.resolve(each, self.num_layers) for each in settings)
+        wanted = (self.profile.resolve(each, self.num_layers, self.costs is not None) for each in settings)
         if any(
             each.reuse == "chunks" and (each.ratio == "auto" or policy(each.policy).needs_static) for each in wanted
         ):

@@ -80,6 +80,7 @@ class Generation:
         mode: ``"blend"`` if stored KV was used anywhere in the prompt, else ``"prefill"``.
         reason: Why that mode, in words.
         missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
+        in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
         policy: What chose the tokens to recompute; None for a prefill.
         ratio: Which share of the candidates it chose; None for a prefill.
         logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
@@ -93,6 +94,7 @@ class Generation:
     usage: Usage
     timings: Timings
     missing: tuple[str, ...] = ()
+    in_place: tuple[str, ...] = ()
     policy: str | None = None
     ratio: float | None = None
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blending.controller import control
+from cacheblend_rag.blending.costs import load_costs
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.loader import DamagedSpanError
@@ -98,6 +100,7 @@ class TransformersEngine(BlendEngine):
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         self.header_ids = chosen_header_ids(self.tokenizer, header)
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)
+        self.costs = load_costs(self.fingerprint.digest, str(self.device))
         self._write_back = write_back
         self.rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
         self._probe: tuple[int, ...] = ()
@@ -167,6 +170,7 @@ class TransformersEngine(BlendEngine):
                 piece = answer.push(logits)
                 if not ttft:
                     ttft = time.perf_counter() - begin
+                    self._observe(prefill)
                     if self.on_first_logits is not None:
                         self.on_first_logits(logits)
                 if piece is not None:
@@ -178,6 +182,12 @@ class TransformersEngine(BlendEngine):
         finally:
             del prefill.cache
             self._release(prefill)
+
+    def _observe(self, prefill: _Prefill) -> None:
+        """Let what a prompt took keep the controller's costs current; its first token is there, so its work is done."""
+        if self.costs is not None:
+            took = time.perf_counter() - prefill.began - prefill.load_s
+            self.costs = self.costs.computed(prefill.computed + prefill.selection, prefill.plan.num_tokens, took)
 
     def _decode(self, token: int, prefill: _Prefill) -> torch.Tensor:
         with self._lock:
@@ -211,11 +221,12 @@ class TransformersEngine(BlendEngine):
     def _prefill(self, request: Request) -> _Prefill:
         with self._lock:
             while True:
-                plan = self._plan(request)
+                began = time.perf_counter()
+                plan, free = self._controlled(request, self._plan(request))
                 if not plan.uses_stored_kv:
-                    return self._full_prefill(request.prompt, plan)
+                    return self._full_prefill(request.prompt, plan, began)
                 try:
-                    return self._blend(request, plan)
+                    return self._blend(request, plan, free, began)
                 except DamagedSpanError as error:
                     # Damaged is missing: without the entry, the next plan computes its chunk in place.
                     self.entries.delete(error.token_ids or ())
@@ -229,22 +240,32 @@ class TransformersEngine(BlendEngine):
     def _lookup(self, token_ids: Sequence[int]) -> StoredKV | None:
         return self.entries.get(token_ids, self.num_layers)
 
-    def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan) -> _Prefill:
+    def _controlled(self, request: Request, plan: BlendPlan) -> tuple[BlendPlan, float]:
+        """Let the loading controller choose what to load, and the ratio that costs no time, where the request leaves it both."""
+        settings, costs = request.settings, self.costs
+        if settings.ratio != "auto" or costs is None or not plan.uses_stored_kv:
+            return plan, 0.0
+        schedule = self.profile.schedule(settings.check_layers)
+        dense = schedule.check_layers[0] / self.num_layers if policy(settings.policy).needs_deviation else 0.0
+        return control(plan, costs, self.profile.ratio, dense)
+
+    def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan, began: float) -> _Prefill:
         # A model that failed the gate may keep something else than KV: it gets its own kind of cache.
         cache = self.runner.new_cache(len(prompt.token_ids)) if self.gate.passed else ModelsOwnCache()
         ids = torch.tensor([prompt.token_ids], device=self.runner.device)
         logits = self.runner.append(ids, cache)[0]
-        return _Prefill(plan, logits, cache, len(prompt.token_ids))
+        return _Prefill(plan, began, logits, cache, len(prompt.token_ids))
 
-    def _blend(self, request: Request, plan: BlendPlan) -> _Prefill:
+    def _blend(self, request: Request, plan: BlendPlan, free: float, began: float) -> _Prefill:
         assert self.rope is not None
         settings = request.settings
         target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids)
         schedule = self.profile.schedule(settings.check_layers)
-        result = fuse(plan, target, policy(settings.policy), self.profile.ratio_of(settings), schedule)
+        result = fuse(plan, target, policy(settings.policy), self.profile.ratio_of(settings, free), schedule)
         assert target.logits is not None
         return _Prefill(
             plan,
+            began,
             target.logits,
             target.cache,
             result.computed_tokens,
@@ -266,9 +287,10 @@ class TransformersEngine(BlendEngine):
 
 @dataclass
 class _Prefill:
-    """A prompt whose first token can be sampled; ``cache`` goes with the answer."""
+    """A prompt whose first token can be sampled; ``began`` says when its turn came, ``cache`` goes with the answer."""
 
     plan: BlendPlan
+    began: float
     logits: torch.Tensor
     cache: PositionedCache | ModelsOwnCache
     computed: int
@@ -302,6 +324,7 @@ def _generation(request: Request, prefill: _Prefill, answer: AnswerBuilder, timi
         ),
         timings=timings,
         missing=tuple(chunk.id for chunk in prefill.plan.missing),
+        in_place=tuple(chunk.id for chunk in prefill.plan.in_place),
         policy=prefill.policy,
         ratio=prefill.ratio,
         logprobs=tuple(answer.logprobs),

@@ -1,0 +1,215 @@
+"""The loading controller: which stored KV to use, and how much to recompute while the rest is loaded (paper section 5.1).
+
+Recomputing hides behind loading. So with the device given, the ratio can rise until recomputing takes as long as loading; with
+the ratio given, KV may lie on the cheapest device that loads as fast as it recomputes. And where a device is too slow, computing
+some of its chunks in place, or all of the prompt, is sooner than waiting for it. Pure functions over :class:`Costs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cacheblend_rag.blending.costs import Costs
+from cacheblend_rag.blending.plan import BlendPlan
+
+SPENT = 0.05
+"""How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""
+_BISECTIONS = 30
+
+
+@dataclass(frozen=True)
+class Located:
+    """One stored span of a prompt, and where its KV is now.
+
+    Attributes:
+        tokens: How many tokens it has.
+        nbytes: Size of their KV.
+        tier: Name of the tier it is read from.
+        exact: Whether it was computed in just this context, so that nothing of it is recomputed.
+    """
+
+    tokens: int
+    nbytes: int
+    tier: str
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """A prompt as the controller sees it.
+
+    Attributes:
+        spans: What is stored, in the prompt's order.
+        forced: Tokens without stored KV.
+        least: The lowest ratio: what the model needs for good answers.
+        most: The highest that helps.
+        dense: Share of the layers that a dense pass of all stale tokens goes through; 0 for a policy without one.
+        waiting_s: Seconds until each tier begins to read for this prompt; 0 where it is not named.
+    """
+
+    spans: Sequence[Located]
+    forced: int
+    least: float
+    most: float = 1.0
+    dense: float = 0.0
+    waiting_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt."""
+        return self.forced + sum(span.tokens for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How to serve a prompt.
+
+    Attributes:
+        used: For each span whether its stored KV is used; the others are computed in place.
+        ratio: Of the used spans that are not exact.
+        seconds: Expected time to first token.
+        load_s: Of it, what loading alone takes.
+        compute_s: What computing alone takes.
+        prefill_s: Expected time of an ordinary prefill, for comparison.
+    """
+
+    used: tuple[bool, ...]
+    ratio: float
+    seconds: float
+    load_s: float
+    compute_s: float
+    prefill_s: float
+
+    @property
+    def blends(self) -> bool:
+        """Whether any stored KV is used."""
+        return any(self.used)
+
+
+def decide(load: Load, costs: Costs) -> Decision:
+    """Return how to serve a prompt soonest; of what is about as soon, that which computes the most tokens.
+
+    Tried are: all stored KV; all but the spans whose loading costs most for what it spares, one more each time; none. Tiers
+    whose cost is not known count as free: what is loaded from them will tell.
+    """
+    arms = [_Arm(load, costs, used) for used in _choices(load, costs)]
+    soonest = min(arm.seconds(load.least) for arm in arms)
+    limit = (1 + SPENT) * soonest
+    best = max(
+        (arm for arm in arms if arm.seconds(load.least) <= limit),
+        key=lambda arm: (arm.computed(arm.highest_ratio(limit)), -arm.seconds(load.least)),
+    )
+    ratio = best.highest_ratio(limit)
+    prefill = costs.compute.seconds(load.tokens, load.tokens)
+    return Decision(best.used, ratio, best.seconds(ratio), best.load_s, best.compute_s(ratio), prefill)
+
+
+def control(plan: BlendPlan, costs: Costs, least: float, dense: float) -> tuple[BlendPlan, float]:
+    """Return the plan that is soonest, and the lowest ratio to blend it by; its reason says what was decided.
+
+    Args:
+        plan: What is stored.
+        costs: Of model and tiers, as they are now.
+        least: The lowest ratio that the model needs.
+        dense: See :class:`Load`.
+    """
+    spans = [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
+    located = [
+        Located(s.end - s.start, s.kv.nbytes * (s.end - s.start) // s.kv.num_tokens, s.kv.tier, s in plan.exact)
+        for s in spans
+    ]
+    forced = plan.num_tokens - sum(span.tokens for span in located)
+    found = decide(Load(located, forced, least, dense=dense), costs)
+    expected = f"expected in {found.seconds:.3g} s, an ordinary prefill in {found.prefill_s:.3g} s"
+    if all(found.used):
+        return replace(plan, reason=f"{plan.reason} ({expected})"), found.ratio
+    unused = [span for span, use in zip(spans, found.used, strict=True) if not use]
+    what = (
+        f"{len(unused)} of them computed in place, which is sooner than loading them"
+        if found.blends
+        else "none of it is used"
+    )
+    return plan.without(unused, f"{plan.reason}; {what} ({expected})"), found.ratio
+
+
+def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str | None:
+    """Return the cheapest tier that adds no delay to a blend of ``load`` at its lowest ratio, whatever tiers it names.
+
+    Args:
+        load: A typical prompt.
+        costs: Of every tier that has a price.
+        prices: For each tier what keeping a byte costs, in any unit.
+
+    Returns:
+        The tier, or None if loading takes longer than recomputing from all of them.
+    """
+    for tier in sorted(prices, key=lambda name: prices[name]):
+        moved = Load(
+            [Located(s.tokens, s.nbytes, tier, s.exact) for s in load.spans],
+            load.forced,
+            load.least,
+            load.most,
+            load.dense,
+        )
+        arm = _Arm(moved, costs, (True,) * len(moved.spans))
+        if arm.load_s <= arm.compute_s(load.least):
+            return tier
+    return None
+
+
+class _Arm:
+    """Using the stored KV of some spans, and computing the others."""
+
+    def __init__(self, load: Load, costs: Costs, used: tuple[bool, ...]):
+        self._load, self._costs, self.used = load, costs, used
+        kept = [span for span, use in zip(load.spans, used, strict=True) if use]
+        self._stale = sum(span.tokens for span in kept if not span.exact)
+        self._in_place = load.tokens - sum(span.tokens for span in kept)
+        self.load_s, self._first_s = (_load_s(kept, load, costs, layers) for layers in (costs.layers, 1))
+
+    def computed(self, ratio: float) -> float:
+        return self._in_place + ratio * self._stale
+
+    def compute_s(self, ratio: float) -> float:
+        compute, context = self._costs.compute, self._load.tokens
+        dense = self._load.dense * compute.seconds(self._in_place + self._stale, context) if 0 < ratio < 1 else 0.0
+        return dense + compute.seconds(self.computed(ratio), context)
+
+    def seconds(self, ratio: float) -> float:
+        """Layer by layer, loading and computing overlap but for the first layer's load or the last one's computation."""
+        compute = self.compute_s(ratio)
+        return max(self._first_s + compute, self.load_s + compute / self._costs.layers)
+
+    def highest_ratio(self, limit: float) -> float:
+        """Return the highest ratio allowed whose time is within ``limit``."""
+        low, high = self._load.least, max(self._load.least, self._load.most)
+        if self.seconds(high) <= limit:
+            return high
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.seconds(middle) <= limit else (low, middle)
+        return low
+
+
+def _load_s(spans: Sequence[Located], load: Load, costs: Costs, layers: int) -> float:
+    """Return the seconds until the first ``layers`` layers of ``spans`` are there; tiers are read one after the other."""
+    total, begin = 0.0, 0.0
+    for tier in {span.tier for span in spans} & set(costs.tiers):
+        there = [span for span in spans if span.tier == tier]
+        nbytes = sum(span.nbytes for span in there) * layers / costs.layers
+        total += costs.tiers[tier].seconds(nbytes, len(there) * layers)
+        begin = max(begin, load.waiting_s.get(tier, 0.0))
+    return begin + total
+
+
+def _choices(load: Load, costs: Costs) -> list[tuple[bool, ...]]:
+    """Return which spans to use: all, then one less each time, and none."""
+
+    def price(index: int) -> float:
+        span = load.spans[index]
+        spared = span.tokens * (1.0 if span.exact else 1 - load.least)
+        return _load_s([span], load, costs, costs.layers) / spared if spared else float("inf")
+
+    order = sorted(range(len(load.spans)), key=price, reverse=True)
+    return [tuple(i not in order[:dropped] for i in range(len(order))) for dropped in range(len(order) + 1)]

@@ -1,0 +1,166 @@
+"""What loading and computing cost on this machine, as the loading controller reckons with it (paper section 5).
+
+Measured by ``cacheblend store calibrate`` and kept among the user's files, named by model and device; while an engine runs, what
+real prompts take keeps them current.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import ceil, isfinite
+from pathlib import Path
+from typing import Any, Self
+
+from cacheblend_rag.blending.profile import user_file, write_json
+from cacheblend_rag.errors import InputError
+
+_log = logging.getLogger(__name__)
+
+_WEIGHT = 0.2
+"""Of the newest observation in the exponentially weighted average: some ten prompts decide."""
+_MOST_STEP = 4.0
+"""One observation counts as at most so many times slower or faster than expected: a hiccup is no new device."""
+
+
+@dataclass(frozen=True)
+class TierCost:
+    """Of reading from one tier.
+
+    Attributes:
+        latency_s: Seconds until a read's first byte.
+        bytes_per_s: Rate of all reads together from then on.
+        at_once: How many reads wait for their first byte side by side.
+
+    Raises:
+        InputError: A number that no device has.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    at_once: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what no device has."""
+        if not (self.latency_s >= 0 and isfinite(self.latency_s) and self.bytes_per_s > 0 and self.at_once >= 1):
+            raise InputError(f"{self} describes no device: latency from 0, rate above 0, at least 1 read at once.")
+
+    def seconds(self, nbytes: float, reads: int) -> float:
+        """Return the time ``reads`` reads of ``nbytes`` together take."""
+        return ceil(reads / self.at_once) * self.latency_s + nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class ComputeCost:
+    """Of a pass of some tokens of a prompt through all layers.
+
+    Attributes:
+        fixed_s: Seconds of a pass of no tokens: launching, reading the weights.
+        per_token_s: Seconds a token.
+        per_pair_s: Seconds for each of ``tokens * context`` pairs; a causal pass computes half of them, which this allows for.
+
+    Raises:
+        InputError: One is negative, or all are 0.
+    """
+
+    fixed_s: float
+    per_token_s: float
+    per_pair_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no model takes."""
+        parts = (self.fixed_s, self.per_token_s, self.per_pair_s)
+        if not all(part >= 0 and isfinite(part) for part in parts) or not any(parts[1:]):
+            raise InputError(f"{self} describes no model: a pass takes time, and none of its parts is negative.")
+
+    def seconds(self, tokens: float, context: int) -> float:
+        """Return the time of ``tokens`` tokens in a prompt of ``context``; none take none."""
+        return self.fixed_s + tokens * (self.per_token_s + self.per_pair_s * context) if tokens else 0.0
+
+    def scaled(self, factor: float) -> ComputeCost:
+        """Return the cost on a machine that takes ``factor`` times as long."""
+        return ComputeCost(self.fixed_s * factor, self.per_token_s * factor, self.per_pair_s * factor)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one model on one machine.
+
+    Attributes:
+        layers: Number of the model's layers: loading and computing overlap layer by layer.
+        compute: Of computing.
+        tiers: Of loading, by tier.
+    """
+
+    layers: int
+    compute: ComputeCost
+    tiers: Mapping[str, TierCost]
+
+    def computed(self, tokens: float, context: int, seconds: float) -> Costs:
+        """Return the costs after a pass that took ``seconds``."""
+        return replace(self, compute=self.compute.scaled(_drift(seconds, self.compute.seconds(tokens, context))))
+
+    def loaded(self, tier: str, nbytes: int, reads: int, seconds: float) -> Costs:
+        """Return the costs after reads from ``tier`` that took ``seconds``; a tier unknown so far is known from then on."""
+        known = self.tiers.get(tier)
+        if known is None:
+            if not (nbytes > 0 and seconds > 0):
+                return self
+            new = TierCost(0.0, nbytes / seconds)
+        else:
+            factor = _drift(seconds, known.seconds(nbytes, reads))
+            new = replace(known, latency_s=known.latency_s * factor, bytes_per_s=known.bytes_per_s / factor)
+        return replace(self, tiers={**self.tiers, tier: new})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; :meth:`from_json` reads it."""
+        tiers = {name: asdict(tier) for name, tier in self.tiers.items()}
+        return {"layers": self.layers, "compute": asdict(self.compute), "tiers": tiers}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the costs that :meth:`to_json` gave.
+
+        Raises:
+            InputError: They are not such data.
+        """
+        try:
+            tiers = {str(name): TierCost(**tier) for name, tier in data["tiers"].items()}
+            return cls(int(data["layers"]), ComputeCost(**data["compute"]), tiers)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(
+                f"These are no measured costs ({error!r}); run `cacheblend store calibrate` anew."
+            ) from error
+
+
+def save_costs(costs: Costs, digest: str, device: str) -> Path:
+    """Write the costs of a model on a device among the user's files; return the file."""
+    file = _file(digest, device)
+    write_json(file, costs.to_json())
+    return file
+
+
+def load_costs(digest: str, device: str) -> Costs | None:
+    """Return the costs of a model on a device; None if they were never measured, or cannot be read."""
+    file = _file(digest, device)
+    try:
+        return Costs.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, InputError) as error:
+        _log.warning("The costs in %s cannot be used: %s", file, error)
+        return None
+
+
+def _file(digest: str, device: str) -> Path:
+    return user_file("costs", f"{digest}-{device.replace(':', '-')}")
+
+
+def _drift(seconds: float, expected: float) -> float:
+    """Return by which factor to correct an expectation after one observation."""
+    if not (seconds > 0 and expected > 0):
+        return 1.0
+    seen = min(max(seconds / expected, 1 / _MOST_STEP), _MOST_STEP)
+    return (1 - _WEIGHT) + _WEIGHT * seen

@@ -1,0 +1,51 @@
+"""What the loading controller reckons with, fitted and kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, load_costs, save_costs
+from cacheblend_rag.doctor.costs import fit_compute, measure_costs
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+
+
+@pytest.mark.parametrize(
+    "cost", [ComputeCost(0.01, 1e-3, 1e-6), ComputeCost(0.0, 1e-3, 0.0), ComputeCost(0.5, 0.0, 1e-6)]
+)
+def test_a_fit_finds_the_cost_that_made_the_times(cost: ComputeCost) -> None:
+    fitted = fit_compute({n: cost.seconds(n, n) for n in (32, 256, 1024)})
+    for tokens, context in ((100, 1000), (512, 512), (32, 4096)):
+        assert fitted.seconds(tokens, context) == pytest.approx(cost.seconds(tokens, context), rel=1e-3)
+
+
+def test_a_part_that_would_be_negative_is_left_out() -> None:
+    fitted = fit_compute({32: 0.05, 256: 0.3, 1024: 0.9})  # a shorter time for each token of a longer prompt
+    assert fitted.per_pair_s == 0
+    assert fitted.seconds(256, 256) == pytest.approx(0.3, rel=0.3)
+
+
+def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    engine = engine_for(make_model(BLENDED["llama"]()), Scene())
+    found = measure_costs(engine, tmp_path)
+    assert (found.layers, set(found.tiers)) == (engine.num_layers, {"ram", "disk"})
+    assert found.compute.seconds(512, 512) > found.compute.seconds(1, 512) > 0
+    digest = engine.fingerprint.digest
+    assert load_costs(digest, "cpu") is None
+    file = save_costs(found, digest, "cpu")
+    assert load_costs(digest, "cpu") == found
+    assert load_costs(digest, "cuda:0") is None
+    file.write_text('{"layers": 3}', encoding="utf-8")
+    assert load_costs(digest, "cpu") is None  # and the log says why
+
+
+def test_costs_of_one_device_do_not_take_anothers_place(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
+    known = {
+        name: Costs(4, ComputeCost(0, rate, 0), {"ram": TierCost(0, 1)})
+        for name, rate in (("cpu", 1.0), ("cuda:1", 2.0))
+    }
+    for name, costs in known.items():
+        save_costs(costs, "abc", name)
+    assert {name: load_costs("abc", name) for name in known} == known
