@@ -127,3 +127,26 @@ def test_an_unexpected_error_says_so_without_a_traceback():
     assert "unexpected ZeroDivisionError: boom" in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_bench_controller_prints_its_worst_choice(run):
+    found = as_json(run("bench", "controller", "--json"))
+    assert found["worst_regret"] == max(point["regret"] for point in found["points"]) < 1.1
+    assert {point["model"] for point in found["points"]} == {"llama-3.1-8b", "qwen2.5-7b", "llama-3.3-70b"}
+    shown = run("bench", "controller", "--ratio", "0.05").stdout
+    assert "worst regret" in shown
+    assert "At worst the first token comes 1.0" in shown
+
+
+@pytest.mark.slow
+def test_store_calibrate_lets_auto_decide(run, model_dir, tmp_path):
+    """From nothing: index, calibrate, ask at auto; the answer says what the controller expected."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("The observatory was founded in 1911. " * 40, encoding="utf-8")
+    where = ("--store", tmp_path / "store", "--model", model_dir)
+    assert run("index", tmp_path / "docs", *where).exit_code == 0
+    costs = as_json(run("store", "calibrate", *where, "--json"))
+    assert set(costs["tiers"]) == {"ram", "disk"}
+    assert "GB/s" in run("store", "calibrate", *where).stdout
+    answer = as_json(run("ask", "When was it founded?", *where, "--ratio", "auto", "--json"))
+    assert "an ordinary prefill in" in answer["reason"]
