@@ -34,6 +34,26 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _HALF_WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
+_DEEP_YARN = {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.7}
+_MLA: dict[str, Any] = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
 BLENDED: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**_BASE),
     "llama3_rope": lambda: hf.LlamaConfig(**_BASE, rope_parameters=_LLAMA3),
@@ -48,6 +68,14 @@ BLENDED: dict[str, Any] = {
     "gemma3": lambda: hf.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=20, layer_types=_HALF_WINDOWED),
     "mixtral": lambda: hf.MixtralConfig(**_BASE, num_local_experts=4),
     "glm": lambda: hf.GlmConfig(**_BASE, head_dim=16),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(**_MLA, **_EXPERTS),
+    "deepseek_v2_yarn": lambda: hf.DeepseekV2Config(
+        **{**_MLA, "q_lora_rank": None}, **_EXPERTS, rope_parameters=_DEEP_YARN
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**_MLA, **_EXPERTS),
+    "deepseek_v3_yarn": lambda: hf.DeepseekV3Config(**_MLA, **_EXPERTS, rope_parameters=_DEEP_YARN),
+    "minicpm3": lambda: hf.MiniCPM3Config(**_MLA, dim_model_base=64, scale_depth=5.0),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(**_MLA, **{k: v for k, v in _EXPERTS.items() if k[0] != "f"}),
 }
 
 _LONGROPE = {
@@ -60,6 +88,10 @@ _LONGROPE = {
 }
 _RECURRENT: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3}
 NOT_BLENDED: dict[str, tuple[Any, str]] = {
+    "indexed attention": (
+        lambda: hf.DeepseekV32Config(**_MLA, **_EXPERTS, index_topk=16, index_head_dim=16, index_n_heads=2),
+        "indexed_attention",
+    ),
     "learned positions": (lambda: hf.GPT2Config(vocab_size=300, n_embd=64, n_layer=3, n_head=4), "rotation"),
     "alibi": (lambda: hf.BloomConfig(vocab_size=300, hidden_size=64, n_layer=3, n_head=4), "forward"),
     "length-dependent rope": (lambda: hf.Phi3Config(**_BASE, rope_parameters=_LONGROPE), "length"),

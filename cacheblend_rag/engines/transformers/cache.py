@@ -54,8 +54,13 @@ class PositionedCache:
 
     is_compileable = False
 
-    def __init__(self, num_layers: int, capacity: int):
-        """Make room for ``capacity`` tokens; a layer's memory is taken when it is first written."""
+    def __init__(self, num_layers: int, capacity: int, latent_first: bool = False):
+        """Make room for ``capacity`` tokens; a layer's memory is taken when it is first written.
+
+        With ``latent_first`` the model hands over what :class:`LayerKV` calls values before what it calls keys: the latent, then
+        the rotary key (MLA).
+        """
+        self._latent_first = latent_first
         self._k: list[torch.Tensor | None] = [None] * num_layers
         self._v: list[torch.Tensor | None] = [None] * num_layers
         self._capacity = capacity
@@ -126,8 +131,11 @@ class PositionedCache:
             v[:, :, self._positions] = value_states
         else:
             k.index_copy_(2, self._positions, key_states)
+        if self._latent_first:
+            key_states, value_states = value_states, key_states
             v.index_copy_(2, self._positions, value_states)
-        return k[:, :, : self._visible], v[:, :, : self._visible]
+        k, v = k[:, :, : self._visible], v[:, :, : self._visible]
+        return (v, k) if self._latent_first else (k, v)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens precede the running ones."""

@@ -11,7 +11,6 @@ import torch
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.ranking import Ranker
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk
@@ -110,7 +109,7 @@ def _compute(
     width = max(map(len, rows))
     # Padding stands behind each row, where causal attention never looks from: no mask is needed.
     ids = torch.tensor([row + (0,) * (width - len(row)) for row in rows], device=runner.device)
-    cache = PositionedCache(runner.num_layers, width)
+    cache = runner.new_cache(width, room=0)
     runner.append(ids, cache)
     for index, (token_ids, row) in enumerate(zip(batch, rows, strict=True)):
         start = len(header) if token_ids else 0
