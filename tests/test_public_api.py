@@ -18,8 +18,15 @@ import cacheblend_rag
 ROOT = Path(__file__).parent.parent
 PLACES = ("README.md", "docs/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure pieces that are nobody else's business: attention kernels, one engine's passes, the tables and plot of evaluations.
-_MEASURES = ("attention_blocks.py", "plot_policies.py", "pooled_quality.py", "prompt_lengths.py", "text_kinds.py")
+# Measure pieces that are nobody else's business: attention kernels, an engine's passes, a trial, tables and plots of evaluations.
+_MEASURES = (
+    "attention_blocks.py",
+    "hybrid_blend.py",
+    "plot_policies.py",
+    "pooled_quality.py",
+    "prompt_lengths.py",
+    "text_kinds.py",
+)
 INSIDERS = {ROOT / "benchmarks" / name for name in _MEASURES}
 # `python -m` names a program, not an import.
 DOTTED = re.compile(r"(?<!python -m )\bcacheblend_rag\.(\w+)\.(\w+)")

@@ -95,12 +95,6 @@ NOT_BLENDED: dict[str, tuple[Any, str]] = {
     "learned positions": (lambda: hf.GPT2Config(vocab_size=300, n_embd=64, n_layer=3, n_head=4), "rotation"),
     "alibi": (lambda: hf.BloomConfig(vocab_size=300, hidden_size=64, n_layer=3, n_head=4), "forward"),
     "length-dependent rope": (lambda: hf.Phi3Config(**_BASE, rope_parameters=_LONGROPE), "length"),
-    "linear attention": (
-        lambda: hf.Qwen3NextConfig(
-            **_BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-        ),
-        "linear_attention",
-    ),
     "mamba": (lambda: hf.MambaConfig(**_RECURRENT, state_size=8), "linear_attention"),
     "mamba2": (
         lambda: hf.Mamba2Config(**_RECURRENT, num_heads=8, head_dim=16, state_size=8, n_groups=2, chunk_size=16),
@@ -113,8 +107,39 @@ NOT_BLENDED: dict[str, tuple[Any, str]] = {
         ),
         "no keys and values",
     ),
-    "mamba and attention": (lambda: hf.JambaConfig(**_BASE, num_experts=2, mamba_d_state=8), "linear_attention"),
+    # In transformers 5.19 its scan of several tokens begins without the state behind the tokens before them.
+    "jamba": (lambda: hf.JambaConfig(**_BASE, num_experts=2, mamba_d_state=8), "linear_attention"),
     "one layer": (lambda: hf.LlamaConfig(**{**_BASE, "num_hidden_layers": 1}), "one layer"),
+}
+
+
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]
+EXACT_PREFIX: dict[str, Any] = {
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **_BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "qwen3_5": lambda: hf.Qwen3_5TextConfig(**_BASE, head_dim=16),
+    "falcon_h1": lambda: hf.FalconH1Config(**_BASE, **_MAMBA2, mamba_d_ssm=128),
+    "bamba": lambda: hf.BambaConfig(**_BASE, **_MAMBA2, attn_layer_indices=[1, 3]),
+    "granite4": lambda: hf.GraniteMoeHybridConfig(
+        **_BASE,
+        **_MAMBA2,
+        layer_types=_MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+    ),
+    "lfm2": lambda: hf.Lfm2Config(**_BASE, layer_types=[x.replace("linear_attention", "conv") for x in _MIXED]),
+    "kimi_linear": lambda: hf.KimiLinearConfig(
+        **{k: v for k, v in _MLA.items() if k != "q_lora_rank"},
+        layer_types=_MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        linear_head_dim=16,
+        linear_num_heads=4,
+    ),
 }
 
 

@@ -42,7 +42,7 @@ class ModelRunner:
         elif layer_types or not getattr(config, "use_sliding_window", True):
             self._window = None
         parameters = inspect.signature(model.forward).parameters
-        self._keeps_logits = "logits_to_keep" in parameters
+        self._keeps_logits, self._says_positions = "logits_to_keep" in parameters, "position_ids" in parameters
 
     def new_cache(self, num_tokens: int, room: int = _DECODE_ROOM) -> PositionedCache:
         """Return an empty cache for a prompt of ``num_tokens`` and ``room`` tokens of its answer."""
@@ -61,7 +61,7 @@ class ModelRunner:
             The last token's logits ``[batch, vocab]``.
         """
         if isinstance(cache, ModelsOwnCache):
-            return cache.run(self.model, ids, **self._kept(1))
+            return cache.run(self.model, ids, self._says_positions, **self._kept(1))
         return self._next(ids, cache, offset, 1)[:, -1]
 
     @torch.inference_mode()
