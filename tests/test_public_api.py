@@ -18,13 +18,14 @@ import cacheblend_rag
 ROOT = Path(__file__).parent.parent
 PLACES = ("README.md", "docs/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure pieces that are nobody else's business: attention kernels, one engine's passes, the tables and plot of evaluations.
+# Measure pieces that are nobody else's business: attention kernels, an engine's passes, a trial, tables and plots of evaluations.
 _MEASURES = (
     "attention_blocks.py",
-    "predict.py",
-    "profile_blend.py",
+    "hybrid_blend.py",
     "plot_policies.py",
     "pooled_quality.py",
+    "predict.py",
+    "profile_blend.py",
     "prompt_lengths.py",
     "text_kinds.py",
 )

@@ -131,6 +131,11 @@ def detect_rope(
     return Rope(tables, [index for index, _ in chosen], [layout for _, layout in chosen])
 
 
+def moved(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return whether two tensors of one model differ by more than the arithmetic noise of their dtype."""
+    return not _relative_error(before, after) <= _TOLERANCE[before.dtype]
+
+
 def _relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     want = want.float()
     return float((got.float() - want).norm() / want.norm().clamp_min(1e-30))

@@ -44,7 +44,8 @@ class BlendEngine(ABC):
         num_layers: Number of transformer layers.
         registry: Chunks the engine knows: references are resolved and plain text is matched against it.
         header_ids: Tokens that chunks are precomputed behind.
-        gate: What the parity gate found; a model that fails it is served by ordinary prefill.
+        gate: What the parity gate found; a model that fails it is not blended: it is served by ordinary prefill, or by prefix
+            caching where it has recurrent layers.
         profile: The blend options that a request leaves open.
         rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`).
         store: Where the chunks' KV is kept, if this process can see it.

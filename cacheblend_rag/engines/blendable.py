@@ -17,8 +17,6 @@ def why_not_blendable(config: Any) -> str | None:
     unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if unknown:
         return f"it has layers without a KV cache of ordinary attention ({', '.join(sorted(unknown))})"
-    if getattr(config, "kv_lora_rank", None):
-        return "its multi-head latent attention (MLA) keeps no per-head keys"
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             return f"its RoPE frequencies depend on the prompt's length ({rope_type})"

@@ -24,11 +24,12 @@ _READ_BLOCK = 1 << 24
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer.
+    """Keys and values of one layer, as the model caches them.
 
     Attributes:
-        k: ``[kv_heads, tokens, head_dim]``, after RoPE at the positions the entry was computed at.
-        v: ``[kv_heads, tokens, value_dim]``.
+        k: ``[kv_heads, tokens, head_dim]``, after RoPE at the positions the entry was computed at. With MLA the rotary key that
+            all heads share, ``[1, tokens, rotary_dim]``.
+        v: ``[kv_heads, tokens, value_dim]``. With MLA the latent that holds the rest, ``[1, tokens, kv_lora_rank]``.
     """
 
     k: torch.Tensor

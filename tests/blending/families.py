@@ -34,6 +34,26 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _HALF_WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
+_DEEP_YARN = {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.7}
+_MLA: dict[str, Any] = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
 BLENDED: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**_BASE),
     "llama3_rope": lambda: hf.LlamaConfig(**_BASE, rope_parameters=_LLAMA3),
@@ -48,6 +68,14 @@ BLENDED: dict[str, Any] = {
     "gemma3": lambda: hf.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=20, layer_types=_HALF_WINDOWED),
     "mixtral": lambda: hf.MixtralConfig(**_BASE, num_local_experts=4),
     "glm": lambda: hf.GlmConfig(**_BASE, head_dim=16),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(**_MLA, **_EXPERTS),
+    "deepseek_v2_yarn": lambda: hf.DeepseekV2Config(
+        **{**_MLA, "q_lora_rank": None}, **_EXPERTS, rope_parameters=_DEEP_YARN
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**_MLA, **_EXPERTS),
+    "deepseek_v3_yarn": lambda: hf.DeepseekV3Config(**_MLA, **_EXPERTS, rope_parameters=_DEEP_YARN),
+    "minicpm3": lambda: hf.MiniCPM3Config(**_MLA, dim_model_base=64, scale_depth=5.0),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(**_MLA, **{k: v for k, v in _EXPERTS.items() if k[0] != "f"}),
 }
 
 _LONGROPE = {
@@ -60,15 +88,13 @@ _LONGROPE = {
 }
 _RECURRENT: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3}
 NOT_BLENDED: dict[str, tuple[Any, str]] = {
+    "indexed attention": (
+        lambda: hf.DeepseekV32Config(**_MLA, **_EXPERTS, index_topk=16, index_head_dim=16, index_n_heads=2),
+        "indexed_attention",
+    ),
     "learned positions": (lambda: hf.GPT2Config(vocab_size=300, n_embd=64, n_layer=3, n_head=4), "rotation"),
     "alibi": (lambda: hf.BloomConfig(vocab_size=300, hidden_size=64, n_layer=3, n_head=4), "forward"),
     "length-dependent rope": (lambda: hf.Phi3Config(**_BASE, rope_parameters=_LONGROPE), "length"),
-    "linear attention": (
-        lambda: hf.Qwen3NextConfig(
-            **_BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-        ),
-        "linear_attention",
-    ),
     "mamba": (lambda: hf.MambaConfig(**_RECURRENT, state_size=8), "linear_attention"),
     "mamba2": (
         lambda: hf.Mamba2Config(**_RECURRENT, num_heads=8, head_dim=16, state_size=8, n_groups=2, chunk_size=16),
@@ -81,8 +107,39 @@ NOT_BLENDED: dict[str, tuple[Any, str]] = {
         ),
         "no keys and values",
     ),
-    "mamba and attention": (lambda: hf.JambaConfig(**_BASE, num_experts=2, mamba_d_state=8), "linear_attention"),
+    # In transformers 5.19 its scan of several tokens begins without the state behind the tokens before them.
+    "jamba": (lambda: hf.JambaConfig(**_BASE, num_experts=2, mamba_d_state=8), "linear_attention"),
     "one layer": (lambda: hf.LlamaConfig(**{**_BASE, "num_hidden_layers": 1}), "one layer"),
+}
+
+
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]
+EXACT_PREFIX: dict[str, Any] = {
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **_BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "qwen3_5": lambda: hf.Qwen3_5TextConfig(**_BASE, head_dim=16),
+    "falcon_h1": lambda: hf.FalconH1Config(**_BASE, **_MAMBA2, mamba_d_ssm=128),
+    "bamba": lambda: hf.BambaConfig(**_BASE, **_MAMBA2, attn_layer_indices=[1, 3]),
+    "granite4": lambda: hf.GraniteMoeHybridConfig(
+        **_BASE,
+        **_MAMBA2,
+        layer_types=_MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+    ),
+    "lfm2": lambda: hf.Lfm2Config(**_BASE, layer_types=[x.replace("linear_attention", "conv") for x in _MIXED]),
+    "kimi_linear": lambda: hf.KimiLinearConfig(
+        **{k: v for k, v in _MLA.items() if k != "q_lora_rank"},
+        layer_types=_MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        linear_head_dim=16,
+        linear_num_heads=4,
+    ),
 }
 
 

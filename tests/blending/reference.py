@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ class Part:
 
 @dataclass
 class _Run:
-    stale: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    stale: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     keep: torch.Tensor | None = None  # [tokens]: stale tokens still recomputed
     is_stale: torch.Tensor | None = None
     checks: dict[int, int] = field(default_factory=dict)  # layer -> how many tokens to keep
     fresh_below: int = 0
-    captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    captured: dict[int, tuple[torch.Tensor, ...]] | None = None
     weights: list[torch.Tensor] = field(default_factory=list)  # of each layer, [heads, tokens, tokens]
     deviation: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -50,12 +51,13 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     run = _active[-1]
     layer = module.layer_idx
+    cached = _cached(module, k[0], v[0])
     if run.captured is not None:
-        run.captured[layer] = (k[0].clone(), v[0].clone())
+        run.captured[layer] = tuple(x.clone() for x in (k[0], v[0], *cached))
     if run.is_stale is not None and layer >= run.fresh_below:
-        stale_k, stale_v = run.stale[layer]
+        stale_k, stale_v, *stale_cached = run.stale[layer]
         if layer in run.checks:
-            deviation = ((k[0] - stale_k) ** 2).sum((0, 2)) + ((v[0] - stale_v) ** 2).sum((0, 2))
+            deviation = sum(((a - b) ** 2).sum((0, 2)) for a, b in zip(cached, stale_cached, strict=True))
             run.deviation[layer] = deviation
             deviation = deviation.masked_fill(~run.keep, -1)
             best = sorted(range(len(deviation)), key=lambda i: (-float(deviation[i]), i))[: run.checks[layer]]
@@ -80,14 +82,30 @@ def _attention(
 AttentionInterface.register("reference_blend", _attention)
 
 
+def _cached(module: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model keeps of a layer: keys and values, or with MLA the rotary end of every head's key, and the latent."""
+    latent = getattr(module, "reference_latent", None)
+    return (k, v) if latent is None else (k[:1, :, -module.qk_rope_head_dim :], latent)
+
+
+def _keep_latent(attention: Any, _norm: Any, _inputs: Any, latent: torch.Tensor) -> None:
+    attention.reference_latent = latent.view(1, -1, latent.shape[-1])
+
+
 @contextmanager
 def _reference_attention(model: Any, run: _Run) -> Any:
     before = model.config._attn_implementation
     model.set_attn_implementation("reference_blend")
     _active.append(run)
+    hooks = []
+    for module in model.modules():
+        if (norm := getattr(module, "kv_a_layernorm", None)) is not None:
+            hooks.append(norm.register_forward_hook(partial(_keep_latent, module)))
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         _active.pop()
         model.set_attn_implementation(before)
 
@@ -119,7 +137,7 @@ def blend(
     ids = [i for part in parts for i in part.ids]
     layers = model.config.get_text_config().num_hidden_layers
     is_stale = torch.zeros(len(ids), dtype=torch.bool)
-    stale: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    stale: dict[int, list[torch.Tensor]] = {}
     start = 0
     for part in parts:
         end = start + len(part.ids)
@@ -128,13 +146,11 @@ def blend(
             run = _Run(captured={})
             with _reference_attention(model, run):
                 _forward(model, header + part.ids, start - len(header))
-            for layer, (k, v) in run.captured.items():
+            for layer, tensors in run.captured.items():
                 if layer not in stale:
-                    stale[layer] = (
-                        k.new_zeros(k.shape[0], len(ids), k.shape[2]),
-                        v.new_zeros(v.shape[0], len(ids), v.shape[2]),
-                    )
-                stale[layer][0][:, start:end], stale[layer][1][:, start:end] = k[:, len(header) :], v[:, len(header) :]
+                    stale[layer] = [x.new_zeros(x.shape[0], len(ids), x.shape[2]) for x in tensors]
+                for whole, alone in zip(stale[layer], tensors, strict=True):
+                    whole[:, start:end] = alone[:, len(header) :]
         start = end
     is_stale[-1] = False  # the last token's logits are wanted: it is always computed
     total = int(is_stale.sum())
@@ -165,7 +181,7 @@ def static_deviation(model: Any, header: list[int], probe: list[int], ids: list[
     fresh, alone = (run.captured for run in runs)
     total = torch.zeros(len(ids), dtype=torch.float64)
     for layer in range(1, len(fresh)):
-        for both in zip(fresh[layer], alone[layer], strict=True):
+        for both in zip(fresh[layer][2:], alone[layer][2:], strict=True):
             a, b = (side[:, -len(ids) :].double() for side in both)
             total += ((a - b) ** 2).sum((0, 2)) / (a**2).mean()
     return total / (len(fresh) - 1)

@@ -75,7 +75,8 @@ def test_attention_in_parts_equals_masked_attention(data: Any) -> None:
     window = data.draw(st.none() | st.integers(1, at + 5), "window")
     scale = data.draw(st.none() | st.just(0.3), "scale")
     block = data.draw(st.sampled_from([1, 2, 7, 16, None]), "block")
-    given_inputs = inputs(at, kv_heads, groups, len(positions), keys, 16)
+    query, key, value = inputs(at, kv_heads, groups, len(positions), keys, 16)
+    given_inputs = query, key, value[..., : data.draw(st.sampled_from([16, 16, 12]), "value dim")]
     where = torch.tensor(positions)
     want = masked_attention(where, *given_inputs, scale, window)
     queries = attention.Queries(where, block)
@@ -95,7 +96,7 @@ def test_joining_parts_is_as_exact_as_the_dtype(dtype: torch.dtype, tolerance: f
     assert (got - want).abs().max() < tolerance
 
 
-def test_other_devices_and_unequal_head_dims_are_masked_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_and_values_wider_than_keys_are_masked_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     where = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:90].sort().values
     query, key, value = inputs(2, 2, 2, 90, 300, 16)
     for values in (value, torch.cat([value, -value], 2)):

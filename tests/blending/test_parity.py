@@ -172,6 +172,17 @@ def test_half_precision_passes_the_gate_and_stays_near_its_own_full_prefill(dtyp
     assert (got.float() - want).abs().max() < 0.2 * want.std()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_with_mla_a_token_is_stored_as_its_latent_and_one_rotary_key(family: str) -> None:
+    model, scene = model_of(family), Scene()
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    tokens = len(scene.chunks[1].token_ids)
+    kv = engine.entries.get(scene.chunks[1].token_ids, engine.num_layers)
+    assert {kv.layer(i).k.shape for i in range(kv.num_layers)} == {(1, tokens, model.config.qk_rope_head_dim)}
+    assert {kv.layer(i).v.shape for i in range(kv.num_layers)} == {(1, tokens, model.config.kv_lora_rank)}
+
+
 def test_alibi_by_distance_alone_is_blended_and_ratio_1_equals_the_full_prefill() -> None:
     scene = Scene()
     model = make_model(transformers.MptConfig(vocab_size=300, d_model=64, n_heads=4, n_layers=5, max_seq_len=4096))

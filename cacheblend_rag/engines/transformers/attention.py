@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -76,25 +76,29 @@ class Queries:
         scale: float | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Return the attention ``[queries, heads, head_dim]``.
+        """Return the attention ``[queries, heads, value_dim]``.
 
         Args:
             query: ``[heads, queries, head_dim]``.
             key: ``[kv_heads, keys, head_dim]``; the keys reach at least to the last query's position.
-            value: Like ``key``.
+            value: ``[kv_heads, keys, value_dim]``.
             scale: Of the scores; None is ``head_dim ** -0.5``.
             window: How many keys a query sees at the most, its own included; None for all.
         """
-        kv_heads, groups = key.shape[0], query.shape[0] // key.shape[0]
+        kv_heads, groups, width = key.shape[0], query.shape[0] // key.shape[0], value.shape[2]
         query = query.view(kv_heads, groups, *query.shape[1:])
-        # The heads of a group read the same keys: a stride of 0 instead of copies.
-        key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
         if window is not None and window > self._at[-1]:
             window = None
-        if self._on_cpu and window is None and key.shape[3] == value.shape[3]:
+        in_parts = self._on_cpu and window is None and width <= key.shape[2]
+        if in_parts and width < key.shape[2]:
+            # MLA: the kernel that returns the log-sum-exp wants values as wide as keys.
+            value = pad(value, (0, key.shape[2] - width))
+        # The heads of a group read the same keys: a stride of 0 instead of copies.
+        key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
+        if in_parts:
             out = _Parts(query, key, value, scale)
             self._add(out, 0, len(self._at), 0)
-            return out.joined.to(query.dtype).flatten(1, 2)
+            return out.joined[..., :width].to(query.dtype).flatten(1, 2)
         if not self._on_cpu:  # its kernels are not known to take a stride of 0
             key, value = key.contiguous(), value.contiguous()
         return self._attend_masked(query, key, value, scale, window).flatten(1, 2)

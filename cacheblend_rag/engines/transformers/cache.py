@@ -25,22 +25,32 @@ class ModelsOwnCache:
     """Whatever state a model that is not blended keeps between tokens; it makes and updates it itself.
 
     Attributes:
-        ids: The tokens ``[batch, tokens]`` so far, for a model that hands out no state: it runs them all again for each token.
+        length: Number of tokens so far.
+        ids: These tokens ``[batch, tokens]``, for a model that hands out no state: it runs them all again for each token.
+        state: What the model handed out, by the name of the argument that takes it back.
     """
 
-    def __init__(self) -> None:
-        """Start without any."""
+    def __init__(self, length: int = 0, state: dict[str, Any] | None = None) -> None:
+        """Start without any, or with the ``state`` behind ``length`` tokens."""
+        self.length = length
         self.ids: torch.Tensor | None = None
-        self._state: dict[str, Any] = {}
+        self.state = state or {}
 
-    def run(self, model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run the next tokens ``[batch, tokens]``; return the last one's logits ``[batch, vocab]``."""
+    def run(self, model: Any, ids: torch.Tensor, says_positions: bool, **options: Any) -> torch.Tensor:
+        """Run the next tokens ``[batch, tokens]``; return the last one's logits ``[batch, vocab]``.
+
+        ``says_positions``: whether the model takes position ids. Without them some begin at 0 in every call (Bamba).
+        """
         self.ids = ids if self.ids is None else torch.cat([self.ids, ids], 1)
-        if self._state or self.ids is ids:
-            output = model(input_ids=ids, use_cache=True, **self._state, **options)
+        first = self.length
+        self.length += ids.shape[1]
+        if self.state or self.ids is ids:
+            if says_positions:
+                options["position_ids"] = torch.arange(first, self.length, device=ids.device)[None]
+            output = model(input_ids=ids, use_cache=True, **self.state, **options)
         else:
             output = model(input_ids=self.ids, use_cache=False, **options)
-        self._state = {name: output[name] for name in _STATES if output.get(name) is not None}
+        self.state = {name: output[name] for name in _STATES if output.get(name) is not None}
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
@@ -54,8 +64,13 @@ class PositionedCache:
 
     is_compileable = False
 
-    def __init__(self, num_layers: int, capacity: int):
-        """Make room for ``capacity`` tokens; a layer's memory is taken when it is first written."""
+    def __init__(self, num_layers: int, capacity: int, latent_first: bool = False):
+        """Make room for ``capacity`` tokens; a layer's memory is taken when it is first written.
+
+        With ``latent_first`` the model hands over what :class:`LayerKV` calls values before what it calls keys: the latent, then
+        the rotary key (MLA).
+        """
+        self._latent_first = latent_first
         self._k: list[torch.Tensor | None] = [None] * num_layers
         self._v: list[torch.Tensor | None] = [None] * num_layers
         self._capacity = capacity
@@ -116,6 +131,8 @@ class PositionedCache:
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh KV ``[batch, kv_heads, tokens, head_dim]`` and return all that is visible."""
+        if self._latent_first:
+            key_states, value_states = value_states, key_states
         if self._before_layer is not None:
             self._before_layer(layer_idx)
         if layer_idx == self._stop_layer:
@@ -127,7 +144,8 @@ class PositionedCache:
         else:
             k.index_copy_(2, self._positions, key_states)
             v.index_copy_(2, self._positions, value_states)
-        return k[:, :, : self._visible], v[:, :, : self._visible]
+        k, v = k[:, :, : self._visible], v[:, :, : self._visible]
+        return (v, k) if self._latent_first else (k, v)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens precede the running ones."""

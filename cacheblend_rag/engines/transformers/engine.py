@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from cacheblend_rag.engines.transformers.decoding import AnswerBuilder
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.ranking import Ranker
+from cacheblend_rag.engines.transformers.recurrent import snapshots_of
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
 from cacheblend_rag.errors import CacheBlendError
@@ -112,10 +113,12 @@ class TransformersEngine(BlendEngine):
         self.rope: Rope | None = None
         refusal = why_not_blendable(config)
         self.gate = GateReport(False, refusal) if refusal else self._run_gate()
+        self._snapshots = None if self.gate.passed else snapshots_of(self.runner)
+        self._stores = self.gate.passed or self._snapshots is not None
         if not self.gate.passed:
+            served = "ordinary prefill" if self._snapshots is None else "prefix caching of header and first chunk"
             warnings.warn(
-                f"{self.fingerprint.name} is served by ordinary prefill, without blending: {self.gate.reason}.",
-                stacklevel=2,
+                f"{self.fingerprint.name} is served by {served}, without blending: {self.gate.reason}.", stacklevel=2
             )
 
     @property
@@ -139,11 +142,12 @@ class TransformersEngine(BlendEngine):
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
     ) -> PrecomputeReport:
         self.registry.add(chunks)
-        if not self.gate.passed:
+        if not self._stores:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         with self._lock:
-            ranker = self._make_ranker() if rank else None
-            return precompute(self.runner, self.entries, chunks, self.context_window, progress, ranker)
+            ranker = self._make_ranker() if rank and self.gate.passed else None
+            compute = self._snapshots.compute if self._snapshots else None
+            return precompute(self.runner, self.entries, chunks, self.context_window, progress, ranker, compute)
 
     def _make_ranker(self) -> Ranker:
         """Return the ranker for the engine's header; the probe's KV is kept from call to call."""
@@ -198,7 +202,7 @@ class TransformersEngine(BlendEngine):
         plan = prefill.plan
         for span in (*plan.exact, *plan.stale):
             span.kv.finish()
-        if not (self._write_back and self.gate.passed):
+        if not (self._write_back and self._stores):
             return
         if plan.missing:
             self._store_missing(plan.missing)
@@ -226,24 +230,31 @@ class TransformersEngine(BlendEngine):
                 if not plan.uses_stored_kv:
                     return self._full_prefill(request.prompt, plan, began)
                 try:
+                    if not self.gate.passed:
+                        return self._go_on(request, plan, began)
                     return self._blend(request, plan, free, began)
                 except DamagedSpanError as error:
                     # Damaged is missing: without the entry, the next plan computes its chunk in place.
                     self.entries.delete(error.token_ids or ())
 
     def _plan(self, request: Request) -> BlendPlan:
-        if not self.gate.passed:
-            length = len(request.prompt.token_ids)
-            return BlendPlan(length, (), (), (), f"this model is not blended: {self.gate.reason}")
-        return make_plan(request.prompt, self.header_ids, self._lookup, request.settings.reuse)
+        reuse = request.settings.reuse
+        if self.gate.passed:
+            return make_plan(request.prompt, self.header_ids, self._lookup, reuse)
+        why = f"this model is not blended: {self.gate.reason}"
+        if self._snapshots is None:
+            return BlendPlan(len(request.prompt.token_ids), (), (), (), why)
+        plan = make_plan(request.prompt, self.header_ids, self._lookup, "off" if reuse == "off" else "prefix")
+        # A chunk that ends the prompt cannot be cut by its last token, as KV can: its state is behind all of it.
+        return replace(plan, stale=(), reason=f"{plan.reason}; {why}")
 
     def _lookup(self, token_ids: Sequence[int]) -> StoredKV | None:
-        return self.entries.get(token_ids, self.num_layers)
+        return self.entries.get(token_ids, self._snapshots.num_layers if self._snapshots else self.num_layers)
 
     def _controlled(self, request: Request, plan: BlendPlan) -> tuple[BlendPlan, float]:
         """Let the loading controller choose what to load, and the ratio that costs no time, where the request leaves it both."""
         settings, costs = request.settings, self.costs
-        if settings.ratio != "auto" or costs is None or not plan.uses_stored_kv:
+        if settings.ratio != "auto" or costs is None or not (plan.uses_stored_kv and self.gate.passed):
             return plan, 0.0
         schedule = self.profile.schedule(settings.check_layers)
         dense = schedule.check_layers[0] / self.num_layers if policy(settings.policy).needs_deviation else 0.0
@@ -255,6 +266,15 @@ class TransformersEngine(BlendEngine):
         ids = torch.tensor([prompt.token_ids], device=self.runner.device)
         logits = self.runner.append(ids, cache)[0]
         return _Prefill(plan, began, logits, cache, len(prompt.token_ids))
+
+    def _go_on(self, request: Request, plan: BlendPlan, began: float) -> _Prefill:
+        """Run what stands behind the exact prefix, from its snapshot."""
+        assert self._snapshots is not None
+        begin = time.perf_counter()
+        cache = self._snapshots.resume(plan.exact)
+        load_s = time.perf_counter() - begin
+        ids = torch.tensor([request.prompt.token_ids[plan.exact_tokens :]], device=self.runner.device)
+        return _Prefill(plan, began, self.runner.append(ids, cache)[0], cache, ids.shape[1], load_s=load_s)
 
     def _blend(self, request: Request, plan: BlendPlan, free: float, began: float) -> _Prefill:
         assert self.rope is not None

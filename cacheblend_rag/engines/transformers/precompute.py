@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.ranking import Ranker
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store.kv import ChunkKV, read_whole
+
+Computed = tuple[tuple[int, ...], ChunkKV]
+Compute = Callable[[tuple[int, ...], Sequence[tuple[int, ...]]], Iterator[Computed]]
+"""Header and rows of token ids to each row's entry; ``()`` is the header's own row."""
 
 # Tokens per forward: enough rows to keep the device busy, few enough not to double the memory a prompt takes.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -28,8 +32,13 @@ def precompute(
     context_window: int,
     progress: Callable[[int], None] | None = None,
     ranker: Ranker | None = None,
+    compute: Compute | None = None,
 ) -> PrecomputeReport:
-    """Compute and store what is missing, static deviations included if there is a ranker; see :meth:`BlendEngine.precompute`."""
+    """Compute and store what is missing, static deviations included if there is a ranker; see :meth:`BlendEngine.precompute`.
+
+    ``compute`` makes the entries; None for KV alone.
+    """
+    compute = compute or partial(_compute, runner)
     begin = time.perf_counter()
     probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
     plan = plan_precompute(chunks, entries, context_window, progress, probe_tokens)
@@ -44,7 +53,7 @@ def precompute(
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store") as writer:
         waiting: list[tuple[tuple[int, ...], Future[bool]]] = []
         for batch in _batches(plan.token_ids, len(entries.header_ids), runner.device):
-            computed = list(_compute(runner, entries.header_ids, batch))
+            computed = list(compute(entries.header_ids, batch))
             begin_rank = time.perf_counter()
             if ranker is not None:
                 computed = _ranked(ranker, computed, plan.most_ranked)
@@ -73,9 +82,7 @@ def _rank_stored(runner: ModelRunner, entries: Entries, ranker: Ranker, unranked
             entries.put(token_ids, kv, replace=True)
 
 
-def _ranked(
-    ranker: Ranker, computed: Sequence[tuple[tuple[int, ...], ChunkKV]], most: int
-) -> list[tuple[tuple[int, ...], ChunkKV]]:
+def _ranked(ranker: Ranker, computed: Sequence[Computed], most: int) -> list[Computed]:
     """Return entries with their static deviation, but for the header's own and those of more than ``most`` tokens."""
     wanted = [(token_ids, kv) for token_ids, kv in computed if 0 < len(token_ids) <= most]
     rest = [(token_ids, kv) for token_ids, kv in computed if not 0 < len(token_ids) <= most]
@@ -103,14 +110,12 @@ def _batches(wanted: Sequence[tuple[int, ...]], header: int, device: torch.devic
         yield batch
 
 
-def _compute(
-    runner: ModelRunner, header: tuple[int, ...], batch: Sequence[tuple[int, ...]]
-) -> Iterator[tuple[tuple[int, ...], ChunkKV]]:
+def _compute(runner: ModelRunner, header: tuple[int, ...], batch: Sequence[tuple[int, ...]]) -> Iterator[Computed]:
     rows = [header + token_ids for token_ids in batch]
     width = max(map(len, rows))
     # Padding stands behind each row, where causal attention never looks from: no mask is needed.
     ids = torch.tensor([row + (0,) * (width - len(row)) for row in rows], device=runner.device)
-    cache = PositionedCache(runner.num_layers, width)
+    cache = runner.new_cache(width, room=0)
     runner.append(ids, cache)
     for index, (token_ids, row) in enumerate(zip(batch, rows, strict=True)):
         start = len(header) if token_ids else 0

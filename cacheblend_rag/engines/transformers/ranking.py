@@ -8,7 +8,6 @@ import torch
 
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import static_deviation
-from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.store.kv import LayerKV, StoredKV
 
@@ -32,7 +31,7 @@ class Ranker:
         start, width = len(self.prefix), max(map(len, batch))
         # Padding stands behind each row, where causal attention never looks from: no mask is needed.
         ids = torch.tensor([row + (0,) * (width - len(row)) for row in batch], device=self._runner.device)
-        cache = PositionedCache(self._runner.num_layers, start + width)
+        cache = self._runner.new_cache(start + width, room=0)
         cache.begin(self._kv_of_prefix(), len(batch))
         self._runner.append(ids, cache)
         found = []
@@ -44,7 +43,7 @@ class Ranker:
     def _kv_of_prefix(self) -> list[LayerKV]:
         if not self._prefix_kv:
             count = len(self.prefix)
-            cache = PositionedCache(self._runner.num_layers, count)
+            cache = self._runner.new_cache(count, room=0)
             self._runner.append(torch.tensor([self.prefix], device=self._runner.device), cache)
             self._prefix_kv = [cache.read(layer, 0, 0, count) for layer in range(self._runner.num_layers)]
         return self._prefix_kv

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend_rag.blending.rope import Rope, detect_rope
+from cacheblend_rag.blending.rope import Rope, detect_rope, moved
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
-from cacheblend_rag.store.kv import ChunkKV
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 _ROTATED_TOKENS, _ROTATED_BY = 16, 29
 
@@ -24,11 +24,16 @@ class TransformersSubject:
         self.vocab_size = int(runner.model.config.get_text_config().vocab_size)
 
     def detect_rope(self) -> Rope:
-        """Run the same tokens at two offsets and see how their keys moved."""
+        """Run the same tokens at two offsets and see how their keys moved, and which of the two cached tensors is the key."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocab_size, (_ROTATED_TOKENS,), generator=generator).tolist()
         source = torch.arange(_ROTATED_TOKENS, device=self._runner.device)
-        keys = [[x.k for x in self.full_prefill(ids, offset)[1].layers] for offset in (0, _ROTATED_BY)]
+        old, new = (self.full_prefill(ids, offset)[1].layers for offset in (0, _ROTATED_BY))
+        # Layer 0's depend on token and position alone. Where only the second moves, the first is MLA's latent.
+        if not moved(old[0].k, new[0].k) and moved(old[0].v, new[0].v):
+            self._runner.latent_first = True
+            old, new = ([LayerKV(x.v, x.k) for x in side] for side in (old, new))
+        keys = [[x.k for x in side] for side in (old, new)]
         return detect_rope(self._runner.rope_tables(), keys[0], keys[1], source, source + _ROTATED_BY)
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:

@@ -19,13 +19,18 @@ _DECODE_ROOM = 256
 
 
 class ModelRunner:
-    """Runs a causal LM's own forward over positions of one sequence. No modelling code per architecture."""
+    """Runs a causal LM's own forward over positions of one sequence. No modelling code per architecture.
+
+    Attributes:
+        latent_first: Whether the model caches a latent and a rotary key (MLA), in this order; measured with its rotation.
+    """
 
     def __init__(self, model: Any):
         """Wrap a loaded ``AutoModelForCausalLM``."""
         self.model = model
         config = model.config.get_text_config()
         self.num_layers = int(config.num_hidden_layers)
+        self.latent_first = False
         self.device = torch.device(model.device)
         self.dtype: torch.dtype = model.dtype
         layer_types = getattr(config, "layer_types", None)
@@ -37,11 +42,11 @@ class ModelRunner:
         elif layer_types or not getattr(config, "use_sliding_window", True):
             self._window = None
         parameters = inspect.signature(model.forward).parameters
-        self._keeps_logits = "logits_to_keep" in parameters
+        self._keeps_logits, self._says_positions = "logits_to_keep" in parameters, "position_ids" in parameters
 
-    def new_cache(self, num_tokens: int) -> PositionedCache:
-        """Return an empty cache for a prompt of ``num_tokens`` and some of its answer."""
-        return PositionedCache(self.num_layers, num_tokens + _DECODE_ROOM)
+    def new_cache(self, num_tokens: int, room: int = _DECODE_ROOM) -> PositionedCache:
+        """Return an empty cache for a prompt of ``num_tokens`` and ``room`` tokens of its answer."""
+        return PositionedCache(self.num_layers, num_tokens + room, self.latent_first)
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: PositionedCache | ModelsOwnCache, offset: int = 0) -> torch.Tensor:
@@ -56,7 +61,7 @@ class ModelRunner:
             The last token's logits ``[batch, vocab]``.
         """
         if isinstance(cache, ModelsOwnCache):
-            return cache.run(self.model, ids, **self._kept(1))
+            return cache.run(self.model, ids, self._says_positions, **self._kept(1))
         return self._next(ids, cache, offset, 1)[:, -1]
 
     @torch.inference_mode()
@@ -147,7 +152,9 @@ class ModelRunner:
     def _table(self, module: torch.nn.Module, extra: dict[str, str]) -> CosSin:
         def table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             like = torch.zeros(1, dtype=torch.float32, device=self.device)
-            cos, sin = module(like, positions[None].to(self.device), **extra)
+            made = module(like, positions[None].to(self.device), **extra)
+            # DeepSeek-V2's are complex numbers, one for each pair of dimensions.
+            cos, sin = (torch.cat([x, x], -1) for x in (made.real, made.imag)) if torch.is_tensor(made) else made
             return cos[0].float(), sin[0].float()
 
         return table

@@ -1,0 +1,114 @@
+"""Models with recurrent layers: the exact prefix comes from a snapshot, everything behind it is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.store import open_store
+from tests.blending.families import EXACT_PREFIX, make_model
+from tests.blending.prompts import Scene, engine_for
+
+GREEDY = SamplingParams(max_tokens=8)
+
+
+def engine_of(family: str, scene: Scene, **options: Any) -> Any:
+    with pytest.warns(UserWarning, match="served by prefix caching of header and first chunk"):
+        return engine_for(make_model(EXACT_PREFIX[family]()), scene, **options)
+
+
+def prefix_tokens(scene: Scene) -> int:
+    return len(scene.header) + len(scene.chunks[0].token_ids)
+
+
+def answered(engine: Any, scene: Scene, settings: BlendSettings | None = None) -> tuple[Any, torch.Tensor]:
+    """The answer, and the logits of the prompt's last token."""
+    seen: list[torch.Tensor] = []
+    engine.on_first_logits = seen.append
+    return engine.generate(scene.prompt, GREEDY, settings), seen[0]
+
+
+def wanted(engine: Any, scene: Scene) -> tuple[list[int], torch.Tensor]:
+    """The same by transformers alone."""
+    ids = torch.tensor([scene.prompt.token_ids])
+    with torch.no_grad():
+        logits = engine.runner.model(input_ids=ids, use_cache=False).logits[0, -1]
+        tokens = engine.runner.model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    return tokens, logits
+
+
+def assert_same(got: tuple[Any, torch.Tensor], want: tuple[list[int], torch.Tensor]) -> None:
+    tokens = list(got[0].token_ids)
+    assert tokens == want[0][: len(tokens)]
+    assert len(tokens) == 8 or want[0][len(tokens)] == 2
+    assert (got[1] - want[1]).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EXACT_PREFIX)
+def test_header_and_first_chunk_come_from_their_snapshot_and_the_answer_is_that_of_a_full_prefill(family: str) -> None:
+    scene = Scene()
+    engine = engine_of(family, scene)
+    report = engine.precompute(scene.chunks)
+    assert (report.computed, report.failed) == (len(scene.chunks), {})
+    want = wanted(engine, scene)
+    plain = answered(engine, scene, FULL_RECOMPUTE)
+    assert (plain[0].mode, plain[0].usage.reused_tokens) == ("prefill", 0)
+    assert_same(plain, want)
+    for _ in range(2):  # going on from a snapshot leaves it as it was
+        reused = answered(engine, scene)
+        assert reused[0].mode == "blend"
+        assert reused[0].usage.reused_tokens == prefix_tokens(scene)
+        assert "not blended" in reused[0].reason
+        assert_same(reused, want)
+
+
+def test_a_chunk_that_stood_elsewhere_is_computed_in_place_and_stored_for_the_next_prompt() -> None:
+    scene = Scene()
+    engine = engine_of("lfm2", scene)
+    engine.precompute(scene.chunks[1:])
+    want = wanted(engine, scene)
+    first, second = answered(engine, scene), answered(engine, scene)
+    assert (first[0].mode, first[0].missing) == ("prefill", (scene.chunks[0].id,))
+    assert second[0].usage.reused_tokens == prefix_tokens(scene)
+    assert_same(first, want)
+    assert_same(second, want)
+
+
+def test_without_a_header_the_first_chunk_alone_is_reused() -> None:
+    scene = Scene(header=0)
+    engine = engine_of("granite4", scene)
+    engine.precompute(scene.chunks)
+    got = answered(engine, scene)
+    assert got[0].usage.reused_tokens == prefix_tokens(scene)
+    assert_same(got, wanted(engine, scene))
+
+
+def test_a_chunk_that_ends_the_prompt_is_computed_since_a_state_cannot_be_cut() -> None:
+    scene = Scene(chunk_tokens=(24,), gap=0, question=0)
+    engine = engine_of("qwen3_next", scene)
+    engine.precompute(scene.chunks)
+    got = answered(engine, scene)
+    assert got[0].usage.reused_tokens == len(scene.header)
+    assert_same(got, wanted(engine, scene))
+
+
+@pytest.mark.parametrize("where", [0.2, 0.9])
+def test_a_snapshot_damaged_on_disk_is_a_miss(tmp_path: Path, where: float) -> None:
+    scene = Scene()
+    engine = engine_of("falcon_h1", scene, store=open_store(tmp_path, ram_budget=1), write_back=False)
+    engine.precompute(scene.chunks[:1])
+    want = wanted(engine, scene)
+    assert answered(engine, scene)[0].usage.reused_tokens == prefix_tokens(scene)
+    (file,) = tmp_path.glob(f"kv/*/{engine.entries.own_key(scene.chunks[0].token_ids)}.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[int(where * len(damaged))] ^= 1
+    file.write_bytes(damaged)
+    got = answered(engine, scene)
+    assert (got[0].mode, got[0].usage.reused_tokens) == ("prefill", 0)
+    assert_same(got, want)
