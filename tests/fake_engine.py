@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
@@ -20,6 +21,8 @@ from tests.conftest import tokenizer_named
 
 
 class FakeEngine(BlendEngine):
+    gate = GateReport(True)
+
     def __init__(self, store: KVStore | None = None, name: str = "fake", tokenizer: Any = None, window: int = 100_000):
         self.tokenizer = tokenizer or tokenizer_named("byte_level")
         self.fingerprint = ModelFingerprint((name * 32)[:32], name)

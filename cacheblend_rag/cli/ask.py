@@ -14,7 +14,7 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
 from cacheblend_rag.cli.engines import open_pipeline
 from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, QuestionOptions, SamplingOptions, takes_groups
-from cacheblend_rag.cli.output import print_json, progress, seconds
+from cacheblend_rag.cli.output import print_json, progress, seconds, size
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
@@ -82,6 +82,8 @@ def _print_report(report: IndexReport) -> None:
         typer.echo(
             f"ranked     {report.ranked:,} chunks{cost}: which of their tokens depend most on what stands before them"
         )
+    if report.kv_bytes is not None:
+        typer.echo(f"KV         {size(report.kv_bytes)} stored")
     for reason in sorted(set(report.without_kv.values())):
         count = sum(reason == other for other in report.without_kv.values())
         typer.echo(f"Warning: {count} chunks have no stored KV and are computed when asked for: {reason}", err=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend_rag.store import KVStore
+from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, kv_key
 
 
@@ -19,6 +19,11 @@ class Entries:
         """Look into ``store`` as rank ``rank`` of ``ranks``."""
         self.store, self.header_ids = store, tuple(header_ids)
         self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
+
+    def lasting(self) -> Entries:
+        """Return the same entries as the last tier alone has them: what the faster ones hold are copies."""
+        last = self.store.tiers[-1] if isinstance(self.store, TieredStore) else self.store
+        return Entries(last, self._fingerprint, self.header_ids, self._rank, self._ranks)
 
     def contains(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry."""

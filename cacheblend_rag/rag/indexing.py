@@ -48,7 +48,9 @@ class IndexReport:
         tokens: Tokens whose KV was computed; chunks already in the store cost none.
         ranked: Chunks whose static deviation was measured, for policies that need it.
         rank_s: Seconds of that, where the engine can tell.
-        without_kv: Ids of chunks whose KV is not in the store, and why; a question that needs them computes them.
+        without_kv: Ids of chunks whose KV is not in the store, and why; a question that needs them computes them. Where this run
+            took the place of earlier ones, their chunks are among them.
+        kv_bytes: Size of all stored KV afterwards; None where another machine keeps it.
         seconds: Wall-clock time.
     """
 
@@ -62,6 +64,7 @@ class IndexReport:
     ranked: int = 0
     rank_s: float = 0.0
     without_kv: dict[str, str] = field(default_factory=dict)
+    kv_bytes: int | None = None
     seconds: float = 0.0
 
 
@@ -105,8 +108,24 @@ class _Run:
             self._remove(path)
         if files:
             self._tell(IndexProgress(files[-1], len(files), len(files)))
+        self._look_back()
         self.report.seconds = time.perf_counter() - begin
         return self.report
+
+    def _look_back(self) -> None:
+        """Report what the store evicted to make room: each put went well, and the KV is not there all the same."""
+        entries, store = self.engine.entries, self.engine.store
+        if entries is None or store is None:
+            return
+        stats = store.stats()
+        self.report.kv_bytes = (stats.tiers or (stats,))[-1].nbytes  # the last tier keeps all, the faster ones copies
+        if not (self.report.tokens and self.engine.gate.passed):
+            return
+        lost = "the store's budget is full, and newer KV took its place (see --disk-budget)"
+        lasting = entries.lasting()
+        for chunk in self.index.chunks():
+            if chunk.id not in self.report.without_kv and not lasting.contains(chunk.token_ids):
+                self.report.without_kv[chunk.id] = lost
 
     def _tell(self, at: IndexProgress) -> None:
         self.at = at

@@ -39,6 +39,17 @@ def test_indexing_again_does_nothing_and_a_changed_file_alone_is_redone(run, mod
     assert changed["tokens"] > 0
 
 
+def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents, store, tmp_path):
+    """Each put went well; the store made room for it by dropping what the same run had put before."""
+    whole = as_json(run("index", documents, "--store", store, "--model", model_dir, "--json"))
+    assert whole["kv_bytes"] > 0 == len(whole["without_kv"])
+    small = ["index", documents, "--store", tmp_path / "small", "--model", model_dir, "--chunk-tokens", 40]
+    found = run(*small, "--disk-budget", str(whole["kv_bytes"] // 2))
+    assert found.exit_code == 0, found.stderr
+    assert "KV         " in found.stdout
+    assert "newer KV took its place (see --disk-budget)" in found.stderr
+
+
 def test_ask_json_has_the_documented_fields(run, model_dir, store):
     found = as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 4, "--json"))
     assert {"answer", "sources", "mode", "reason", "usage", "timings"} <= found.keys()
