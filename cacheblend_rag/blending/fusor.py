@@ -6,16 +6,21 @@
 4. *Sparse pass*: the chosen tokens and everything without stored KV run through all layers, from layer 0.
 
 The passes are the model's own forward at given positions; the causal mask they use is ``kv_position <= query_position``.
+
+Which tokens are candidates, chosen and computed is kept in host memory: the device is asked for the measured deviation or
+attention alone, once per selection, and never waited for otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from cacheblend_rag.blending.auto import AutoRatio
+from cacheblend_rag.blending.fetch import Fetch, sent
 from cacheblend_rag.blending.loader import DamagedSpanError, LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
@@ -46,12 +51,32 @@ class BlendSchedule:
     widths: tuple[float, ...] = (1.0,)
 
 
+@dataclass
+class Segment:
+    """What a blend is about to do: part of a pass, or to wait for the device.
+
+    Attributes:
+        kind: Of the pass; ``"fetch"`` waits for what the device has measured, and computes nothing.
+        tokens: How many are left in this pass.
+        share: Of the layers that they go through.
+        done: How many of them have been run since, once the blend has gone on.
+    """
+
+    kind: Literal["question", "dense", "sparse", "fetch"]
+    tokens: int = 0
+    share: float = 0.0
+    done: int = 0
+
+
+Segments = Generator[Segment, int | None, None]
+
+
 @dataclass(frozen=True)
 class FuseResult:
     """What a blend did.
 
     Attributes:
-        recomputed: Ascending positions of tokens with stored KV that were recomputed.
+        recomputed: Ascending positions of tokens with stored KV that were recomputed, in host memory.
         policy: Name of the policy that chose them.
         ratio: The ratio it chose by.
         unranked: Whether static deviations were wanted, for policy or ratio, and a chunk had none.
@@ -87,11 +112,11 @@ def fuse(
 
 def fuse_stepwise(
     plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
-) -> Generator[float, None, FuseResult]:
+) -> Generator[Segment, int | None, FuseResult]:
     """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
 
-    Yields after every segment of a pass what it cost, in tokens times the share of layers they went through, so that an
-    engine can do other work in between.
+    Yields before every segment of a pass, so that an engine can do other work in between; it may send how many tokens the
+    segment may take at most.
 
     Args:
         plan: What is stored; must use stored KV.
@@ -109,9 +134,9 @@ def fuse_stepwise(
     """
     fusor = _Fusor(plan, target, policy, ratio, schedule)
     with fusor.loader:
-        yield from fusor.selecting(fusor.watch_question())
+        yield from fusor.watch_question()
         for layer, width in fusor.checks:
-            yield from fusor.selecting(fusor.check(layer, width))
+            yield from fusor.check(layer, width)
         yield from fusor.recompute()
     return fusor.result()
 
@@ -128,7 +153,7 @@ class _Fusor:
         schedule: BlendSchedule,
     ):
         wants_static = policy.needs_static or isinstance(ratio, AutoRatio)
-        self._candidates = _candidates(plan, target.device, wants_static)
+        self._candidates = _candidates(plan, wants_static)
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
         self._unranked = wants_static and not target.agree(self._candidates.static is not None)
         if isinstance(ratio, AutoRatio):
@@ -137,16 +162,16 @@ class _Fusor:
         if self._unranked and policy.needs_static:
             policy = policy_named(policy.without_static)
         self._target, self._policy, self._ratio = target, policy, ratio
-        self._forced = _forced(plan, self._candidates.positions, target.device)
+        self._forced = _forced(plan, self._candidates.positions)
         # Where the engine itself computes the question, its attention is wanted all the same.
-        self._behind = torch.arange(plan.num_tokens, plan.num_tokens + plan.behind, device=target.device)
+        self._behind = torch.arange(plan.num_tokens, plan.num_tokens + plan.behind)
         total = len(self._candidates.positions)
         self._count = round(ratio * total)
         undecided = 0 < self._count < total
         self._watches = policy.needs_attention and undecided
         self.checks = _checks(schedule, target.num_layers) if policy.needs_deviation and undecided else []
         if self._watches or self.checks:
-            self._keep = torch.ones(total, dtype=torch.bool, device=target.device)
+            self._keep = torch.ones(total, dtype=torch.bool)
         else:
             self._keep = _select_unmeasured(policy, self._candidates, self._count)
         all_recomputed = bool(self._keep.all()) and not (self._watches or self.checks)
@@ -162,51 +187,68 @@ class _Fusor:
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks})
         self._computed, self._selection = 0, 0.0
 
-    def selecting(self, steps: Iterator[float]) -> Iterator[float]:
-        """Take ``steps``, and add up what they cost."""
-        for cost in steps:
-            self._selection += cost
-            yield cost
+    def _run(
+        self,
+        kind: Literal["question", "dense", "sparse"],
+        positions: torch.Tensor,
+        share: float,
+        run: Callable[[torch.Tensor], object],
+    ) -> Segments:
+        """Hand ``positions`` to ``run``, segment by segment, as much at a time as the engine allows and the target takes."""
+        while len(positions):
+            segment = Segment(kind, len(positions), share)
+            most = yield segment
+            part = self._target.segment(positions, most)
+            run(part)
+            segment.done = len(part)
+            if kind != "sparse":
+                self._selection += len(part) * share
+            positions = positions[len(part) :]
 
-    def watch_question(self) -> Generator[float, None, None]:
+    def watch_question(self) -> Segments:
         """Measure the question's attention over stored KV, if the policy needs it; select, if nothing else is needed."""
         if not self._watches:
             return
         # Text between the chunks is run, too: without it the question would attend to slots that nothing was written to.
         between = int((self._forced <= self._candidates.positions[-1]).sum())
         asked = torch.cat([self._forced, self._behind])
-        seen = yield from self._target.attention(asked, self._placer.before_layer, between)
-        attention = self._target.all_reduce(seen)[self._candidates.positions]
-        self._candidates = replace(self._candidates, attention=attention)
+        watch = self._target.attention(int(asked[between]), self._placer.before_layer)
+        yield from self._run("question", asked, 1.0, watch.run)
+        seen = Fetch(self._target.all_reduce(watch.mean()))
+        yield Segment("fetch")
+        self._candidates = replace(self._candidates, attention=seen.result()[self._candidates.positions])
         if not self.checks:
             self._keep = self._policy.select(self._candidates, self._count)
 
-    def check(self, layer: int, width: float) -> Generator[float, None, None]:
+    def check(self, layer: int, width: float) -> Segments:
         """Dense pass of what is kept so far up to ``layer``; keep ``width`` times the ratio, of the highest KV deviation."""
         running = _subset(self._candidates, self._keep)
         between = self._forced[self._forced < self._candidates.positions[-1]]
         positions = _merge(running.positions, between)
-        parts = []
-        for segment in self._target.segments(positions):
+        parts: list[LayerKV] = []
+
+        def run(segment: torch.Tensor) -> None:
             part = self._target.forward(segment, self._placer.before_layer, stop_layer=layer)
             assert part is not None
             parts.append(part)
-            yield len(segment) * layer / self._target.num_layers
+
+        yield from self._run("dense", positions, layer / self._target.num_layers, run)
         fresh = _tokens_at(join_tokens(parts), torch.isin(positions, running.positions))
-        stale = _tokens_at(self._placer.stale(layer), self._keep.nonzero().squeeze(1))
-        deviation = self._target.all_reduce(kv_deviation(fresh, stale))
+        stale = _tokens_at(self._placer.stale(layer), self._keep)
+        measured = Fetch(self._target.all_reduce(kv_deviation(fresh, stale)))
+        yield Segment("fetch")
         wanted = min(round(self._ratio * width * len(self._candidates.positions)), len(running.positions))
-        chosen = self._policy.select(replace(running, deviation=deviation), wanted)
+        chosen = self._policy.select(replace(running, deviation=measured.result()), wanted)
         kept = self._keep.nonzero().squeeze(1)[chosen]
         self._keep = torch.zeros_like(self._keep)
         self._keep[kept] = True
 
-    def recompute(self) -> Generator[float, None, None]:
+    def recompute(self) -> Segments:
         """Sparse pass of the chosen tokens and the forced set through all layers."""
         positions = _merge(self._recomputed, self._forced)
-        for segment in self._target.segments(positions):
-            self._target.forward(segment, self._placer.before_layer)
-            yield len(segment)
+        yield from self._run(
+            "sparse", positions, 1.0, lambda part: self._target.forward(part, self._placer.before_layer)
+        )
         self._placer.before_layer(
             self._target.num_layers - 1
         )  # where nothing is computed, KV must be placed all the same
@@ -274,23 +316,23 @@ def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]
     return list(zip(schedule.check_layers, schedule.widths, strict=True))
 
 
-def _candidates(plan: BlendPlan, device: torch.device, with_static: bool) -> Candidates:
+def _candidates(plan: BlendPlan, with_static: bool) -> Candidates:
     """Return every token with stale KV; where logits are wanted the last token is none, since it must be computed."""
     last = plan.num_tokens - plan.needs_logits
     parts = [(i, s.start, min(s.end, last)) for i, s in enumerate(plan.stale)]
     static = [s.static_deviation() if with_static else None for s in plan.stale]
-    known = [values[: b - a].to(device) for values, (_, a, b) in zip(static, parts, strict=True) if values is not None]
+    known = [values[: b - a] for values, (_, a, b) in zip(static, parts, strict=True) if values is not None]
     return Candidates(
-        _cat([torch.arange(a, b, device=device) for _, a, b in parts], device),
-        _cat([torch.full((b - a,), i, device=device) for i, a, b in parts], device),
-        _cat([torch.arange(b - a, device=device) for _, a, b in parts], device),
-        static=None if len(known) < len(parts) else torch.cat([torch.zeros(0, device=device), *known]),
+        _cat([torch.arange(a, b) for _, a, b in parts]),
+        _cat([torch.full((b - a,), i) for i, a, b in parts]),
+        _cat([torch.arange(b - a) for _, a, b in parts]),
+        static=None if len(known) < len(parts) else torch.cat([torch.zeros(0), *known]),
     )
 
 
-def _forced(plan: BlendPlan, candidates: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _forced(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:
     """Return the positions that are neither exact nor candidates: text, missing chunks, the question."""
-    every = torch.arange(plan.exact_tokens, plan.num_tokens, device=device)
+    every = torch.arange(plan.exact_tokens, plan.num_tokens)
     return every[~torch.isin(every, candidates)]
 
 
@@ -307,13 +349,17 @@ def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:
     return Candidates(positions, chunk, offset, attention=attention, static=static)
 
 
-def _tokens_at(kv: LayerKV, tokens: torch.Tensor) -> LayerKV:
-    return LayerKV(kv.k[:, tokens], kv.v[:, tokens])
+def _tokens_at(kv: LayerKV, mask: torch.Tensor) -> LayerKV:
+    """Return the tokens that ``mask``, ``[tokens]`` in host memory, says: a mask on the device would have to be waited for."""
+    if bool(mask.all()):
+        return kv
+    tokens = sent(mask.nonzero().squeeze(1), kv.k.device)
+    return LayerKV(kv.k.index_select(1, tokens), kv.v.index_select(1, tokens))
 
 
 def _merge(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.cat([a, b]).sort().values
 
 
-def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64, device=device)
+def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)

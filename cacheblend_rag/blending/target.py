@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,6 +13,8 @@ from cacheblend_rag.store.kv import LayerKV
 
 class BlendTarget(Protocol):
     """The running model, as the fusor drives it; the only thing an engine supplies for blending.
+
+    Positions that the fusor gives are in host memory; those of :meth:`place` are on the device, with the KV.
 
     Attributes:
         num_layers: Number of transformer layers.
@@ -40,8 +42,8 @@ class BlendTarget(Protocol):
         there: that layer's fresh KV is returned and not written. Without, the last position's logits are kept.
         """
 
-    def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Cut ``positions`` into ascending parts, each no more than one call of :meth:`forward` should take."""
+    def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        """Return the first of ``positions``, as many as one call of :meth:`forward` should take, and no more than ``most``."""
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
         """Sum over tensor-parallel ranks, so that all of them select the same tokens."""
@@ -49,17 +51,22 @@ class BlendTarget(Protocol):
     def agree(self, ok: bool) -> bool:
         """Return whether every tensor-parallel rank says ``ok``."""
 
-    def attention(
-        self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
-    ) -> Generator[float, None, torch.Tensor]:
-        """Run the tokens at ``positions`` as :meth:`forward` does, through all layers, and watch those from ``watch_from`` on.
-
-        What this writes at ``positions`` is computed again later. Yields as :func:`fuse_stepwise` does.
-
-        Returns:
-            How much the watched tokens attend to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, this
-            rank's heads and the watched tokens.
+    def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> Watch:
+        """Prepare to run tokens as :meth:`forward` does, through all layers, and to watch those at ``watch_from`` and behind.
 
         Raises:
             InputError: This model's attention cannot be watched.
+        """
+
+
+class Watch(Protocol):
+    """Tokens that are run while their attention is watched. What this writes at their positions is computed again later."""
+
+    def run(self, positions: torch.Tensor) -> None:
+        """Run the tokens at ascending ``positions``; every later call's lie behind them. May raise InputError as above."""
+
+    def mean(self) -> torch.Tensor:
+        """Return how much the watched tokens attend to each token of the prompt, ``[prompt tokens]``, fp32.
+
+        The mean over layers, this rank's heads and the watched tokens.
         """

@@ -47,6 +47,9 @@ def serve(
             help="Memory of vLLM's KV cache, as 4GiB (default: vLLM's share of a GPU; on a CPU four prompts of full length)."
         ),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="If vLLM does not start, show all that its processes say about it.")
+    ] = False,
 ) -> None:
     """Serve the OpenAI API over vLLM, with blending and /v1/chunks.
 
@@ -70,5 +73,6 @@ def serve(
         disk,
         options.nbytes(max_request_size),
         options.nbytes(kv_memory) if kv_memory else None,
+        verbose,
     )
     run(chosen, context.args)

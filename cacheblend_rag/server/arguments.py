@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 
 DEFAULT_SHUTDOWN_S = 30
 
-# Flags of vLLM that decide how large its paged KV cache is.
-_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override", "max_model_len")
+# Flags of vLLM that decide how large its paged KV cache and its steps are.
+_SIZES = (
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "num_gpu_blocks_override",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "enable_chunked_prefill",
+)
 _ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
 # Flags of vLLM that this server cannot honour, and why.
 _REFUSED = {
@@ -52,6 +60,7 @@ class ServeOptions:
         disk_budget: Bytes of KV on disk.
         max_request_size: Largest request body in bytes.
         kv_memory: Bytes of vLLM's paged KV cache; None takes its share of a GPU, on a CPU four prompts of full length.
+        verbose: Show the tracebacks of vLLM's processes where it does not start.
     """
 
     store: Path
@@ -63,6 +72,7 @@ class ServeOptions:
     disk_budget: int | None = None
     max_request_size: int = DEFAULT_BODY_LIMIT
     kv_memory: int | None = None
+    verbose: bool = False
 
 
 def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launch]:
@@ -72,23 +82,22 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         InputError: A flag that this server cannot honour.
         ModelError: vLLM is missing, or the model cannot be found.
     """
-    from cacheblend_rag.engines.vllm.versions import check_version, set_environment
+    from cacheblend_rag.engines.vllm.versions import check_version, server_flags
 
     check_version()
-    set_environment()
 
     from vllm.config import KVTransferConfig
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from cacheblend_rag.engines.vllm.arguments import prepare
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="cacheblend serve"))  # type: ignore[no-untyped-call]
+    parser = FlexibleArgumentParser(prog="cacheblend serve")  # type: ignore[no-untyped-call]
+    parser = server_flags().make_arg_parser(parser)
     parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_S, enable_prompt_tokens_details=True)
     args = parser.parse_args(list(flags))
     _refuse(args, parser)
     try:
-        validate_parsed_serve_args(args)
+        server_flags().validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise InputError(str(error)) from error
     launch = prepare(
@@ -116,7 +125,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
 
 
 def _sizes(args: Namespace, parser: Any, options: ServeOptions) -> dict[str, Any]:
-    """Return what the user has said about the size of the paged KV cache."""
+    """Return what the user has said about the size of the paged KV cache and of the engine's steps."""
     given = {name: getattr(args, name) for name in _SIZES if getattr(args, name) != parser.get_default(name)}
     if options.kv_memory is None:
         return given

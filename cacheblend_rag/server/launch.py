@@ -41,10 +41,11 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
     args, launch = parse(options, flags)
 
     import uvloop
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
 
-    cli_env_setup()  # type: ignore[no-untyped-call]
+    from cacheblend_rag.engines.vllm.versions import server_startup
+
+    server_startup().cli_env_setup()
     configure_logging_from_args(args)
     with suppress(KeyboardInterrupt):  # asked to stop before it had started
         uvloop.run(_serve(options, args, launch))
@@ -60,7 +61,7 @@ async def _serve(options: ServeOptions, args: Namespace, launch: Launch) -> None
         # The whole of a broken store or index is told before a model is loaded.
         store = open_store(launch.store, ram_budget=0, disk_budget=options.disk_budget)
         with store:
-            async with _EngineStart(build_async_engine_client(args), launch) as llm:
+            async with _EngineStart(build_async_engine_client(args), launch, options.verbose) as llm:
                 stopped = await _serve_engine(options, args, launch, llm, store, address, sock)
             await stopped
     finally:
@@ -173,19 +174,23 @@ def _listen(args: Namespace) -> tuple[str, socket.socket]:
 
 
 class _EngineStart:
-    """Enters vLLM's engine; what it raises while starting becomes an error of ours."""
+    """Enters vLLM's engine; what goes wrong while it starts becomes an error of ours, of a few lines."""
 
-    def __init__(self, engine: Any, launch: Launch):
-        self._engine, self._launch = engine, launch
+    def __init__(self, engine: Any, launch: Launch, verbose: bool):
+        self._engine, self._launch, self._verbose = engine, launch, verbose
 
     async def __aenter__(self) -> AsyncLLM:
+        from cacheblend_rag.engines.vllm.starting import StartLog
+
+        log = StartLog(self._verbose)
         try:
-            started: AsyncLLM = await self._engine.__aenter__()
-            return started
+            with log:
+                started: AsyncLLM = await self._engine.__aenter__()
+                return started
         except CacheBlendError:
             raise
         except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
-            raise ModelError(f"vLLM does not start with {self._launch.fingerprint.name!r}: {error}") from error
+            raise ModelError(f"vLLM does not start with {self._launch.fingerprint.name!r}: {log.why(error)}") from error
 
     async def __aexit__(self, *exc: Any) -> Any:
         return await self._engine.__aexit__(*exc)

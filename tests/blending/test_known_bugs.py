@@ -68,8 +68,8 @@ def test_2_the_whole_question_is_recomputed(bug: bool, monkeypatch: pytest.Monke
     _, engine, scene = ready_engine()
     forced = fusor_module._forced
 
-    def last_token_only(plan: BlendPlan, candidates: torch.Tensor, device: torch.device) -> torch.Tensor:
-        gaps = forced(plan, candidates, device)
+    def last_token_only(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:
+        gaps = forced(plan, candidates)
         return torch.cat([gaps[gaps < candidates[-1]], gaps[-1:]])
 
     if bug:
@@ -224,8 +224,8 @@ def test_7_all_tensor_parallel_ranks_choose_the_same_tokens(bug: bool) -> None:
             self.ran.append(positions.tolist())
             return None if stop_layer is None else LayerKV(fresh.k[self.own], fresh.v[self.own])
 
-        def segments(self, positions: torch.Tensor) -> list[torch.Tensor]:
-            return [positions]
+        def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
+            return positions
 
         def agree(self, ok: bool) -> bool:
             return ok

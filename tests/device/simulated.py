@@ -6,6 +6,8 @@
 - A tensor that was allocated on one stream may be used on another only once it is recorded there: PyTorch's allocator would
   hand its memory to somebody else as soon as the first stream has let go of it.
 - Memory that nobody wrote holds NaN.
+- It counts how often the host waits for it: numbers read one by one, copies to the host and copies to it that do not say
+  ``non_blocking``, indices that it must count first.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Stream:
     synchronize = run
 
     def wait_event(self, event: Event) -> None:
-        event.synchronize()
+        event._stream.run(event._end)
 
     def wait_stream(self, stream: Stream) -> None:
         stream.run()
@@ -58,6 +60,7 @@ class Event:
         self._end = len(self._stream.queue)
 
     def synchronize(self) -> None:
+        SimulatedTensor.waits += 1
         self._stream.run(self._end)
 
     def query(self) -> bool:
@@ -97,6 +100,10 @@ class SimulatedTensor(torch.Tensor):
     allocation: _Allocation
     copies: ClassVar[int] = 0
     """Copies from the host to the device so far."""
+    waits: ClassVar[int] = 0
+    """How often the host has waited for the device so far."""
+    launches: ClassVar[int] = 0
+    """Operations that the device was given so far, views among them."""
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor, allocation: _Allocation | None = None) -> SimulatedTensor:
@@ -135,6 +142,8 @@ class SimulatedTensor(torch.Tensor):
         current_stream().run()  # in order: what was queued on this stream comes first
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         _refuse_strangers(func, tensors)
+        SimulatedTensor.waits += _waits(func, args, kwargs)
+        SimulatedTensor.launches += 1
         if func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or NAME).type == "cpu":
             return torch.ops.aten._to_copy.default(args[0].raw, **{**kwargs, "non_blocking": False})
         if kwargs.get("device") is not None:
@@ -164,14 +173,30 @@ def _wrapped(out: Any, inputs: list[torch.Tensor]) -> Any:
     return SimulatedTensor(out)
 
 
-_CPU_INDICES = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
+_COUNTS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+}
+_INDICES = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
+
+
+def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+    """Say whether the host must wait for the device before it can go on."""
+    if func is torch.ops.aten._to_copy.default:
+        crosses = torch.device(kwargs.get("device") or NAME).type != args[0].device.type
+        return crosses and not kwargs.get("non_blocking")
+    if func in _INDICES:
+        indices = [index for index in args[1] if index is not None]
+        return any(i.dtype is torch.bool or not isinstance(i, SimulatedTensor) for i in indices)
+    return func in _COUNTS
 
 
 def _refuse_strangers(func: Any, tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         if isinstance(tensor, SimulatedTensor):
             _check_stream(func, tensor)
-        elif tensor.dim() > 0 and func not in _CPU_INDICES:
+        elif tensor.dim() > 0 and func not in _INDICES:
             raise RuntimeError(
                 f"{func}: expected all tensors to be on the same device, but found at least two: {NAME} and cpu"
             )
@@ -194,6 +219,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             _garbage(to)
             here.queue.append(lambda: to.copy_(of))
             return target
+    SimulatedTensor.waits += target.device.type != source.device.type and not non_blocking
     here.run()
     to.copy_(of)
     return target

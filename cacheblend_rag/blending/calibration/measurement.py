@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse_stepwise, kv_deviation
+from cacheblend_rag.blending.fusor import BlendSchedule, fuse, kv_deviation
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
@@ -211,7 +211,8 @@ def top(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 def _run(plan: BlendPlan, target: BlendTarget, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> float:
     """Blend; return what it computed, in tokens through all layers."""
-    return sum(fuse_stepwise(plan, target, chosen, ratio, schedule))
+    done = fuse(plan, target, chosen, ratio, schedule)
+    return done.computed_tokens + done.selection_tokens
 
 
 def _from(kv: ChunkKV, start: int) -> ChunkKV:

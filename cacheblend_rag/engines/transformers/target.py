@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Rope
 from cacheblend_rag.engines.transformers.attention import NAME, scattered, watched
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, StopForward
@@ -184,6 +185,7 @@ class TransformersTarget:
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
+        positions = sent(positions, self.device)
         result = self._runner.scatter(self._ids[positions], positions, self.cache, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
@@ -191,35 +193,13 @@ class TransformersTarget:
         self.cache.filled(len(self._ids))
         return None
 
-    def attention(
-        self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
-    ) -> Generator[float, None, torch.Tensor]:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`.
+    def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> _Watch:
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
+        return _Watch(self, watch_from, before_layer, len(self._ids))
 
-        Raises:
-            InputError: The model runs eager attention of its own, which cannot be watched.
-        """
-        total = torch.zeros(len(self._ids), device=self.device)
-        layers = 0
-
-        def watch(layer: int, weights: torch.Tensor) -> None:
-            nonlocal layers
-            total[: weights.shape[2]] += weights[:, watch_from:].mean((0, 1))
-            layers += 1
-
-        with watched(watch):
-            self.forward(positions, before_layer)
-        if layers != self.num_layers:
-            raise InputError(
-                "The attention of this model cannot be watched, since it runs eager attention of its own; choose a policy "
-                "that does not need it, such as hkvd."
-            )
-        yield len(positions)
-        return total / layers
-
-    def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
+    def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
         """Return ``positions`` whole: nothing else waits for the model."""
-        return (positions,) if len(positions) else ()
+        return positions
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
         """Return ``deviation``: one process holds all heads."""
@@ -228,3 +208,30 @@ class TransformersTarget:
     def agree(self, ok: bool) -> bool:
         """Return ``ok``: there is no other rank."""
         return ok
+
+
+class _Watch:
+    """See :class:`~cacheblend_rag.blending.target.Watch`; all tokens are run at once."""
+
+    def __init__(self, target: TransformersTarget, watch_from: int, before_layer: Callable[[int], None], tokens: int):
+        self._target, self._watch_from, self._before_layer = target, watch_from, before_layer
+        self._total = torch.zeros(tokens, device=target.device)
+        self._layers = 0
+
+    def run(self, positions: torch.Tensor) -> None:
+        first = int((positions < self._watch_from).sum())
+
+        def watch(layer: int, weights: torch.Tensor) -> None:
+            self._total[: weights.shape[2]] += weights[:, first:].mean((0, 1))
+            self._layers += 1
+
+        with watched(watch):
+            self._target.forward(positions, self._before_layer)
+        if self._layers != self._target.num_layers:
+            raise InputError(
+                "The attention of this model cannot be watched, since it runs eager attention of its own; choose a policy "
+                "that does not need it, such as hkvd."
+            )
+
+    def mean(self) -> torch.Tensor:
+        return self._total / self._layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import chosen_header_ids
 from cacheblend_rag.store.kv import ModelFingerprint
 
+# Tokens and sequences of an engine step on a GPU: what vLLM's server takes on a large one. Its Python API takes 2048 and 128,
+# which would cut a blend of 3,072 tokens into five segments instead of two.
+_STEP_TOKENS, _STEP_SEQUENCES = 8192, 1024
 # What makes a blend impossible or wrong if a user overrides it.
 _OURS = {"kv_transfer_config", "worker_cls", "worker-cls"}
 
@@ -97,11 +100,25 @@ def prepare(
         "served_model_name": name,
         # Guided JSON in which a small model may put blanks for ever is no use.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        **({} if current_platform.is_cpu() else step_size(vllm_arguments)),
         **vllm_arguments,
     }
     if current_platform.is_cpu() and (reserved := cpu_kv_memory(directory, chosen, vllm_arguments)) is not None:
         arguments["kv_cache_memory_bytes"] = reserved
     return Launch(arguments, directory, tokenizer, fingerprint, ids, store)
+
+
+def step_size(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the size of an engine step on a GPU, as far as vLLM's arguments ``given`` leave it open."""
+    tokens = given.get("max_num_batched_tokens")
+    chosen: dict[str, Any] = {}
+    if (
+        tokens is None and given.get("enable_chunked_prefill") is not False
+    ):  # without chunks a step must hold a whole prompt
+        tokens = chosen["max_num_batched_tokens"] = _STEP_TOKENS
+    if given.get("max_num_seqs") is None:
+        chosen["max_num_seqs"] = min(_STEP_SEQUENCES, tokens or _STEP_SEQUENCES)
+    return chosen
 
 
 def _find(model: str | Path | None, name: str) -> tuple[Path, dict[str, Any]]:

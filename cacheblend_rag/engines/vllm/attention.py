@@ -5,7 +5,7 @@ It writes nothing into the paged cache, so it may run tokens that have no pages 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from vllm.forward_context import set_forward_context
 
+from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV
 
@@ -28,16 +30,16 @@ class WatchedPass:
         self,
         paged: PagedModel,
         ids: torch.Tensor,
-        block_ids: Sequence[int],
+        pages: Pages,
         before_layer: Callable[[int], None],
         watch_from: int,
     ):
-        """Run tokens of the prompt ``ids``, ``[prompt tokens]``, the first of which have their KV in ``block_ids``.
+        """Run tokens of the prompt ``ids``, ``[prompt tokens]``, the first of which have their KV in ``pages``.
 
         Args:
             paged: The model.
-            ids: Token ids.
-            block_ids: Pages of the first positions, or of all.
+            ids: Token ids, in host memory.
+            pages: Those of the first positions, or of all.
             before_layer: Called with each layer's index before its pages are read.
             watch_from: The first watched position.
 
@@ -50,19 +52,20 @@ class WatchedPass:
                     "The attention of this model cannot be watched in vLLM; choose a policy that does not need it, such as "
                     "static or hkvd."
                 )
-        self._paged, self._ids, self._blocks = paged, ids, block_ids
+        self._paged, self._ids, self._pages = paged, ids, pages
         self._before_layer, self._watch_from = before_layer, watch_from
         self._computed: list[list[tuple[torch.Tensor, LayerKV]]] = [[] for _ in paged.attention]
         self._total = torch.zeros(len(ids), device=paged.device)
-        self._positions = self._slots = torch.empty(0, dtype=torch.int64)
+        # In host memory, and on the device.
+        self._at = self._positions = self._slots = torch.empty(0, dtype=torch.int64)
         self._watched = 0
 
     @torch.inference_mode()
     def run(self, positions: torch.Tensor) -> None:
-        """Run the tokens at ascending ``positions``, ``[tokens]``; every later call's lie behind them."""
+        """Run the tokens at ascending ``positions``, ``[tokens]``, in host memory; every later call's lie behind them."""
         paged = self._paged
-        placed = min(int(positions[-1]) + 1, len(self._blocks) * paged.block_size)
-        self._positions, self._slots = positions, paged.slots(self._blocks, torch.arange(placed))
+        self._at, self._positions = positions, sent(positions, paged.device)
+        self._slots = self._pages.slots[: int(positions[-1]) + 1]
         with (
             # Without metadata vLLM's attention does nothing, and without slots it stores nothing.
             set_forward_context(None, paged.config, num_tokens=len(positions), slot_mapping={}, skip_compiled=True),
@@ -72,14 +75,13 @@ class WatchedPass:
                 hook = partial(self._replace, layer)
                 hooks.callback(attention.register_forward_hook(hook, with_kwargs=True).remove)
             paged.model(
-                input_ids=self._ids[positions].to(paged.device, torch.int32),
-                positions=positions.to(paged.device),
+                input_ids=sent(self._ids[positions].int(), paged.device),
+                positions=self._positions,
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
         self._watched += int((positions >= self._watch_from).sum())
 
-    @property
     def mean(self) -> torch.Tensor:
         """Attention to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, heads and watched tokens."""
         attentions = self._paged.attention
@@ -98,7 +100,7 @@ class WatchedPass:
     def _visible(self, layer: int) -> LayerKV:
         """Return the KV of all positions up to the last one that runs, in fp32: the pages', and over it what this computed."""
         placed = self._paged.read(layer, self._slots)
-        count = int(self._positions[-1]) + 1
+        count = int(self._at[-1]) + 1
         kv = LayerKV(*(t.new_empty(t.shape[0], count, t.shape[2], dtype=torch.float32) for t in placed))
         for whole, part in zip(kv, placed, strict=True):
             whole[:, : part.shape[1]] = part
@@ -114,15 +116,16 @@ class WatchedPass:
         query = query.float().view(count, kv_heads, groups, dim).transpose(0, 1)
         out = query.new_empty(count, kv_heads, groups, dim)
         for begin in range(0, count, _BLOCK):
-            at = self._positions[begin : begin + _BLOCK]
-            seen = int(at[-1]) + 1
+            part = slice(begin, begin + _BLOCK)
+            at, seen = self._positions[part], int(self._at[part][-1]) + 1
             shape = (kv_heads, len(at), groups, seen)
-            scores = query[:, begin : begin + _BLOCK].flatten(1, 2) @ kv.k[:, :seen].transpose(1, 2) * impl.scale
+            scores = query[:, part].flatten(1, 2) @ kv.k[:, :seen].transpose(1, 2) * impl.scale
             if cap := getattr(impl, "logits_soft_cap", None):
                 scores = (scores / cap).tanh() * cap
             hidden = torch.arange(seen, device=at.device) > at[:, None]
             weights = scores.view(shape).masked_fill(hidden[None, :, None], float("-inf")).softmax(-1)
-            self._total[:seen] += weights[:, at >= self._watch_from].sum((0, 1, 2))
-            part = weights.flatten(1, 2) @ kv.v[:, :seen]
-            out[begin : begin + _BLOCK] = part.view(kv_heads, len(at), groups, dim).transpose(0, 1)
+            unwatched = int((self._at[part] < self._watch_from).sum())
+            self._total[:seen] += weights[:, unwatched:].sum((0, 1, 2))
+            found = weights.flatten(1, 2) @ kv.v[:, :seen]
+            out[part] = found.view(kv_heads, len(at), groups, dim).transpose(0, 1)
         return out

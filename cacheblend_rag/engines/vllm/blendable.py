@@ -21,8 +21,6 @@ def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str |
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         # All ranks of such a model must run every pass; a blend runs on one.
         "it is a mixture of experts and data parallelism is on": parallel.data_parallel_size > 1 and bool(model.is_moe),
-        # It drives connectors differently; set_environment() turns it off, but a user's own setting stands.
-        "vLLM's second model runner is on (unset VLLM_USE_V2_MODEL_RUNNER)": bool(config.use_v2_model_runner),
         "LoRA adapters are enabled": config.lora_config is not None,
         "speculative decoding is on": config.speculative_config is not None,
         "it uses multi-dimensional RoPE": bool(getattr(model, "uses_mrope", False)),

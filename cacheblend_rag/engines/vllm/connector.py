@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
+from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.store import DiskStore, KVStore, default_ram_budget, open_store
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -43,6 +45,7 @@ class BlendConnector(KVConnectorBase_V1):
         header = tuple(extra("header_ids", ()))
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._worker_steps = False
         if role is KVConnectorRole.SCHEDULER:
             self._store: KVStore = DiskStore(path)
             self._scheduler = SchedulerSide(Entries(self._store, fingerprint, header, 0, ranks))
@@ -121,11 +124,45 @@ class BlendConnector(KVConnectorBase_V1):
         finally:
             self.clear_connector_metadata()
 
+    def step_begins(self, output: SchedulerOutput) -> None:
+        """Called by :class:`BlendWorker` before it computes a step."""
+        self._worker_steps = True
+        self.worker.step_begins(output.total_num_scheduled_tokens)
+
+    def step_ended(self, output: Any) -> Any:
+        """Go on with the blends behind a step: called by :class:`BlendWorker` with what the step gave.
+
+        So a blend holds up no token of this step: in runner V1 it would run before they are sampled.
+
+        Returns:
+            ``output``, with the requests whose blends ended.
+        """
+        self.bind_connector_metadata(StepMeta())  # without any, vLLM's attention does not call this connector
+        try:
+            self.worker.step_ended()
+        finally:
+            self.clear_connector_metadata()
+        report = connector_output(output)
+        if report is None:
+            if not isinstance(output, ModelRunnerOutput):
+                return output  # nowhere to report to; behind the next step, then
+            output = copy(output)  # vLLM has one for all empty steps
+            output.kv_connector_output = report = KVConnectorOutput()
+        done, failed = self.worker.take_finished(set())
+        report.finished_recving = (report.finished_recving or set()) | done
+        report.failed_recving = report.failed_recving | failed
+        if (results := self.worker.take_results()) is not None:
+            before = report.kv_connector_worker_meta
+            report.kv_connector_worker_meta = results if before is None else results.aggregate(before)
+        return output
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Go on with the blends; without a forward in this step there is nobody to hold up."""
+        """Take in the new blends. They go on behind the step; here only where vLLM does not step through the worker."""
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMeta)
-        self.worker.blend(meta.loads, idle=forward_context.attn_metadata is None)
+        self.worker.take(meta)
+        if not self._worker_steps:  # Ray's executor calls the model runner itself
+            self.worker.blend()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Tell a blend's own pass where it is; in an ordinary step there is nothing to wait for."""
@@ -141,7 +178,7 @@ class BlendConnector(KVConnectorBase_V1):
         self.worker.save(meta.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Report which blends ended, well or not."""
+        """Report which blends ended, well or not; most are reported in :meth:`step_ended` already."""
         done, failed = self.worker.take_finished(finished_req_ids)
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 

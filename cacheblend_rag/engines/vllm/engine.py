@@ -25,7 +25,6 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.client import BlendClient
-from cacheblend_rag.engines.vllm.versions import set_environment
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore, open_store
@@ -120,7 +119,6 @@ class VLLMEngine(BlendEngine):
         self.device, self.dtype = torch.device(config.device_config.device_type), config.model_config.dtype
 
     async def _start(self, launch: Launch, ratio: float | None, write_back: bool, rank: Rank | None) -> BlendClient:
-        set_environment()
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
         except (RuntimeError, ValueError, TypeError, OSError) as error:
@@ -198,6 +196,10 @@ class VLLMEngine(BlendEngine):
     def reset_prefix_cache(self) -> None:
         """See :class:`BlendEngine`."""
         self._run(self._llm.reset_prefix_cache())
+
+    def ask_worker(self, method: str) -> Any:
+        """Return what a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` says on the first rank."""
+        return self._run(self._llm.collective_rpc(method))[0]
 
     def close(self) -> None:
         """Stop vLLM, finish what is being written and close the store."""

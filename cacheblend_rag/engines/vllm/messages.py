@@ -142,10 +142,19 @@ class Save:
 
 @dataclass
 class StepMeta(KVConnectorMetadata):
-    """What the workers are to do in one engine step."""
+    """What the workers are to do in one engine step.
+
+    Attributes:
+        loads: New blends.
+        saves: Prompts that are complete after this step.
+        idle: No request is computed in this step, so that a blend holds up nobody.
+        pace: Seconds per token of each kind of work, as measured; every rank cuts its passes by these same numbers.
+    """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    idle: bool = False
+    pace: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -181,12 +190,20 @@ class Blended:
 
 @dataclass
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Results of the blends that ended in this step, by request, and why others failed."""
+    """Results of the blends that ended in this step, by request, and why others failed; what work took.
+
+    ``times`` holds tokens and seconds of each kind of work measured since the last report.
+    """
 
     done: dict[str, Blended] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Say whether there is anything to report."""
+        return bool(self.done or self.failed or self.times)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         """Take the first rank's results: all ranks choose and compute the same tokens."""
         assert isinstance(other, WorkerMeta)
-        return WorkerMeta({**other.done, **self.done}, {**other.failed, **self.failed})
+        return WorkerMeta({**other.done, **self.done}, {**other.failed, **self.failed}, {**other.times, **self.times})

@@ -12,7 +12,9 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin
+from cacheblend_rag.engines.vllm.pages import Pages, first_part, gaps, runs_in_pages
 from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ class PagedModel:
         k, v = (t.transpose(0, 1) for t in kv)
         if not current_platform.is_cpu():  # whose kernel alone takes strides of its own
             k, v = k.contiguous(), v.contiguous()
-        attention.impl.do_kv_cache_update(attention, k, v, attention.kv_cache, slots.to(self.device))
+        attention.impl.do_kv_cache_update(attention, k, v, attention.kv_cache, sent(slots, self.device))
 
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
         """Return a copy of the KV at ``slots``, ``[kv_heads, tokens, head_dim]``."""
@@ -96,7 +98,7 @@ class PagedModel:
         blocks, heads, size, width = cache.shape
         dim = width // 2
         if not current_platform.is_cpu():
-            slots = slots.to(cache.device)
+            slots = sent(slots, cache.device)
             rows = cache[slots // size, :, slots % size].transpose(0, 1)
             return LayerKV(rows[..., :dim].contiguous(), rows[..., dim:].contiguous())
         # Inside a page vLLM's CPU kernels keep K column-major, [head_dim, tokens], and V behind it, [tokens, head_dim].
@@ -106,7 +108,7 @@ class PagedModel:
         # Copied run by run: single tokens would be gathered along a strided axis, three times as slowly.
         k, v = (cache.new_empty(heads, len(slots), dim) for _ in range(2))
         at = 0
-        for run in _runs(slots, size):
+        for run in runs_in_pages(slots, size):
             block, first = divmod(int(run[0]), size)
             end = at + len(run)
             k[:, at:end] = keys[block, :, first : first + len(run)]
@@ -136,26 +138,26 @@ class PagedModel:
 
     # The model's own forward.
 
-    def segments(self, positions: torch.Tensor) -> list[torch.Tensor]:
-        """Cut ascending ``positions`` so that no part exceeds the engine's tokens or sequences of a step."""
-        return cut(positions, self._max_tokens, self._max_runs)
+    def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        """Return the first of ascending ``positions``: no more than ``most``, nor than tokens and sequences of an engine step."""
+        return first_part(positions, min(self._max_tokens, most or self._max_tokens), self._max_runs)
 
     @torch.inference_mode()
     def forward(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        block_ids: Sequence[int],
+        pages: Pages,
         before_layer: Callable[[int], None],
         stop_layer: int | None = None,
         rotate_by: int = 0,
     ) -> LayerKV | torch.Tensor:
-        """Run tokens ``ids``, ``[tokens]``, at ascending ``positions``, ``[tokens]``, of a sequence.
+        """Run tokens ``ids``, ``[tokens]``, at ascending ``positions``, ``[tokens]``, of a sequence; both are in host memory.
 
         Args:
             ids: Token ids.
             positions: Where they stand; they see the sequence's keys up to their own position.
-            block_ids: The sequence.
+            pages: The sequence's.
             before_layer: Called with each layer's index before it writes or reads KV.
             stop_layer: Layer at which to stop.
             rotate_by: Added to the positions for RoPE alone.
@@ -163,10 +165,10 @@ class PagedModel:
         Returns:
             The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
         """
-        slots = self.slots(block_ids, positions).to(self.device)
+        slots, at = sent(pages.slots[positions], self.device), sent(positions, self.device)
         metadata: dict[str, Any] = {}
         slot_mapping: dict[str, torch.Tensor] = {}
-        common = self._metadata(positions.cpu(), block_ids, slots)
+        common = self._metadata(positions, at, pages, slots)
         for names, builder in self._builders:
             built = builder.build(common_prefix_len=0, common_attn_metadata=common)
             for name in names:
@@ -182,8 +184,8 @@ class PagedModel:
                 before_layer(0)
                 self._before_layer = before_layer
                 hidden: torch.Tensor = self.model(
-                    input_ids=ids.to(self.device, torch.int32),
-                    positions=positions.to(self.device) + rotate_by,
+                    input_ids=sent(ids.int(), self.device),
+                    positions=at + rotate_by if rotate_by else at,
                     intermediate_tensors=None,
                     inputs_embeds=None,
                 )
@@ -213,28 +215,30 @@ class PagedModel:
             handle.remove()
 
     def _metadata(
-        self, positions: torch.Tensor, block_ids: Sequence[int], slots: torch.Tensor
+        self, positions: torch.Tensor, at: torch.Tensor, pages: Pages, slots: torch.Tensor
     ) -> CommonAttentionMetadata:
-        """Describe each run of neighbouring positions as one request on the same blocks: its causal mask is the exact one."""
+        """Describe each run of neighbouring positions as one request on the same blocks: its causal mask is the exact one.
+
+        ``at`` is ``positions`` on the device.
+        """
         count = len(positions)
-        breaks = torch.nonzero(_gaps(positions)).flatten() + 1
+        breaks = torch.nonzero(gaps(positions)).flatten() + 1
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), breaks])
         ends = torch.cat([breaks, torch.tensor([count])])
         query_starts = torch.cat([starts, ends[-1:]]).to(torch.int32)
         lengths = (positions[ends - 1] + 1).to(torch.int32)
-        table = torch.tensor(block_ids, dtype=torch.int32)[None].repeat(len(starts), 1)
         return CommonAttentionMetadata(
-            query_start_loc=query_starts.to(self.device),
+            query_start_loc=sent(query_starts, self.device),
             query_start_loc_cpu=query_starts,
-            seq_lens=lengths.to(self.device),
+            seq_lens=sent(lengths, self.device),
             num_reqs=len(starts),
             num_actual_tokens=count,
             max_query_len=int((ends - starts).max()),
             max_seq_len=int(lengths.max()),
-            block_table_tensor=table.to(self.device),
+            block_table_tensor=pages.table.expand(len(starts), -1).contiguous(),
             slot_mapping=slots,
             causal=True,
-            positions=positions.to(self.device),
+            positions=at,
             is_prefilling=torch.ones(len(starts), dtype=torch.bool),
             seq_lens_cpu_upper_bound=lengths,
         )
@@ -257,31 +261,6 @@ class PagedModel:
         """Return every distinct RoPE table of the model, in fp32."""
         found = {id(m): m for m in self.model.modules() if hasattr(m, "cos_sin_cache")}
         return [_table(module, self.device) for module in found.values()]
-
-
-def cut(positions: torch.Tensor, max_tokens: int, max_runs: int) -> list[torch.Tensor]:
-    """Cut ascending ``positions`` into parts of at most ``max_tokens`` positions and ``max_runs`` runs of neighbours."""
-    parts: list[torch.Tensor] = []
-    start = runs = 0
-    values = positions.tolist()
-    for index, position in enumerate(values):
-        new_run = index == start or position != values[index - 1] + 1
-        if index - start == max_tokens or (new_run and runs == max_runs):
-            parts.append(positions[start:index])
-            start, runs, new_run = index, 0, True
-        runs += new_run
-    return [*parts, positions[start:]] if values else []
-
-
-def _runs(slots: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
-    """Cut ``slots`` where neighbours end and where a page of ``size`` does."""
-    cuts = torch.nonzero(_gaps(slots) | (slots[1:] % size == 0)).flatten() + 1
-    return torch.tensor_split(slots, cuts)
-
-
-def _gaps(values: torch.Tensor) -> torch.Tensor:
-    """Say of every value but the first whether it does not follow the one before it."""
-    return values[1:] != values[:-1] + 1
 
 
 def _stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

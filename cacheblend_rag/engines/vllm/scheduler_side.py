@@ -18,6 +18,7 @@ from cacheblend_rag.engines.vllm.messages import (
     WorkerMeta,
     read_params,
 )
+from cacheblend_rag.engines.vllm.pace import Pace
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ChunkKV, StoredKV
 
@@ -51,6 +52,7 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._saving: dict[str, tuple[Request, SaveJob]] = {}
+        self._pace = Pace()
 
     def new_request(self, request: Request) -> None:
         """Note what the client wants. Malformed options make an ordinary prefill."""
@@ -106,7 +108,8 @@ class SchedulerSide:
 
     def step(self, output: SchedulerOutput, blocks: KVCacheManager) -> StepMeta:
         """Return the workers' tasks: new blends, and precomputed prompts that this step completes."""
-        meta = StepMeta(loads=self._loads)
+        idle = output.total_num_scheduled_tokens == 0
+        meta = StepMeta(loads=self._loads, idle=idle, pace=self._pace.seconds_per_token)
         self._loads = []
         computed = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -124,6 +127,7 @@ class SchedulerSide:
         meta = output.kv_connector_worker_meta
         if not isinstance(meta, WorkerMeta):
             return
+        self._pace.take(meta.times)
         for request_id, blended in meta.done.items():
             if tracked := self._tracked.get(request_id):
                 tracked.blended, tracked.reason = blended, blended.reason

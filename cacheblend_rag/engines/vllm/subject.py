@@ -10,6 +10,7 @@ import torch
 from cacheblend_rag.blending.rope import Rope, detect_rope
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.engines.vllm.target import PagedTarget
 from cacheblend_rag.store.kv import ChunkKV
 
@@ -38,11 +39,10 @@ class PagedSubject:
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         positions = torch.arange(len(token_ids))
-        blocks = self._blocks(len(token_ids))
-        hidden = self._paged.forward(torch.tensor(token_ids), positions, blocks, _nothing, rotate_by=offset)
+        pages = Pages(self._paged, self._blocks(len(token_ids)), len(token_ids))
+        hidden = self._paged.forward(torch.tensor(token_ids), positions, pages, _nothing, rotate_by=offset)
         assert isinstance(hidden, torch.Tensor)
-        slots = self._paged.slots(blocks, positions)
-        kv = ChunkKV([self._paged.read(layer, slots) for layer in range(self.num_layers)], offset)
+        kv = ChunkKV([self._paged.read(layer, pages.slots) for layer in range(self.num_layers)], offset)
         return self._paged.logits(hidden), kv
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
@@ -10,6 +10,7 @@ from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.store.kv import LayerKV
 
 
@@ -34,42 +35,33 @@ class PagedTarget:
 
     def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], block_ids: Sequence[int]):
         """Fill ``block_ids`` with the KV of ``token_ids``."""
-        self._paged, self.rope, self._blocks = paged, rope, tuple(block_ids)
-        self._ids = torch.tensor(token_ids, device=paged.device)
+        self._paged, self.rope = paged, rope
+        self._ids = torch.tensor(token_ids)
+        self._pages = Pages(paged, block_ids, len(self._ids))
         self.num_layers, self.device = paged.num_layers, paged.device
-        self._slots: dict[int, torch.Tensor] = {}
         self.hidden: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        slots = self._slots.get(len(positions))  # the exact part alone, or all: the same positions in every layer
-        if slots is None:
-            slots = self._slots[len(positions)] = self._paged.slots(self._blocks, positions).to(self.device)
-        self._paged.write(layer, kv, slots)
+        self._paged.write(layer, kv, self._pages.on_device[positions])
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        result = self._paged.forward(self._ids[positions], positions, self._blocks, before_layer, stop_layer)
+        result = self._paged.forward(self._ids[positions], positions, self._pages, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
         self.hidden = result
         return None
 
-    def attention(
-        self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
-    ) -> Generator[float, None, torch.Tensor]:
+    def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> WatchedPass:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`. Nothing is written: positions without blocks may be run."""
-        watched = WatchedPass(self._paged, self._ids, self._blocks, before_layer, int(positions[watch_from]))
-        for segment in self.segments(positions):
-            watched.run(segment)
-            yield len(segment)
-        return watched.mean
+        return WatchedPass(self._paged, self._ids, self._pages, before_layer, watch_from)
 
-    def segments(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
+    def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        return self._paged.segments(positions)
+        return self._paged.segment(positions, most)
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; each holds its own KV heads."""

@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.platforms import current_platform
 
 from cacheblend_rag.engines.vllm.connector import BlendConnector
+from cacheblend_rag.engines.vllm.versions import installed_version, runner_name
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
@@ -24,6 +25,19 @@ class BlendWorker(BaseWorker):
         if (connector := _connector()) is not None:
             connector.bind_worker(self)
 
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Compute a step; where it has no tokens it ends here, and blends go on."""
+        if (connector := _connector()) is None:
+            return super().execute_model(scheduler_output)
+        connector.step_begins(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        return output if output is None else connector.step_ended(output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample a step's tokens; then blends go on."""
+        output = super().sample_tokens(grammar_output)
+        return output if (connector := _connector()) is None else connector.step_ended(output)
+
     # Reached from the client by `collective_rpc`.
 
     def cacheblend_gate(self) -> dict[str, Any]:
@@ -37,6 +51,22 @@ class BlendWorker(BaseWorker):
             "errors": gate.errors,
             "first_token_kl": gate.first_token_kl,
         }
+
+    def cacheblend_backend(self) -> dict[str, str]:
+        """Return the names of vLLM's version, model runner and attention backends on this worker."""
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+        return {
+            "vllm": str(installed_version()),
+            "runner": runner_name(bool(self.vllm_config.use_v2_model_runner)),
+            "attention": ", ".join(sorted(backends)),
+        }
+
+    def cacheblend_passes(self) -> dict[str, tuple[float, float]]:
+        """Return tokens and seconds of each kind of work measured so far."""
+        connector = _connector()
+        assert connector is not None
+        return connector.worker.measured()
 
     def cacheblend_written(self) -> dict[str, str]:
         """Return the entries written since the last call, with why one is not in the store."""

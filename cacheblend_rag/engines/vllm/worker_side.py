@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cacheblend_rag.blending.fusor import FuseResult, fuse_stepwise
 from cacheblend_rag.blending.gate import GateReport, run_gate
-from cacheblend_rag.blending.loader import DamagedSpanError
-from cacheblend_rag.blending.plan import BlendPlan, make_plan
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import Distances, static_parts
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
-from cacheblend_rag.engines.vllm.messages import Blended, Load, Save, WorkerMeta, receipt
+from cacheblend_rag.engines.vllm.blends import BlendQueue
+from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta, receipt
+from cacheblend_rag.engines.vllm.pace import LEAST_PREFILL, PREFILL, Allowance, StepClock
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.subject import PagedSubject
-from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks, sum_over_ranks
+from cacheblend_rag.engines.vllm.target import all_ranks, sum_over_ranks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, read_whole
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, read_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,17 +37,17 @@ class WorkerSide:
     """Owned by the connector of one worker; called from its thread alone."""
 
     def __init__(self, entries: Entries, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, step_tokens: float):
-        """Wait for :meth:`bind`. A step in which streams run takes about ``step_tokens`` tokens of blending."""
+        """Wait for :meth:`bind`. In a step in which streams run, blends take the time that ``step_tokens`` of prefill take."""
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._entries, self._step_tokens = entries, step_tokens
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self.gate = GateReport(False, "the parity gate has not run")
         self._paged: PagedModel | None = None
         self._rope: Rope | None = None
-        self._queue: deque[_Blend] = deque()
-        self._ended: set[str] = set()
-        self._results = WorkerMeta()
-        self._failed: set[str] = set()
+        self._blends: BlendQueue | None = None
+        self._refused: dict[str, str] = {}
+        self._step = StepMeta()
+        self._prefill: tuple[int, Any] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store")
         self._unwritten: deque[Future[None]] = deque()
         self._written: dict[str, str] = {}
@@ -71,64 +67,59 @@ class WorkerSide:
         if refusal is not None:
             self.gate = GateReport(False, refusal)
             return
-        report, self._rope = run_gate(PagedSubject(paged))
+        report, rope = run_gate(PagedSubject(paged))
         self.gate = report if all_ranks(report.passed) else GateReport(False, report.reason or "another rank failed it")
+        self._rope = rope
+        if self.gate.passed and rope is not None:
+            self._blends = BlendQueue(paged, rope, self._entries, StepClock(device))
 
     def attention_begins(self, layer_name: str) -> None:
         """See :meth:`PagedModel.attention_begins`."""
         if self._paged is not None:
             self._paged.attention_begins(layer_name)
 
-    def blend(self, loads: Sequence[Load], idle: bool) -> None:
-        """Go on with the waiting blends: while streams run by a step's share, else until one is complete."""
-        for load in loads:
-            if self.gate.passed and self._paged is not None and self._rope is not None:
-                self._queue.append(_Blend(load, self._paged, self._rope, self._entries))
+    def take(self, step: StepMeta) -> None:
+        """Take in what this step brings: its blends go on when it has been computed (:meth:`blend`)."""
+        self._step = step
+        for load in step.loads:
+            if self._blends is not None:
+                self._blends.add(load)
             else:
-                self._end(load.request_id, f"this model is not blended: {self.gate.reason}")
-        budget = math.inf if idle else self._step_tokens
-        while self._queue and budget > 0:
-            blend = self._queue[0]
-            try:
-                cost = blend.advance()
-            except Exception as error:
-                # Whatever went wrong, the engine must live on: vLLM prefills this prompt as any other.
-                _log.exception("The blend of request %s failed", blend.load.request_id)
-                self._queue.popleft().close()
-                self._end(blend.load.request_id, f"the blend failed ({type(error).__name__}: {error})")
-                continue
-            if cost is not None:
-                budget -= cost
-                continue
-            self._queue.popleft().close()
-            assert blend.result is not None
-            self._results.done[blend.load.request_id] = blend.result
-            self._ended.add(blend.load.request_id)
-            if idle:
-                break
+                self._refused[load.request_id] = f"this model is not blended: {self.gate.reason}"
 
-    def _end(self, request_id: str, reason: str) -> None:
-        self._results.failed[request_id] = reason
-        self._ended.add(request_id)
-        self._failed.add(request_id)
+    def step_begins(self, tokens: int) -> None:
+        """Measure the step of ``tokens`` that follows, if it says what ordinary prefill takes."""
+        measured = self._blends is not None and tokens >= min(LEAST_PREFILL, self._step_tokens)
+        self._prefill = (tokens, self._blends.clock.mark()) if measured and self._blends is not None else None
+
+    def step_ended(self) -> None:
+        """Go on with the blends behind a step; its tokens are sampled and on their way."""
+        if self._blends is not None and self._prefill is not None:
+            self._blends.clock.add(PREFILL, *self._prefill)
+        self.blend()
+
+    def blend(self) -> None:
+        """Go on with the waiting blends: while streams run as long as a step of prefill takes, else until one is complete."""
+        if self._blends is not None:
+            self._blends.advance(None if self._step.idle else Allowance(self._step.pace, self._step_tokens))
 
     def take_finished(self, aborted: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose blends ended since the last call, and those of them that failed.
 
-        A blend whose request was aborted ends at once: vLLM waits for it to free the blocks.
+        The blends of ``aborted`` requests end at once.
         """
-        for blend in [b for b in self._queue if b.load.request_id in aborted]:
-            self._queue.remove(blend)
-            blend.close()
-            self._ended.add(blend.load.request_id)
-        ended, failed = self._ended, self._failed
-        self._ended, self._failed = set(), set()
-        return ended, failed
+        refused = set(self._refused)
+        if self._blends is None:
+            return refused, refused
+        self._blends.abort(aborted)
+        return self._blends.take_ended()
 
     def take_results(self) -> WorkerMeta | None:
         """Return what the ended blends did, once."""
-        results, self._results = self._results, WorkerMeta()
-        return results if results.done or results.failed else None
+        if self._blends is not None:
+            return self._blends.take_results()
+        refused, self._refused = self._refused, {}
+        return WorkerMeta(failed=refused) if refused else None
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copy prompts out of the paged cache and hand them to the writer."""
@@ -186,6 +177,10 @@ class WorkerSide:
             _log.exception("Stored KV cannot be written")
             self._written[name] = f"it cannot be written ({type(error).__name__}: {error})"
 
+    def measured(self) -> dict[str, tuple[float, float]]:
+        """Return tokens and seconds of each kind of work, from the start on."""
+        return {} if self._blends is None else self._blends.clock.totals
+
     def take_written(self) -> dict[str, str]:
         """Return the receipts since the last call: an empty string, or why an entry is not in the store."""
         written: dict[str, str] = {}
@@ -196,71 +191,3 @@ class WorkerSide:
     def close(self) -> None:
         """Finish what is being written."""
         self._writer.shutdown(wait=True)
-
-
-class _Blend:
-    """One request's blend, advanced segment by segment."""
-
-    def __init__(self, load: Load, paged: PagedModel, rope: Rope, entries: Entries):
-        self.load = load
-        self._paged, self._rope, self._entries = paged, rope, entries
-        self.result: Blended | None = None
-        self._begin = time.perf_counter()
-        self._spans: list[StoredKV] = []
-        self._steps = self._run()
-
-    def advance(self) -> float | None:
-        """Run one segment and return its cost in tokens; None once the blend is complete."""
-        with torch.inference_mode():
-            return next(self._steps, None)
-
-    def close(self) -> None:
-        """Let go of the stored KV."""
-        self._steps.close()
-        for kv in self._spans:
-            kv.finish()
-
-    def _run(self) -> Generator[float, None, None]:
-        while True:
-            plan = self._plan()
-            try:
-                fused = yield from self._fuse(plan)
-            except DamagedSpanError as error:
-                # Damaged is missing: the next plan computes it in place.
-                if error.token_ids is not None:
-                    self._entries.delete(error.token_ids)
-                continue
-            self.result = Blended(
-                fused.computed_tokens,
-                len(fused.recomputed),
-                fused.selection_tokens,
-                fused.policy,
-                fused.ratio,
-                fused.load_wait_s,
-                fused.loaded_bytes,
-                time.perf_counter() - self._begin,
-                tuple(chunk.id for chunk in plan.missing),
-                tuple(s.chunk.id for s in plan.stale if s.chunk is not None) if fused.unranked else (),
-                plan.reason,
-            )
-            return
-
-    def _fuse(self, plan: BlendPlan) -> Generator[float, None, FuseResult]:
-        load, job = self.load, self.load.job
-        target = PagedTarget(self._paged, self._rope, load.token_ids, load.block_ids)
-        part = plan.within(load.start, load.end)
-        return fuse_stepwise(part, target, policy(job.settings.policy), job.ratio, job.schedule)
-
-    def _plan(self) -> BlendPlan:
-        def lookup(token_ids: Sequence[int]) -> StoredKV | None:
-            try:
-                kv = self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
-            except Exception:  # the other ranks wait for this one's vote
-                _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
-                kv = None
-            if kv is not None:
-                self._spans.append(kv)
-            return kv if all_ranks(kv is not None) else None
-
-        prompt = self.load.job.prompt(self.load.token_ids)
-        return make_plan(prompt, self._entries.header_ids, lookup, self.load.job.settings.reuse)

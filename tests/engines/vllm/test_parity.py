@@ -73,6 +73,12 @@ def want(model: Any, ratio: float, missing: tuple[int, ...] = ()) -> torch.Tenso
     return reference.blend(model, SCENE.header, SCENE.parts(missing), ratio).logits.float().log_softmax(-1)
 
 
+def test_the_worker_says_what_it_runs_on(engine) -> None:
+    found = engine.ask_worker("cacheblend_backend")
+    runner = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
+    assert (found["runner"], found["attention"]) == (runner, "CPU_ATTN")
+
+
 def test_the_gate_passes(engine) -> None:
     assert engine.gate.passed, engine.gate.reason
 
@@ -231,9 +237,12 @@ def test_forgotten_chunks_leave_nothing_in_the_store(engine) -> None:
 
 @given(st.sets(st.integers(0, 200)).map(sorted), st.integers(1, 20), st.integers(1, 5))
 def test_segments_are_whole_in_order_and_within_both_limits(positions, max_tokens: int, max_runs: int) -> None:
-    from cacheblend_rag.engines.vllm.paged import cut
+    from cacheblend_rag.engines.vllm.pages import first_part
 
-    parts = [part.tolist() for part in cut(torch.tensor(positions), max_tokens, max_runs)]
+    rest, parts = torch.tensor(positions, dtype=torch.int64), []
+    while len(rest):
+        parts.append(first_part(rest, max_tokens, max_runs).tolist())
+        rest = rest[len(parts[-1]) :]
     assert [p for part in parts for p in part] == positions
     for part, behind in zip_longest(parts, parts[1:]):
         runs = 1 + sum(b != a + 1 for a, b in pairwise(part))
@@ -260,6 +269,18 @@ def test_blended_blocks_never_serve_an_exact_request(engine) -> None:
     assert engine.generate(SCENE.prompt, ANSWER, BlendSettings(ratio=1.0)).token_ids == full
     again = engine.generate(SCENE.prompt, ANSWER, reuse)
     assert again.token_ids == blended.token_ids
+
+
+def test_doctor_says_where_a_blends_time_goes(engine) -> None:
+    from cacheblend_rag.doctor.diagnose_vllm import diagnose_vllm
+
+    found = diagnose_vllm(engine)
+    assert (found.blended, found.device, found.layers) == (True, "cpu", SHAPE["num_hidden_layers"])
+    assert found.cost is not None
+    stale = 5 * (found.cost.prompt_tokens - len(engine.header_ids) - 32) // 6
+    tokens = {kind: done for kind, (done, _) in found.cost.passes.items() if kind != "prefill"}
+    assert tokens == {"dense": pytest.approx(stale / found.layers), "sparse": pytest.approx(round(0.15 * stale))}
+    assert found.cost.full_s > 0 < found.cost.blend_s
 
 
 def test_attention_with_sinks_is_not_watched() -> None:

@@ -38,7 +38,6 @@ def configured(parallel: dict[str, Any] | None = None, model: dict[str, Any] | N
     config = {
         "model_config": SimpleNamespace(**_MODEL | (model or {})),
         "parallel_config": SimpleNamespace(**_PARALLEL | (parallel or {})),
-        "use_v2_model_runner": False,
         "lora_config": None,
         "speculative_config": None,
         "cache_config": SimpleNamespace(cache_dtype="auto"),
@@ -66,7 +65,6 @@ def test_an_ordinary_model_is_not_refused() -> None:
         (configured(model={"uses_mrope": True}), "multi-dimensional RoPE"),
         (configured(cache_config=SimpleNamespace(cache_dtype="fp8")), "quantised"),
         (configured(lora_config=object()), "LoRA"),
-        (configured(use_v2_model_runner=True), "VLLM_USE_V2_MODEL_RUNNER"),
         (configured(speculative_config=object()), "speculative"),
     ],
 )

@@ -1,0 +1,138 @@
+"""What `cacheblend doctor --engine vllm` finds out: how vLLM runs a model here, is it blended, and where a blend's time goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.bench.measure import median
+from cacheblend_rag.blending.gate import TOLERANCE
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm import VLLMEngine
+
+_CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32
+_RUNS = 3
+
+
+@dataclass(frozen=True)
+class BlendCost:
+    """A prompt of chunks of random tokens, measured.
+
+    Attributes:
+        prompt_tokens: Its length.
+        full_s: Time to first token of the full recompute; the median of a few.
+        blend_s: That of a blend by the profile, its stored KV at hand.
+        load_s: How long the last of these blends waited for stored KV.
+        passes: Tokens (times the share of layers they went through) and seconds of each kind of pass of a blend, on average.
+    """
+
+    prompt_tokens: int
+    full_s: float
+    blend_s: float
+    load_s: float
+    passes: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class VLLMDiagnosis:
+    """Everything `doctor --engine vllm` prints.
+
+    Attributes:
+        vllm: Its version.
+        runner: Which of its model runners.
+        attention: Its attention backends.
+        step_tokens: Most tokens of an engine step.
+        step_sequences: Most sequences of one; a pass of a blend has no more runs of neighbouring tokens.
+        cost: None for a model that is not blended.
+    """
+
+    model: str
+    fingerprint: str
+    vllm: str
+    runner: str
+    attention: str
+    device: str
+    dtype: str
+    context_window: int
+    layers: int
+    step_tokens: int
+    step_sequences: int
+    blended: bool
+    reason: str
+    gate_errors: dict[str, float]
+    gate_tolerance: float
+    cost: BlendCost | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return asdict(self)
+
+
+def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = None) -> VLLMDiagnosis:
+    """Examine a running vLLM; ``progress`` is called with a line of text before each step."""
+    say = progress or (lambda line: None)
+    backend = engine.ask_worker("cacheblend_backend")
+    config = engine.client.llm.vllm_config.scheduler_config
+    say("a blend")
+    return VLLMDiagnosis(
+        model=engine.fingerprint.name,
+        fingerprint=engine.fingerprint.digest,
+        vllm=backend["vllm"],
+        runner=backend["runner"],
+        attention=backend["attention"],
+        device=str(engine.device),
+        dtype=str(engine.dtype).removeprefix("torch."),
+        context_window=engine.context_window,
+        layers=engine.num_layers,
+        step_tokens=int(config.max_num_batched_tokens),
+        step_sequences=int(config.max_num_seqs),
+        blended=engine.gate.passed,
+        reason=engine.gate.reason,
+        gate_errors=engine.gate.errors,
+        gate_tolerance=TOLERANCE[engine.dtype],
+        cost=measure_blend(engine) if engine.gate.passed else None,
+    )
+
+
+def measure_blend(engine: VLLMEngine) -> BlendCost:
+    """Time full recompute and blend of a prompt of six chunks, shorter ones where the context window is short."""
+    vocabulary = int(engine.client.llm.model_config.get_vocab_size())
+    room = engine.context_window - len(engine.header_ids) - _QUESTION_TOKENS - 1
+    prompt = _prompt(engine.header_ids, min(_CHUNK_TOKENS, room // _CHUNKS), vocabulary)
+    engine.precompute([span.chunk for span in prompt.spans])
+    full = [_answer(engine, prompt, BlendSettings(reuse="off")) for _ in range(_RUNS)]
+    _answer(engine, prompt, BlendSettings(reuse="chunks"))  # the first loads code and warms caches
+    before = engine.ask_worker("cacheblend_passes")
+    blends = [_answer(engine, prompt, BlendSettings(reuse="chunks")) for _ in range(_RUNS)]
+    passes = {}
+    for kind, (tokens, seconds) in engine.ask_worker("cacheblend_passes").items():
+        done, took = before.get(kind, (0.0, 0.0))
+        if tokens > done:
+            passes[kind] = ((tokens - done) / _RUNS, (seconds - took) / _RUNS)
+    times = [median([each.timings.ttft_s for each in runs]) for runs in (full, blends)]
+    return BlendCost(len(prompt.token_ids), times[0], times[1], blends[-1].timings.load_s, passes)
+
+
+def _prompt(header: tuple[int, ...], chunk_tokens: int, vocabulary: int) -> TokenizedPrompt:
+    draw = random.Random(0)
+    ids, spans = list(header), []
+    for _ in range(_CHUNKS):
+        tokens = tuple(draw.randrange(vocabulary) for _ in range(chunk_tokens))
+        name = f"doctor-{draw.getrandbits(64):x}"
+        spans.append(ChunkSpan(Chunk(id=name, text=name, token_ids=tokens), len(ids), len(ids) + chunk_tokens))
+        ids += tokens
+    ids += [draw.randrange(vocabulary) for _ in range(_QUESTION_TOKENS)]
+    return TokenizedPrompt(tuple(ids), tuple(spans))
+
+
+def _answer(engine: VLLMEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> Generation:
+    engine.reset_prefix_cache()
+    return engine.generate(prompt, SamplingParams(max_tokens=1), settings)

@@ -1,0 +1,192 @@
+"""The blends that wait in one worker: they go on between engine steps, as far as each step allows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+
+import torch
+
+from cacheblend_rag.blending.fusor import FuseResult, Segment, fuse_stepwise
+from cacheblend_rag.blending.loader import DamagedSpanError
+from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm.messages import Blended, Load, WorkerMeta
+from cacheblend_rag.engines.vllm.pace import Allowance, StepClock
+from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks
+from cacheblend_rag.store.kv import StoredKV
+
+_log = logging.getLogger(__name__)
+_Steps = Generator[Segment, int | None, None]
+
+
+class BlendQueue:
+    """First come, first served; what ended is reported once.
+
+    Attributes:
+        clock: Measures the passes.
+    """
+
+    def __init__(self, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
+        """Blend on ``paged`` with the KV of ``entries``."""
+        self._paged, self._rope, self._entries = paged, rope, entries
+        self.clock = clock
+        self._waiting: deque[_Blend] = deque()
+        self._ended: set[str] = set()
+        self._failed: set[str] = set()
+        self._results = WorkerMeta()
+
+    def add(self, load: Load) -> None:
+        """Put a blend behind the others."""
+        self._waiting.append(_Blend(load, self._paged, self._rope, self._entries, self.clock))
+
+    def advance(self, allowance: Allowance | None) -> None:
+        """Go on with the blends: as far as ``allowance`` goes, or if it is None until one is complete."""
+        while self._waiting:
+            blend = self._waiting[0]
+            try:
+                complete = blend.advance(allowance)
+            except Exception as error:
+                # Whatever went wrong, the engine must live on: vLLM prefills this prompt as any other.
+                _log.exception("The blend of request %s failed", blend.load.request_id)
+                self._waiting.popleft().close()
+                self.refuse(blend.load.request_id, f"the blend failed ({type(error).__name__}: {error})")
+                continue
+            if not complete:
+                return
+            self._waiting.popleft().close()
+            assert blend.result is not None
+            self._results.done[blend.load.request_id] = blend.result
+            self._ended.add(blend.load.request_id)
+            if allowance is None:
+                return
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        """Report a request as not blended."""
+        self._results.failed[request_id] = reason
+        self._ended.add(request_id)
+        self._failed.add(request_id)
+
+    def abort(self, request_ids: set[str]) -> None:
+        """End the blends of requests that are gone, at once: vLLM waits for them to free the blocks."""
+        for blend in [b for b in self._waiting if b.load.request_id in request_ids]:
+            self._waiting.remove(blend)
+            blend.close()
+            self._ended.add(blend.load.request_id)
+
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose blends ended since the last call, and those of them that failed."""
+        ended, failed = self._ended, self._failed
+        self._ended, self._failed = set(), set()
+        return ended, failed
+
+    def take_results(self) -> WorkerMeta | None:
+        """Return what the ended blends did and what work took, once."""
+        results, self._results = self._results, WorkerMeta()
+        results.times = self.clock.take()
+        return results if results else None
+
+
+class _Blend:
+    """One request's blend, advanced segment by segment."""
+
+    def __init__(self, load: Load, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
+        self.load = load
+        self._paged, self._rope, self._entries, self._clock = paged, rope, entries, clock
+        self.result: Blended | None = None
+        self._begin = time.perf_counter()
+        self._spans: list[StoredKV] = []
+        self._steps: _Steps = self._run()
+        self._ahead: Segment | None = None
+
+    def advance(self, allowance: Allowance | None) -> bool:
+        """Run segments as far as ``allowance`` goes, None for all; return whether the blend is complete."""
+        with torch.inference_mode():
+            if self._ahead is None and not self._go_on(None):
+                return True
+            while True:
+                ahead = self._ahead
+                assert ahead is not None
+                if ahead.kind == "fetch":
+                    # Waiting for the device would hold up the streams' tokens; in the next step it has arrived.
+                    waits = allowance is not None and self._paged.device.type != "cpu" and not ahead.done
+                    ahead.done = 1
+                    if waits:
+                        return False
+                    most = None
+                elif allowance is None:
+                    most = None
+                elif not (most := allowance.tokens(ahead.kind, ahead.share)):
+                    return False
+                begin = self._clock.mark()
+                more = self._go_on(most)
+                if ahead.kind != "fetch":
+                    self._clock.add(ahead.kind, ahead.done * ahead.share, begin)
+                    if allowance is not None:
+                        allowance.spend(ahead.kind, ahead.share, ahead.done)
+                if not more:
+                    return True
+
+    def _go_on(self, most: int | None) -> bool:
+        """Do what was announced, up to the next announcement; return whether there is one."""
+        try:
+            self._ahead = next(self._steps) if self._ahead is None else self._steps.send(most)
+        except StopIteration:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go of the stored KV."""
+        self._steps.close()
+        for kv in self._spans:
+            kv.finish()
+
+    def _run(self) -> _Steps:
+        while True:
+            plan = self._plan()
+            try:
+                fused = yield from self._fuse(plan)
+            except DamagedSpanError as error:
+                # Damaged is missing: the next plan computes it in place.
+                if error.token_ids is not None:
+                    self._entries.delete(error.token_ids)
+                continue
+            self.result = Blended(
+                fused.computed_tokens,
+                len(fused.recomputed),
+                fused.selection_tokens,
+                fused.policy,
+                fused.ratio,
+                fused.load_wait_s,
+                fused.loaded_bytes,
+                time.perf_counter() - self._begin,
+                tuple(chunk.id for chunk in plan.missing),
+                tuple(s.chunk.id for s in plan.stale if s.chunk is not None) if fused.unranked else (),
+                plan.reason,
+            )
+            return
+
+    def _fuse(self, plan: BlendPlan) -> Generator[Segment, int | None, FuseResult]:
+        load, job = self.load, self.load.job
+        target = PagedTarget(self._paged, self._rope, load.token_ids, load.block_ids)
+        part = plan.within(load.start, load.end)
+        return fuse_stepwise(part, target, policy(job.settings.policy), job.ratio, job.schedule)
+
+    def _plan(self) -> BlendPlan:
+        def lookup(token_ids: Sequence[int]) -> StoredKV | None:
+            try:
+                kv = self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+            except Exception:  # the other ranks wait for this one's vote
+                _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
+                kv = None
+            if kv is not None:
+                self._spans.append(kv)
+            return kv if all_ranks(kv is not None) else None
+
+        prompt = self.load.job.prompt(self.load.token_ids)
+        return make_plan(prompt, self._entries.header_ids, lookup, self.load.job.settings.reuse)

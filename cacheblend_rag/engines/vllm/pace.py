@@ -1,0 +1,111 @@
+"""How long work takes in the workers, and how much of it fits into an engine step while streams run.
+
+The first rank measures, the scheduler averages and hands the same numbers to all ranks: each cuts a blend's passes by them, and
+ranks that cut differently would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+PREFILL: Final = "prefill"
+"""The kind of work that ordinary steps are."""
+LEAST_PREFILL: Final = 256
+"""Steps of fewer tokens do not tell what prefill takes, but what reading the weights takes."""
+_NEW: Final = 0.2  # weight of a new measurement in the average
+_LEAST_SEGMENT: Final = 64  # shorter passes read all weights for next to nothing
+
+
+class Pace:
+    """In the scheduler: seconds per token of each kind of work, averaged with exponentially fading weights.
+
+    Attributes:
+        seconds_per_token: By kind.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.seconds_per_token: dict[str, float] = {}
+
+    def take(self, times: Mapping[str, tuple[float, float]]) -> None:
+        """Take in measured tokens and seconds."""
+        # A new dictionary: the old one may be on its way to the workers.
+        self.seconds_per_token = {**self.seconds_per_token}
+        for kind, (tokens, seconds) in times.items():
+            if tokens > 0 and seconds > 0:
+                old = self.seconds_per_token.get(kind)
+                new = seconds / tokens
+                self.seconds_per_token[kind] = new if old is None else (1 - _NEW) * old + _NEW * new
+
+
+class Allowance:
+    """In the workers: what is left of the time that blends may take in one step."""
+
+    def __init__(self, pace: Mapping[str, float], step_tokens: float):
+        """Allow what a step of ordinary prefill takes for ``step_tokens`` tokens.
+
+        Before one has been measured a token of any work counts as one of prefill.
+        """
+        self._pace = pace if PREFILL in pace else {PREFILL: 1.0}
+        self._left = step_tokens * self._pace[PREFILL]
+
+    def tokens(self, kind: str, share: float) -> int:
+        """Return how many tokens of ``kind`` through that ``share`` of the layers still fit; at least a few, or 0 for none."""
+        if self._left <= 0:
+            return 0
+        return max(_LEAST_SEGMENT, int(self._left / self._seconds(kind, share)))
+
+    def spend(self, kind: str, share: float, tokens: int) -> None:
+        """Count ``tokens`` of ``kind`` as done."""
+        self._left -= tokens * self._seconds(kind, share)
+
+    def _seconds(self, kind: str, share: float) -> float:
+        return max(share, 1e-3) * self._pace.get(kind, self._pace[PREFILL])
+
+
+class StepClock:
+    """In the workers: measures work on the device without waiting for it, and on a CPU by the clock.
+
+    Attributes:
+        totals: Tokens and seconds by kind of all that has been taken.
+    """
+
+    def __init__(self, device: torch.device):
+        """Measure on ``device``."""
+        self._device = device
+        self._pending: deque[tuple[str, float, Any, Any]] = deque()
+        self._times: dict[str, tuple[float, float]] = {}
+        self.totals: dict[str, tuple[float, float]] = {}
+
+    def mark(self) -> Any:
+        """Return a moment: of the clock on a CPU, else an event in the current stream's work."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, kind: str, tokens: float, begin: Any) -> None:
+        """Note that ``tokens`` tokens, times the share of layers, were worked on from ``begin`` to now."""
+        if self._device.type == "cpu":
+            self._sum(kind, tokens, time.perf_counter() - begin)
+        else:
+            self._pending.append((kind, tokens, begin, self.mark()))
+
+    def take(self) -> dict[str, tuple[float, float]]:
+        """Return tokens and seconds by kind of what has ended since the last call; waits for nothing."""
+        while self._pending and self._pending[0][3].query():
+            kind, tokens, begin, end = self._pending.popleft()
+            self._sum(kind, tokens, begin.elapsed_time(end) / 1000)
+        times, self._times = self._times, {}
+        return times
+
+    def _sum(self, kind: str, tokens: float, seconds: float) -> None:
+        for sums in (self._times, self.totals):
+            before = sums.get(kind, (0.0, 0.0))
+            sums[kind] = before[0] + tokens, before[1] + seconds

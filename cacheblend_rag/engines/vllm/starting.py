@@ -1,0 +1,168 @@
+"""What vLLM writes while it starts: whole into a file, without tracebacks to the terminal, and the cause of a failure in words.
+
+Where vLLM cannot start, each of its processes writes the same traceback once or twice, a hundred lines and more, with the cause
+somewhere in the middle.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# "(EngineCore pid=12) ERROR 11-22 05:44:41 [core.py:12] " in front of every line of a record.
+_PREFIX = re.compile(r"^(?:\([^()]+\) ?)?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d: ,.-]+\[[^\]]+\] ?)?")
+_BEGINS = re.compile(r"^(?:Traceback \(most recent call last\)|Process \S+:$)")
+_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Expired): .")
+# What one process says when another has failed.
+_ECHO = re.compile(r"initialization failed|[Ss]ee root cause|failed to start|Failed core proc|cancelled")
+_NOISE = re.compile(r" \[type=\w+, input_value=.*|^ *For further information visit .*|^\d+ validation errors? for \w+$")
+_MOST_LINES: Final = 8
+_DRAIN_S: Final = 2.0
+_ADVICE: Final = (
+    (r"greater than the derived max_model_len", "Give a smaller --max-model-len."),
+    (
+        r"max(?:imum)? (?:seq|model) len|No available memory for the cache blocks",
+        "Give vLLM's KV cache more memory (--kv-memory 4GiB), or less to hold (--max-model-len 4096).",
+    ),
+    (
+        r"[Oo]ut of memory|Free memory on device|Available memory|available memory|[Cc]annot allocate|can't allocate",
+        "Give it less memory (--kv-memory 2GiB; on a GPU --gpu-memory-utilization 0.7), or choose a smaller model.",
+    ),
+    (r"requires Triton", "Set VLLM_USE_V2_MODEL_RUNNER=0, or install Triton."),
+    (r"[Mm]odel architectures? .*not supported", "This vLLM does not know the model; a newer one may."),
+)
+
+
+class StartLog:
+    """Stands between vLLM's processes and the terminal while they start; a context manager.
+
+    Attributes:
+        file: All that was written; kept if the start fails.
+    """
+
+    def __init__(self, verbose: bool = False):
+        """Hide errors and tracebacks from the terminal unless ``verbose``; they are shown if vLLM starts in spite of them."""
+        self._verbose, self._starting = verbose, True
+        self._terminal: dict[int, int] = {}
+        self._hidden: list[tuple[int, bytes]] = []
+        self._in_traceback: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self.file = Path()
+
+    def __enter__(self) -> StartLog:
+        """Take stdout and stderr, which the processes that are started inherit."""
+        descriptor, name = tempfile.mkstemp(prefix="cacheblend-vllm-", suffix=".log")
+        self.file = Path(name)
+        if sys.stderr.isatty():
+            os.environ.setdefault("VLLM_LOGGING_COLOR", "1")
+        ends: dict[int, int] = {}
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number in (1, 2):
+            read, write = os.pipe()
+            self._terminal[number] = os.dup(number)
+            os.dup2(write, number)
+            os.close(write)
+            ends[read] = number
+        self._thread = threading.Thread(target=self._forward, args=(ends, descriptor), daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give them back; vLLM's processes keep theirs, and all they write is shown from now on."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, terminal in self._terminal.items():
+            os.dup2(terminal, number)
+        assert self._thread is not None
+        if error is not None:
+            # Until the last of its processes is gone; a helper of multiprocessing may outlive them.
+            self._thread.join(timeout=_DRAIN_S)
+            return
+        self._starting = False
+        hidden, self._hidden = self._hidden, []
+        for number, line in hidden:
+            os.write(self._terminal[number], line)
+        self.file.unlink(missing_ok=True)
+
+    def why(self, error: BaseException) -> str:
+        """Return why the start failed and what to do about it: the cause in the log, else ``error``; call it afterwards."""
+        lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return f"{explain(lines, str(error))}\nvLLM's whole log is in {self.file}; --verbose shows it."
+
+    def _forward(self, ends: dict[int, int], descriptor: int) -> None:
+        """Hand on, line by line, what arrives from vLLM's processes, until the last of them is gone."""
+        unfinished = dict.fromkeys(ends.values(), b"")
+        with selectors.DefaultSelector() as arriving, os.fdopen(descriptor, "wb", buffering=0) as file:
+            for end in ends:
+                arriving.register(end, selectors.EVENT_READ)
+            while arriving.get_map():
+                for key, _ in arriving.select():
+                    number, data = ends[key.fd], os.read(key.fd, 1 << 16)
+                    if not data:
+                        arriving.unregister(key.fd)
+                        os.close(key.fd)
+                    # A progress bar's lines end with a carriage return.
+                    *lines, unfinished[number] = re.split(rb"(?<=[\n\r])", unfinished[number] + data)
+                    for line in lines if data else [*lines, unfinished[number]]:
+                        if self._starting:
+                            file.write(line)
+                        self._show(number, line)
+
+    def _show(self, number: int, line: bytes) -> None:
+        if self._starting and not self._verbose and self._is_of_an_error(number, line.decode(errors="replace")):
+            self._hidden.append((number, line))
+        else:
+            os.write(self._terminal[number], line)
+
+    def _is_of_an_error(self, number: int, line: str) -> bool:
+        level, text = _parsed(line)
+        if level in {"ERROR", "CRITICAL"} or (level is None and _BEGINS.match(text)):
+            self._in_traceback.add(number)
+        elif level is not None:
+            self._in_traceback.discard(number)
+        return number in self._in_traceback
+
+
+def explain(lines: Sequence[str], error: str) -> str:
+    """Return what vLLM's log ``lines`` give as the cause of a failed start, else ``error``, with advice, in a few lines."""
+    said = error
+    for index, line in enumerate(lines):
+        _, text = _parsed(line)
+        if _RAISED.match(text) and not _ECHO.search(text):
+            said = "\n".join([text, *_continuation(lines[index + 1 : index + _MOST_LINES])])
+            break
+    kept = [clean for line in said.splitlines() if (clean := _NOISE.sub("", line).rstrip())][:_MOST_LINES]
+    cause = "\n".join(kept).replace("  Value error, ", "")
+    advice = next((text for pattern, text in _ADVICE if re.search(pattern, cause)), "")
+    return f"{cause}\n{advice}".rstrip()
+
+
+def _continuation(lines: Sequence[str]) -> list[str]:
+    """Return the lines that belong to the message above them: up to the next record, traceback, or blank line."""
+    found: list[str] = []
+    for line in lines:
+        level, text = _parsed(line)
+        if not text or level in {"DEBUG", "INFO", "WARNING"} or _BEGINS.match(text) or text.startswith("[rank"):
+            break
+        found.append(text)
+    return found
+
+
+def _parsed(line: str) -> tuple[str | None, str]:
+    """Return a log line's level, None for lines that are no record's, and its text."""
+    plain = _ANSI.sub("", line).rstrip()
+    match = _PREFIX.match(plain)
+    assert match is not None
+    return match.group(1), plain[match.end() :]

@@ -1,0 +1,160 @@
+"""How often the host waits for the device in a blend: once for each selection, and for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.fusor import BlendSchedule, fuse, fuse_stepwise
+from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
+from tests.device.simulated import SimulatedTensor
+
+pytestmark = pytest.mark.device
+LAYERS, HEADS, DIM, CHUNK = 4, 2, 8, 40
+
+
+@contextmanager
+def waits() -> Iterator[Callable[[], int]]:
+    before = SimulatedTensor.waits
+    yield lambda: SimulatedTensor.waits - before
+
+
+class Target:
+    """A model on the device that computes nothing worth waiting for."""
+
+    num_layers = LAYERS
+    rope = Rope([], [0] * LAYERS, ["none"] * LAYERS)
+
+    def __init__(self, device: str):
+        self.device = torch.device(device)
+        self.ran: list[list[int]] = []
+
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, *_: Any) -> None:
+        assert kv.k.device.type == positions.device.type == self.device.type
+
+    def forward(self, positions: torch.Tensor, before_layer: Any, stop_layer: int | None = None) -> LayerKV | None:
+        assert positions.device.type == "cpu"
+        for layer in range(LAYERS if stop_layer is None else stop_layer + 1):
+            before_layer(layer)
+        self.ran.append(positions.tolist())
+        shape = (HEADS, len(positions), DIM)
+        return None if stop_layer is None else LayerKV(*(torch.ones(shape, device=self.device) for _ in range(2)))
+
+    def attention(self, watch_from: int, before_layer: Any) -> Any:
+        def run(positions: torch.Tensor) -> None:
+            self.forward(positions, before_layer)
+
+        return SimpleNamespace(run=run, mean=lambda: torch.rand(2 * CHUNK + 6).to(self.device, non_blocking=True))
+
+    def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        return positions[:most]
+
+    def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
+        return deviation
+
+    def agree(self, ok: bool) -> bool:
+        return ok
+
+
+def plan(chunk: int = CHUNK) -> BlendPlan:
+    generator = torch.Generator().manual_seed(0)
+
+    def kv() -> ChunkKV:
+        layers = [LayerKV(*(torch.rand(HEADS, chunk, DIM, generator=generator) for _ in "kv")) for _ in range(LAYERS)]
+        return ChunkKV(layers, 0, static=torch.rand(chunk, generator=generator))
+
+    spans = (StoredSpan(0, chunk, kv()), StoredSpan(chunk + 2, 2 * chunk + 2, kv()))
+    return BlendPlan(2 * chunk + 6, (), spans, (), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "expected"),
+    [
+        ("static", (1,), 0),
+        ("sink", (1,), 0),
+        ("full-reuse", (1,), 0),
+        ("hkvd", (1,), 1),
+        ("hkvd", (1, 2, 3), 3),
+        ("query", (1,), 1),
+        ("static-query", (1,), 1),
+        ("hybrid", (1, 2), 3),
+    ],
+)
+def test_the_host_waits_once_for_each_selection(sim: str, name: str, layers: tuple[int, ...], expected: int) -> None:
+    target = Target(sim)
+    with waits() as count:
+        done = fuse(
+            plan(), target, policy(name), 0.25, BlendSchedule(layers, tuple(3.0 - i for i in range(len(layers))))
+        )
+    assert count() == expected
+    assert done.computed_tokens == len(target.ran[-1])
+
+
+def test_a_blend_announces_that_it_will_wait_and_has_not_waited_before(sim: str) -> None:
+    target = Target(sim)
+    steps = fuse_stepwise(plan(), target, policy("hkvd"), 0.25, BlendSchedule())
+    with waits() as count:
+        assert [next(steps).kind, next(steps).kind] == ["dense", "fetch"]
+        assert count() == 0
+        assert next(steps).kind == "sparse"
+        assert count() == 1
+
+
+@pytest.mark.parametrize(("name", "most"), [("static", 30), ("hkvd", 60)])
+def test_what_the_device_is_given_does_not_grow_with_the_prompt(sim: str, name: str, most: int) -> None:
+    counts = []
+    for chunk in (40, 160):
+        before = SimulatedTensor.launches
+        fuse(plan(chunk), Target(sim), policy(name), 0.25, BlendSchedule())
+        counts.append(SimulatedTensor.launches - before)
+    assert counts[0] == counts[1] <= most
+
+
+def test_a_segment_takes_no_more_tokens_than_it_may(sim: str) -> None:
+    target = Target(sim)
+    steps = fuse_stepwise(plan(), target, policy("hkvd"), 0.25, BlendSchedule())
+    ahead, seen = next(steps), []
+    with pytest.raises(StopIteration):
+        while True:
+            before = ahead
+            ahead = steps.send(30)
+            seen.append((before.kind, before.done))
+    assert seen[:4] == [("dense", 30), ("dense", 30), ("dense", 22), ("fetch", 0)]
+    assert [len(part) for part in target.ran] == [30, 30, 22, 26]
+
+
+def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    from cacheblend_rag.engines.vllm import paged as module
+    from cacheblend_rag.engines.vllm.paged import PagedModel
+    from cacheblend_rag.engines.vllm.pages import Pages
+
+    monkeypatch.setattr(module, "set_forward_context", lambda *_, **__: nullcontext())
+    seen: list[Any] = []
+    paged: Any = object.__new__(PagedModel)
+    paged.device, paged.block_size, paged.config, paged.attention = torch.device(sim), 16, None, []
+    paged._max_tokens, paged._max_runs = 64, 8
+    builder = SimpleNamespace(build=lambda common_prefix_len, common_attn_metadata: seen.append(common_attn_metadata))
+    paged._builders = [(["layer"], builder)]
+    paged.model = lambda input_ids, positions, **_: input_ids
+    positions = torch.tensor([3, 4, 5, 9, 20, 21])
+    before = SimulatedTensor.launches
+    with waits() as count:
+        pages = Pages(paged, range(5, 8), 40)
+        first = paged.segment(positions)
+        paged.forward(torch.arange(40)[first], first, pages, lambda _: None)
+    assert count() == 0
+    assert SimulatedTensor.launches - before <= 12
+    (common,) = seen
+    assert common.query_start_loc.tolist() == [0, 3, 4, 6]
+    assert common.seq_lens.tolist() == [6, 10, 22]
+    assert common.block_table_tensor.tolist() == [[5, 6, 7]] * 3
+    assert common.slot_mapping.tolist() == [83, 84, 85, 89, 100, 101]

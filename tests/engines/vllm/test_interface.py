@@ -1,0 +1,163 @@
+"""Our side of vLLM's interfaces against the vLLM that is installed: what it calls exists, and takes what it gives."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+import cacheblend_rag.engines.vllm as package
+from cacheblend_rag.engines.vllm import versions
+from cacheblend_rag.engines.vllm.connector import BlendConnector
+from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
+from cacheblend_rag.engines.vllm.worker import BaseWorker, BlendWorker
+
+ROOT = Path(package.__file__).parents[2]
+
+
+def overridden(ours: type, base: type) -> list[str]:
+    return [n for n in vars(ours) if not n.startswith("_") and hasattr(base, n)]
+
+
+def accepts(ours: Any, base: Any) -> None:
+    """Any call that fits the base's signature fits ours."""
+    mine, its = inspect.signature(ours).parameters, inspect.signature(base).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in mine.values())
+    for index, (name, parameter) in enumerate(its.items()):
+        if parameter.kind in {parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL}:
+            continue
+        assert name in mine or takes_any, f"{ours.__qualname__} does not take {name}"
+        if name in mine and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            assert list(mine).index(name) == index, f"{ours.__qualname__} takes {name} elsewhere"
+    for name, parameter in mine.items():
+        required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        assert not required or name in its, f"{ours.__qualname__} wants {name}, which vLLM does not give"
+
+
+@pytest.mark.parametrize("name", overridden(BlendConnector, BlendConnector.__base__))
+def test_the_connector_takes_what_vllm_gives(name: str) -> None:
+    ours, base = inspect.getattr_static(BlendConnector, name), inspect.getattr_static(BlendConnector.__base__, name)
+    assert isinstance(ours, property) == isinstance(base, property)
+    if not isinstance(ours, property):
+        accepts(ours, base)
+
+
+@pytest.mark.parametrize("ours", [BlendConnector, StepMeta, WorkerMeta])
+def test_nothing_abstract_is_left(ours: type) -> None:
+    assert not inspect.isabstract(ours), ours.__abstractmethods__
+
+
+@pytest.mark.parametrize("name", ["initialize_from_config", "execute_model", "sample_tokens"])
+def test_the_worker_takes_what_vllm_gives(name: str) -> None:
+    accepts(getattr(BlendWorker, name), getattr(BaseWorker, name))
+
+
+@pytest.mark.parametrize("name", ["render_chat", "render_completion", "render_responses"])
+def test_the_servers_renderer_takes_what_vllm_gives(name: str) -> None:
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    from cacheblend_rag.server.renderer import BlendRenderer
+
+    accepts(getattr(BlendRenderer, name), getattr(OnlineRenderer, name))
+
+
+def test_what_the_worker_is_asked_for_is_there() -> None:
+    assert callable(BaseWorker.get_model)
+    assert "kv_cache_config" in inspect.signature(BlendConnector.__base__.__init__).parameters
+
+
+def vllm_imports() -> list[tuple[str, str]]:
+    """Every name that this package imports from vLLM."""
+    found = set()
+    for file in [*(ROOT / "engines").rglob("*.py"), *(ROOT / "server").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                found |= {(str(node.module), alias.name) for alias in node.names}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("module", "name"), vllm_imports())
+def test_every_name_that_is_imported_from_vllm_is_there(module: str, name: str) -> None:
+    if module.endswith("cpu_worker"):
+        pytest.skip("another platform's")
+    found = importlib.import_module(module)
+    assert hasattr(found, name) or importlib.import_module(f"{module}.{name}")
+
+
+def test_the_server_is_found_where_this_vllm_keeps_it() -> None:
+    assert callable(versions.server_flags().make_arg_parser)
+    assert callable(versions.server_flags().validate_parsed_serve_args)
+    assert callable(versions.server_startup().cli_env_setup)
+
+
+def fields(kind: Any) -> dict[str, Any]:
+    return {field.name: field for field in dataclasses.fields(kind)}
+
+
+def test_the_fields_that_are_read_and_written_are_there() -> None:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    scheduled = {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"}
+    assert scheduled | {"has_sync_kv_loads", "finished_req_ids"} <= fields(SchedulerOutput).keys()
+    assert {"req_id", "num_computed_tokens"} <= fields(NewRequestData).keys()
+    assert {"req_ids", "num_computed_tokens"} <= fields(CachedRequestData).keys()
+    reported = {"finished_recving", "failed_recving", "kv_connector_worker_meta"}
+    assert reported <= fields(KVConnectorOutput).keys()
+    assert "kv_connector_output" in fields(ModelRunnerOutput)
+    needed = {
+        name
+        for name, field in fields(CommonAttentionMetadata).items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    assert needed <= given_to("CommonAttentionMetadata") <= fields(CommonAttentionMetadata).keys()
+
+
+def given_to(name: str) -> set[str]:
+    """The keywords of the one call of ``name`` in our code."""
+    source = ast.parse((ROOT / "engines" / "vllm" / "paged.py").read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(source) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == name]
+    return {str(keyword.arg) for keyword in calls[-1].keywords}
+
+
+def test_the_forward_context_takes_what_a_pass_of_ours_gives() -> None:
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+    assert given_to("set_forward_context") <= inspect.signature(set_forward_context).parameters.keys()
+    assert given_to_build() <= inspect.signature(AttentionMetadataBuilder.build).parameters.keys()
+
+
+def given_to_build() -> set[str]:
+    source = ast.parse((ROOT / "engines" / "vllm" / "paged.py").read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(source) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "build"]
+    return {str(keyword.arg) for keyword in calls[-1].keywords}
+
+
+@pytest.mark.parametrize("backend", ["flash_attn", "flashinfer", "triton_attn", "cpu_attn"])
+def test_a_backend_writes_its_cache_by_the_one_call(backend: str) -> None:
+    """Read from the source: a GPU's backends cannot be imported without its libraries."""
+    import vllm
+
+    source = Path(vllm.__file__).parent / "v1" / "attention" / "backends" / f"{backend}.py"
+    functions = [n for n in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(n, ast.FunctionDef)]
+    found = next(f for f in functions if f.name == "do_kv_cache_update")
+    assert [a.arg for a in found.args.args] == ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
+
+
+def test_the_engine_steps_through_the_worker() -> None:
+    """Blends go on in the worker's methods: vLLM's own executors must call these, and not the model runner's."""
+    import vllm
+
+    executors = Path(vllm.__file__).parent / "v1" / "executor"
+    text = {file.name: file.read_text(encoding="utf-8") for file in executors.glob("*.py")}
+    direct = {name for name, source in text.items() if "model_runner.sample_tokens(" in source}
+    assert direct <= {"ray_utils.py"}  # see BlendConnector.start_load_kv

@@ -1,0 +1,98 @@
+"""How much blending fits into a step while streams run."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from cacheblend_rag.engines.vllm import pace as module
+from cacheblend_rag.engines.vllm.pace import Allowance, Pace, StepClock
+
+
+def test_before_anything_is_measured_a_token_counts_as_one() -> None:
+    allowance = Allowance({}, 1000)
+    assert allowance.tokens("sparse", 1.0) == 1000
+    assert allowance.tokens("dense", 0.25) == 4000
+    allowance.spend("dense", 0.25, 2000)
+    assert allowance.tokens("sparse", 1.0) == 500
+
+
+def test_slow_work_gets_as_much_time_as_ordinary_prefill_not_as_many_tokens() -> None:
+    allowance = Allowance({"prefill": 0.001, "sparse": 0.004}, 2000)
+    assert allowance.tokens("sparse", 1.0) == 500
+    assert allowance.tokens("dense", 1.0) == 2000
+    allowance.spend("sparse", 1.0, 500)
+    assert allowance.tokens("dense", 1.0) == 0
+
+
+def test_without_prefills_own_time_other_times_say_nothing() -> None:
+    assert Allowance({"sparse": 0.004}, 500).tokens("sparse", 1.0) == 500
+
+
+def test_a_segment_is_never_tiny() -> None:
+    allowance = Allowance({"prefill": 0.001, "sparse": 0.5}, 100)
+    assert allowance.tokens("sparse", 1.0) == 64
+
+
+def test_the_average_follows_new_measurements_and_what_was_sent_stays() -> None:
+    pace = Pace()
+    pace.take({"prefill": (100, 1.0)})
+    sent = pace.seconds_per_token
+    for _ in range(30):
+        pace.take({"prefill": (100, 2.0), "sparse": (0, 1.0)})
+    assert pace.seconds_per_token["prefill"] == pytest.approx(0.02, rel=0.01)
+    assert sent == {"prefill": 0.01}
+    assert "sparse" not in pace.seconds_per_token
+
+
+def test_a_cpu_is_measured_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 12.5])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
+    clock = StepClock(torch.device("cpu"))
+    clock.add("dense", 40, clock.mark())
+    assert clock.take() == {"dense": (40, 2.5)}
+    assert clock.take() == {}
+
+
+class Event:
+    """A device's event, in a list in order of recording; `ended` says how many the device has passed."""
+
+    recorded: ClassVar[list[Event]] = []
+    ended = 0
+
+    def __init__(self, enable_timing: bool = False):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.index = len(self.recorded)
+        self.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.index < Event.ended
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.query(), "the device was asked before it was done"
+        return 500.0 * (end.index - self.index)
+
+    def synchronize(self) -> None:
+        raise AssertionError("the device was waited for")
+
+
+def test_a_device_is_measured_by_events_and_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "recorded", [])
+    monkeypatch.setattr(Event, "ended", 0)
+    device: Any = torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: type("Module", (), {"Event": Event}))
+    clock = StepClock(device)
+    begin = clock.mark()
+    clock.add("prefill", 100, begin)
+    clock.add("sparse", 10, clock.mark())
+    assert clock.take() == {}
+    Event.ended = 2
+    assert clock.take() == {"prefill": (100, 0.5)}
+    Event.ended = 4
+    assert clock.take() == {"sparse": (10, 0.5)}

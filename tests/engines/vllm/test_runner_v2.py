@@ -1,0 +1,37 @@
+"""vLLM's second model runner, for real, without a GPU: its Triton kernels are interpreted (see `interpreter/`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def test_what_holds_in_the_first_runner_holds_in_the_second() -> None:
+    path = [str(HERE / "interpreter"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "PYTHONPATH": ":".join(path),
+    }
+    # A process of its own: whether there is Triton is decided when vLLM is imported.
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(HERE / "test_parity.py"), "-k", "qwen3 and not sinks"],
+        env={**os.environ, **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,0 +1,110 @@
+"""What is shown of a vLLM that does not start: one screen, with the cause and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from cacheblend_rag.engines.vllm.starting import explain
+
+# As vLLM 0.32's processes write it, shortened in the middle.
+FAILED = """\
+(EngineCore pid=77) INFO 11-22 05:44:40 [core.py:101] Initializing a V1 LLM engine
+(EngineCore pid=77) ERROR 11-22 05:44:41 [core.py:1180] EngineCore failed to start.
+(EngineCore pid=77) ERROR 11-22 05:44:41 [core.py:1180] Traceback (most recent call last):
+(EngineCore pid=77) ERROR 11-22 05:44:41 [core.py:1180]   File "/vllm/v1/engine/core.py", line 1170, in run_engine_core
+(EngineCore pid=77) ERROR 11-22 05:44:41 [core.py:1180]     engine_core = EngineCoreProc(*args, **kwargs)
+(EngineCore pid=77) ERROR 11-22 05:44:41 [core.py:1180] ValueError: To serve at least one request with the model's max seq \
+len (1024), (0.25 GiB KV cache is needed, which is larger than the available KV cache memory (0.01 GiB).
+(EngineCore pid=77) Process EngineCore:
+(EngineCore pid=77) Traceback (most recent call last):
+(EngineCore pid=77)   File "/python/multiprocessing/process.py", line 314, in _bootstrap
+(EngineCore pid=77)     self.run()
+(EngineCore pid=77) ValueError: To serve at least one request with the model's max seq len (1024)
+"""
+PARENT = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
+
+
+def test_the_cause_is_the_first_error_that_says_one() -> None:
+    text = explain(FAILED.splitlines(), PARENT)
+    assert text.startswith("ValueError: To serve at least one request with the model's max seq len (1024)")
+    assert "--kv-memory" in text
+    assert "--max-model-len" in text
+    assert len(text.splitlines()) <= 10
+
+
+def test_a_message_of_several_lines_is_told_whole() -> None:
+    lines = [
+        "(W pid=1) ERROR 11-22 05:44:41 [w.py:1] RuntimeError: no",
+        "(W pid=1) ERROR 11-22 05:44:41 [w.py:1] memory",
+    ]
+    assert explain([*lines, "", "(W pid=1) more"], PARENT).splitlines()[:2] == ["RuntimeError: no", "memory"]
+
+
+def test_what_is_not_in_the_log_is_in_the_error() -> None:
+    error = (
+        "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (99) is greater than the derived "
+        "max_model_len (8). [type=value_error, input_value=ArgsKwargs((), {'model':...}), input_type=ArgsKwargs]\n"
+        "    For further information visit https://errors.example/2.12/v/value_error"
+    )
+    text = explain([], error)
+    assert text.splitlines() == [
+        "User-specified max_model_len (99) is greater than the derived max_model_len (8).",
+        "Give a smaller --max-model-len.",
+    ]
+
+
+CHILD = """
+import subprocess, sys
+from cacheblend_rag.engines.vllm.starting import StartLog
+log = StartLog(verbose={verbose})
+try:
+    with log:
+        subprocess.run([sys.executable, "-c", {inner!r}])
+        print("progress", flush=True)
+        if {fails}:
+            raise RuntimeError({parent!r})
+except RuntimeError as error:
+    print("SAID", log.why(error), "KEPT", log.file.exists())
+print("after", "left" if log.file.exists() else "gone")
+"""
+
+
+def run(fails: bool, verbose: bool = False) -> subprocess.CompletedProcess[str]:
+    inner = f"import sys; sys.stderr.write({FAILED!r})"
+    code = CHILD.format(inner=inner, parent=PARENT, fails=fails, verbose=verbose)
+    # vLLM itself is not needed, and takes seconds to import.
+    code = code.replace("from cacheblend_rag.engines.vllm.starting", "from starting")
+    folder = Path(__file__).parents[3] / "cacheblend_rag" / "engines" / "vllm"
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(folder)!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+
+def test_a_failed_start_shows_no_traceback_and_keeps_the_log() -> None:
+    done = run(fails=True)
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Initializing a V1 LLM engine" in done.stderr
+    assert "progress" in done.stdout
+    assert "SAID ValueError: To serve" in done.stdout
+    assert "KEPT True" in done.stdout
+    assert len((done.stdout + done.stderr).splitlines()) < 12
+
+
+def test_verbose_shows_all_of_it() -> None:
+    assert run(fails=True, verbose=True).stderr == FAILED
+
+
+def test_errors_of_a_start_that_succeeds_are_shown_afterwards_and_the_log_goes() -> None:
+    done = run(fails=False)
+    assert sorted(done.stderr.splitlines()) == sorted(FAILED.splitlines())
+    assert "after gone" in done.stdout

@@ -1,0 +1,159 @@
+"""Blends between engine steps, in the order of calls of either model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from cacheblend_rag.engines.vllm.messages import SaveJob
+from tests.engines.vllm.stepping import CHUNK_END, Engine, RunnerV1, RunnerV2
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(params=[RunnerV1, RunnerV2])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(request.param, monkeypatch)
+
+
+def admitted(engine: Engine, name: str = "a") -> Any:
+    request = engine.request(name)
+    external, between_steps = engine.admit(request)
+    assert (external, between_steps) == (CHUNK_END, True)
+    engine.allocate(request, external)
+    return request
+
+
+def test_a_blend_holds_up_no_token_of_its_step_and_is_reported_with_it(engine: Engine) -> None:
+    request = admitted(engine)
+    first = engine.step(tokens=5)
+    assert engine.events == ["forward", ("save", 0), "sample", ("blend", "streams"), "out"] or engine.events == [
+        "forward",
+        "sample",
+        ("save", 0),
+        ("blend", "streams"),
+        "out",
+    ]
+    assert not first.finished_recving
+    engine.events.clear()
+    second = engine.step(tokens=5)
+    assert engine.events.index("sample") < engine.events.index(("blend", "streams")) < engine.events.index("out")
+    assert second.finished_recving == {"a"}
+    assert not second.failed_recving
+    assert engine.finish(request)["recomputed"] == 1
+
+
+def test_where_nothing_is_computed_a_blend_is_done_whole(engine: Engine) -> None:
+    admitted(engine)
+    report = engine.step(tokens=0)
+    assert ("blend", "idle") in engine.events
+    assert report.finished_recving == {"a"}
+    assert "forward" not in engine.events
+
+
+def test_idle_is_what_the_scheduler_says_and_not_a_missing_forward_context(engine: Engine) -> None:
+    admitted(engine)
+    engine.step(tokens=3)
+    assert ("blend", "idle") not in engine.events
+
+
+def test_an_empty_step_reports_nothing_and_leaves_vllms_shared_output_as_it_is(engine: Engine) -> None:
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    engine.step(tokens=0)
+    admitted(engine)
+    engine.step(tokens=0)
+    report = engine.step(tokens=0)
+    assert EMPTY_MODEL_RUNNER_OUTPUT.kv_connector_output is None
+    assert report is None or not report.finished_recving
+
+
+def test_an_aborted_requests_blend_ends_at_the_next_step_and_frees_its_blocks(engine: Engine) -> None:
+    request = admitted(engine)
+    engine.step(tokens=5)
+    engine.finish(request)
+    engine.events.clear()
+    report = engine.step(tokens=5, finished=("a",))
+    assert report.finished_recving == {"a"}
+    assert ("closed", "a") in engine.events
+    assert ("blend", "streams") not in engine.events
+
+
+def test_a_request_that_ends_before_its_step_is_not_blended(engine: Engine) -> None:
+    engine.finish(admitted(engine))
+    engine.step(tokens=0)
+    assert ("blend", "idle") not in engine.events
+
+
+def test_a_preempted_request_is_blended_again(engine: Engine) -> None:
+    request = admitted(engine)
+    engine.step(tokens=0)
+    engine.events.clear()
+    # vLLM has freed its blocks and asks again.
+    external, _ = engine.admit(request)
+    engine.allocate(request, external)
+    report = engine.step(tokens=0)
+    assert engine.events.count(("blend", "idle")) == 1
+    assert report.finished_recving == {"a"}
+
+
+def test_blocks_may_come_steps_after_the_tokens_were_promised(engine: Engine) -> None:
+    request = engine.request("a")
+    external, _ = engine.admit(request)
+    engine.step(tokens=5)
+    assert ("blend", "streams") not in engine.events
+    engine.allocate(request, external)
+    assert engine.step(tokens=0).finished_recving == {"a"}
+
+
+def test_a_blend_that_fails_is_reported_so_and_is_not_tried_again(engine: Engine) -> None:
+    request = admitted(engine, "broken")
+    report = engine.step(tokens=5)
+    assert report.finished_recving == report.failed_recving == {"broken"}
+    assert engine.admit(request) == (0, False)
+    assert "out of memory" in engine.finish(request)["reason"]
+
+
+def test_a_model_that_is_not_blended_refuses_every_blend(engine: Engine) -> None:
+    engine.worker.worker._blends = None
+    request = admitted(engine)
+    report = engine.step(tokens=5)
+    assert report.finished_recving == report.failed_recving == {"a"}
+    assert not engine.step(tokens=5).finished_recving
+    assert "not blended" in engine.finish(request)["reason"]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_complete_prompt_is_saved_once_whenever_vllm_ends_the_step(
+    monkeypatch: pytest.MonkeyPatch, deferred: bool
+) -> None:
+    monkeypatch.setattr(RunnerV2, "deferred", deferred)
+    engine = Engine(RunnerV2, monkeypatch)
+    request = engine.request("p", SaveJob(0).to_params())
+    engine.admit(request)
+    engine.allocate(request, 0)
+    engine.step(tokens=40, new=(request,))
+    assert [event for event in engine.events if event[0] == "save"] == [("save", 1)]
+    engine.step(tokens=1)
+    assert ("save", 1) not in engine.events[-4:]
+
+
+@pytest.mark.parametrize("runner", [RunnerV1, RunnerV2])
+def test_where_vllm_does_not_step_through_the_worker_blends_go_on_all_the_same(
+    runner: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(runner, monkeypatch, through_worker=False)
+    admitted(engine)
+    assert not engine.step(tokens=5).finished_recving
+    assert engine.step(tokens=5).finished_recving == {"a"}
+
+
+def test_all_ranks_get_the_same_measured_pace(engine: Engine) -> None:
+    engine.worker.worker._blends.clock._sum("prefill", 1000, 2.0)
+    engine.step(tokens=5)
+    engine.step(tokens=5)
+    assert engine.worker.worker._step.pace == {"prefill": pytest.approx(0.002)}
