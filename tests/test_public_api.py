@@ -19,7 +19,14 @@ ROOT = Path(__file__).parent.parent
 PLACES = ("README.md", "docs/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
 ENDINGS = {".py", ".md", ".ipynb"}
 # Measure pieces that are nobody else's business: attention kernels, one engine's passes, the tables and plot of evaluations.
-_MEASURES = ("attention_blocks.py", "plot_policies.py", "pooled_quality.py", "prompt_lengths.py", "text_kinds.py")
+_MEASURES = (
+    "attention_blocks.py",
+    "attention_tiles.py",
+    "plot_policies.py",
+    "pooled_quality.py",
+    "prompt_lengths.py",
+    "text_kinds.py",
+)
 INSIDERS = {ROOT / "benchmarks" / name for name in _MEASURES}
 # `python -m` names a program, not an import.
 DOTTED = re.compile(r"(?<!python -m )\bcacheblend_rag\.(\w+)\.(\w+)")

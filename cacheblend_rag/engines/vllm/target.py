@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
-from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.store.kv import LayerKV
@@ -40,12 +40,12 @@ class PagedTarget:
         self._slots: dict[int, torch.Tensor] = {}
         self.hidden: torch.Tensor | None = None
 
-    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         slots = self._slots.get(len(positions))  # the exact part alone, or all: the same positions in every layer
         if slots is None:
             slots = self._slots[len(positions)] = self._paged.slots(self._blocks, positions).to(self.device)
-        self._paged.write(layer, kv, slots)
+        self._paged.place(layer, kv, move, slots)
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
