@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,15 @@ from transformers import PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from tests.server.running import RunningServer
+
+# Without a GPU, Triton's interpreter runs the kernels. Triton wants to know when it is imported, and vLLM imports it; what the
+# tests start must not know: there, blends do without kernels.
+INTERPRETED = find_spec("triton") is not None and not Path("/dev/nvidiactl").exists()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 CORPUS = [
     "The Marlow observatory was founded in 1911. It stands on a hill above the harbour; its director is Ada Brenmoor.",

@@ -21,6 +21,7 @@ ENDINGS = {".py", ".md", ".ipynb"}
 # Measure pieces that are nobody else's business: attention kernels, an engine's passes, a trial, tables and plots of evaluations.
 _MEASURES = (
     "attention_blocks.py",
+    "attention_tiles.py",
     "hybrid_blend.py",
     "plot_policies.py",
     "pooled_quality.py",

@@ -290,7 +290,9 @@ class _Placer:
             placed = self._loader.layer(layer)
             if placed is None:
                 return  # nothing is stored for it, on no rank
-            self._target.place(layer, placed.kv, placed.positions)
+            if layer in self._remember:
+                placed = placed.moved()
+            self._target.place(layer, placed.kv, placed.positions, placed.move)
             if layer in self._remember:
                 self._stale[layer] = LayerKV(*(t[:, placed.stale_from :] for t in placed.kv))
         except Exception as error:  # whatever it is: a rank that went alone would leave the others waiting for it

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from cacheblend_rag.blending.plan import StoredSpan
-from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.rope import Move, Rope, moved
 from cacheblend_rag.blending.transfer import transfer_to
 from cacheblend_rag.errors import DamagedKVError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
@@ -40,17 +40,23 @@ class DamagedSpanError(Exception):
 
 @dataclass(frozen=True)
 class PlacedLayer:
-    """One layer's stored KV for a set of spans, moved to the prompt's positions, on the compute device.
+    """One layer's stored KV for a set of spans, on the compute device, and what moves it to the prompt's positions.
 
     Attributes:
-        kv: ``[kv_heads, tokens, head_dim]``, the spans one after another.
+        kv: ``[kv_heads, tokens, head_dim]``, the spans one after another, keys as they were stored.
+        move: What the keys still need; None for nothing.
         positions: ``[tokens]``, where they belong.
         stale_from: Index of the first token that belongs to a stale span; those before it are exact.
     """
 
     kv: LayerKV
+    move: Move | None
     positions: torch.Tensor
     stale_from: int
+
+    def moved(self) -> PlacedLayer:
+        """Return it with its keys moved."""
+        return replace(self, kv=moved(self.kv, self.move), move=None)
 
 
 class LayerLoader:
@@ -120,8 +126,8 @@ class LayerLoader:
         count = kv.k.shape[1]
         # The exact prefix stands where it was computed: it is not rotated, so it keeps its bits.
         fixed = self._exact_tokens
-        k = kv.k if count == fixed else self._rope.rotate(index, kv.k, self._rotations, first=fixed)
-        return PlacedLayer(LayerKV(k, kv.v), self._positions[:count], fixed)
+        move = None if count == fixed else self._rope.move(index, self._rotations, first=fixed)
+        return PlacedLayer(kv, move, self._positions[:count], fixed)
 
     def _read_ahead(self, end: int) -> None:
         while self._pool is not None and self._submitted < min(end, self._num_layers):

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from cacheblend_rag.store.kv import LayerKV
+
 CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Positions ``[n]`` to the model's own fp32 cos and sin, each ``[n, rotated_dims]``, scaling included."""
 
@@ -34,6 +36,15 @@ class Rotation:
     sin: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Move:
+    """How keys of one layer get to their positions: those of the tokens from ``first`` on are rotated."""
+
+    rotation: Rotation
+    layout: Layout
+    first: int
+
+
 class Rope:
     """The rotations of a whole model: a table and a layout for each layer."""
 
@@ -52,15 +63,20 @@ class Rope:
         """
         return [_delta(table, source, target) for table in self._tables]
 
-    def rotate(self, layer: int, k: torch.Tensor, rotations: Sequence[Rotation], first: int = 0) -> torch.Tensor:
-        """Return the keys of ``layer``, ``[kv_heads, tokens, head_dim]``, moved; computed in fp32, in the dtype of ``k``.
-
-        The tokens before ``first`` stay as they are; the rotations are for those from ``first`` on.
-        """
+    def move(self, layer: int, rotations: Sequence[Rotation], first: int = 0) -> Move | None:
+        """Return how the keys of ``layer`` move, those before token ``first`` excepted; None if they have no positions."""
         layout = self.layout_of_layer[layer]
-        if layout == "none" or first == k.shape[1]:
-            return k
-        return apply_rotation(k, rotations[self.table_of_layer[layer]], layout, first)
+        return None if layout == "none" else Move(rotations[self.table_of_layer[layer]], layout, first)
+
+    def rotate(self, layer: int, k: torch.Tensor, rotations: Sequence[Rotation]) -> torch.Tensor:
+        """Return the keys of ``layer``, ``[kv_heads, tokens, head_dim]``, moved; computed in fp32, in the dtype of ``k``."""
+        move = self.move(layer, rotations)
+        return k if move is None else apply_rotation(k, move.rotation, move.layout)
+
+
+def moved(kv: LayerKV, move: Move | None) -> LayerKV:
+    """Return ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved."""
+    return kv if move is None else LayerKV(apply_rotation(kv.k, move.rotation, move.layout, move.first), kv.v)
 
 
 def _half_table(x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +147,7 @@ def detect_rope(
     return Rope(tables, [index for index, _ in chosen], [layout for _, layout in chosen])
 
 
-def moved(before: torch.Tensor, after: torch.Tensor) -> bool:
+def differ(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Return whether two tensors of one model differ by more than the arithmetic noise of their dtype."""
     return not _relative_error(before, after) <= _TOLERANCE[before.dtype]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.store.kv import LayerKV
 
 
@@ -26,8 +26,8 @@ class BlendTarget(Protocol):
     device: torch.device
     rope: Rope
 
-    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
-        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, at ``positions``, ``[tokens]``, of the prompt's KV cache."""
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
+        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``positions``, ``[tokens]``, of the cache."""
 
     def forward(
         self,

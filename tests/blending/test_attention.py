@@ -18,6 +18,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from tests.blending.families import make_model
 from tests.blending.prompts import Scene, engine_for
+from tests.engines.kernels.interpreter import interpret
 
 HEADER, CHUNK, CHUNKS, QUESTION = 4, 1018, 4, 20
 _WITH_WINDOW: dict[str, Any] = {
@@ -104,6 +105,21 @@ def test_other_devices_and_values_wider_than_keys_are_masked_block_by_block(monk
         monkeypatch.setattr(queries, "_on_cpu", values is not value)
         want = masked_attention(where, query, key, values, None, None)
         assert (queries.attend(query, key, values) - want).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_where_the_kernel_serves_it_gives_the_same(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    interpret(monkeypatch)
+    where = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:90].sort().values
+    given_inputs = inputs(2, 2, 2, 90, 300, 16)
+    launched = []
+    monkeypatch.setattr(attention, "_kernel_serves", lambda *_: not launched.append(1))
+    for scale in (None, 0.3):
+        want = masked_attention(where, *given_inputs, scale, window)
+        got = attention.Queries(where).attend(*given_inputs, scale, window)
+        assert got.shape == want.shape
+        assert (got - want).abs().max() < 2e-5
+    assert len(launched) == 2
 
 
 def test_the_window_is_known_where_the_model_does_not_tell_its_attention() -> None:

@@ -16,7 +16,7 @@ from cacheblend_rag.blending import rope as rope_module
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, make_plan
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.rope import Rope, apply_rotation
+from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import engine as engine_module
@@ -215,7 +215,7 @@ def test_7_all_tensor_parallel_ranks_choose_the_same_tokens(bug: bool) -> None:
         def __init__(self, number: int):
             self.number, self.own, self.ran = number, slice(2 * number, 2 * number + 2), []
 
-        def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
+        def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
             assert kv.k.shape[0] == 2
 
         def forward(self, positions: torch.Tensor, before_layer: Any, stop_layer: int | None = None) -> LayerKV | None:
@@ -263,15 +263,16 @@ def test_8_a_model_that_blends_wrongly_fails_the_gate_and_is_served_by_ordinary_
         everything = lambda positions: scattered(positions[-1:].expand(len(positions)))  # noqa: E731
         monkeypatch.setattr(target_module, "scattered", everything)
     elif bug == "rotation":
-        backwards = lambda k, r, *a: apply_rotation(k, rope_module.Rotation(r.cos, -r.sin), *a)  # noqa: E731
         monkeypatch.setattr(
-            rope_module.Rope, "rotate", lambda self, i, k, r, first=0: backwards(k, r[0], "half", first)
+            Rope, "move", lambda self, i, r, first=0: Move(rope_module.Rotation(r[0].cos, -r[0].sin), "half", first)
         )
     elif bug == "placement":
         from cacheblend_rag.engines.transformers.cache import PositionedCache
 
-        write = PositionedCache.write
-        monkeypatch.setattr(PositionedCache, "write", lambda self, i, kv, at: write(self, i, kv, at.flip(0)))
+        place = PositionedCache.place
+        monkeypatch.setattr(
+            PositionedCache, "place", lambda self, i, kv, move, at: place(self, i, kv, move, at.flip(0))
+        )
     else:
         scatter = ModelRunner.scatter
         late = lambda self, ids, at, cache, before, stop: scatter(  # noqa: E731

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.rope import NotRotaryError, Rope, apply_rotation, detect_rope
+from cacheblend_rag.blending.rope import NotRotaryError, Rope, apply_rotation, detect_rope, moved
+from cacheblend_rag.store.kv import LayerKV
 
 positions = st.integers(min_value=0, max_value=130_000)
 
@@ -45,10 +46,10 @@ def test_moving_there_and_back_gives_the_keys_again_and_keeps_their_length(
 ) -> None:
     table, layout, dims = chosen
     k = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed))
-    moved = move(table, layout, k, start, end)
-    assert torch.allclose(move(table, layout, moved, end, start), k, atol=1e-5)
-    assert torch.allclose(moved.norm(dim=-1), k.norm(dim=-1), atol=1e-5)
-    assert torch.equal(moved[..., dims:], k[..., dims:])
+    there = move(table, layout, k, start, end)
+    assert torch.allclose(move(table, layout, there, end, start), k, atol=1e-5)
+    assert torch.allclose(there.norm(dim=-1), k.norm(dim=-1), atol=1e-5)
+    assert torch.equal(there[..., dims:], k[..., dims:])
 
 
 @given(tables, positions, positions, positions)
@@ -84,10 +85,10 @@ def test_moving_equals_rotating_the_unrotated_key_at_its_new_position(chosen, st
 def test_scores_depend_on_distance_alone(chosen, start: int, shift: int) -> None:
     table, layout, dims = chosen
     k = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(3))
-    moved = move(table, layout, k, start, start + shift)
+    there = move(table, layout, k, start, start + shift)
     # A table rounds each angle to fp32, so distances carry an error that grows with the position.
     rounding = 1e-6 * (start + shift + 6) * dims
-    got, want = moved[..., :dims] @ moved[..., :dims].mT, k[..., :dims] @ k[..., :dims].mT
+    got, want = there[..., :dims] @ there[..., :dims].mT, k[..., :dims] @ k[..., :dims].mT
     assert torch.allclose(got, want, atol=1e-5 + rounding)
 
 
@@ -114,8 +115,8 @@ def test_tokens_before_the_first_keep_their_bits() -> None:
     table, k = table_of(16, 1e4, 1.0, "half"), torch.randn(2, 9, 16).bfloat16()
     rope = Rope([table], [0], ["half"])
     at = torch.arange(4, 9)
-    moved = rope.rotate(0, k, rope.rotations(at, at + 7), first=4)
-    assert torch.equal(moved[:, :4], k[:, :4])
-    assert not torch.equal(moved[:, 4:], k[:, 4:])
+    got = moved(LayerKV(k, k), rope.move(0, rope.rotations(at, at + 7), first=4)).k
+    assert torch.equal(got[:, :4], k[:, :4])
+    assert not torch.equal(got[:, 4:], k[:, 4:])
     whole = torch.randn(2, 5, 16)
     assert torch.equal(apply_rotation(whole, rope.rotations(at, at)[0], "half"), whole)

@@ -3,9 +3,9 @@
 Registered with transformers as an attention implementation; outside a pass of the fusor it is transformers' own SDPA. Inside
 one, queries and the keys they see are cut into rectangles. On a CPU a rectangle that its queries see whole needs no mask, and
 neither does a triangle of neighbouring positions (``is_causal``); only the few keys that stand among a block of scattered
-queries are masked. The parts are joined by their log-sum-exp, which is exact up to rounding. Elsewhere, and where a sliding
-window hides old keys, queries are masked block by block, and each block reads only the keys between its first and its last
-visible one.
+queries are masked. The parts are joined by their log-sum-exp, which is exact up to rounding. On a GPU a kernel of our own takes
+all queries at once. Where neither can, and on a CPU where a sliding window hides old keys, queries are masked block by block, and
+each block reads only the keys between its first and its last visible one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from cacheblend_rag.engines.kernels.check import attention_works
 
 NAME = "cacheblend_sdpa"
 
@@ -86,6 +88,8 @@ class Queries:
             window: How many keys a query sees at the most, its own included; None for all.
         """
         kv_heads, groups, width = key.shape[0], query.shape[0] // key.shape[0], value.shape[2]
+        if _kernel_serves(query, key, value):
+            return self._attend_with_kernel(query, key, value, scale, window)
         query = query.view(kv_heads, groups, *query.shape[1:])
         if window is not None and window > self._at[-1]:
             window = None
@@ -102,6 +106,18 @@ class Queries:
         if not self._on_cpu:  # its kernels are not known to take a stride of 0
             key, value = key.contiguous(), value.contiguous()
         return self._attend_masked(query, key, value, scale, window).flatten(1, 2)
+
+    def _attend_with_kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None
+    ) -> torch.Tensor:
+        from cacheblend_rag.engines.kernels.attention import attend
+
+        query = query.transpose(0, 1)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        scale = query.shape[2] ** -0.5 if scale is None else scale
+        # A cache without pages is one page.
+        attend(query, key[None], value[None], self._positions, None, out, scale, window=window)
+        return out
 
     def visible(self, begin: int, end: int, first: int, last: int, window: int | None = None) -> torch.Tensor:
         """Return which of the keys from ``first`` to before ``last`` the queries ``begin`` to before ``end`` see.
@@ -209,6 +225,11 @@ class _Parts:
             scale=self._scale,
         )
         return part, lse
+
+
+def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    same = query.dtype == key.dtype == value.dtype and key.shape == value.shape and query.stride(2) == 1
+    return same and attention_works(query.device, query.dtype, query.shape[0], key.shape[0], key.shape[2])
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blending.rope import Move, moved
+from cacheblend_rag.engines.kernels.check import placing_works
 from cacheblend_rag.store.kv import LayerKV
 
 # What models call the state they take and return: attention caches, state space models, RWKV.
@@ -112,9 +114,15 @@ class PositionedCache:
             own_k[:, :, : k.shape[2]], own_v[:, :, : v.shape[2]] = k, v
         self._length = prefix[0].k.shape[1]
 
-    def write(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
-        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, at ``positions``."""
+    def place(self, layer: int, kv: LayerKV, move: Move | None, positions: torch.Tensor) -> None:
+        """Write stored ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``positions``."""
         k, v = self._buffers(layer, kv.k[None], kv.v[None])
+        if kv.k.shape == kv.v.shape and placing_works(k.device, k.dtype, k.shape[1], k.shape[3]):
+            from cacheblend_rag.engines.kernels.place import place
+
+            place(kv, move, positions, k, v)  # a buffer is one page
+            return
+        kv = moved(kv, move)
         k[0].index_copy_(1, positions, kv.k)
         v[0].index_copy_(1, positions, kv.v)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend_rag.blending.rope import Rope, detect_rope, moved
+from cacheblend_rag.blending.rope import Rope, detect_rope, differ
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -30,7 +30,7 @@ class TransformersSubject:
         source = torch.arange(_ROTATED_TOKENS, device=self._runner.device)
         old, new = (self.full_prefill(ids, offset)[1].layers for offset in (0, _ROTATED_BY))
         # Layer 0's depend on token and position alone. Where only the second moves, the first is MLA's latent.
-        if not moved(old[0].k, new[0].k) and moved(old[0].v, new[0].v):
+        if not differ(old[0].k, new[0].k) and differ(old[0].v, new[0].v):
             self._runner.latent_first = True
             old, new = ([LayerKV(x.v, x.k) for x in side] for side in (old, new))
         keys = [[x.k for x in side] for side in (old, new)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blending.fetch import sent
-from cacheblend_rag.blending.rope import CosSin, Rope
+from cacheblend_rag.blending.rope import CosSin, Move, Rope
 from cacheblend_rag.engines.transformers.attention import NAME, scattered, watched
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, StopForward
 from cacheblend_rag.errors import InputError
@@ -177,9 +177,9 @@ class TransformersTarget:
         self.cache = runner.new_cache(len(token_ids))
         self.logits: torch.Tensor | None = None
 
-    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        self.cache.write(layer, kv, positions)
+        self.cache.place(layer, kv, move, positions)
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None

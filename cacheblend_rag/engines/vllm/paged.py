@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cacheblend_rag.blending.fetch import sent
-from cacheblend_rag.blending.rope import CosSin
+from cacheblend_rag.blending.rope import CosSin, Move, moved
+from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for, pages_of
 from cacheblend_rag.engines.vllm.pages import Pages, first_part, gaps, runs_in_pages
 from cacheblend_rag.store.kv import LayerKV
 
@@ -57,6 +59,7 @@ class PagedModel:
         # GPU backends have buffers for so many sequences; the CPU's has none, and a second segment reads all weights again.
         self._max_runs = self._max_tokens if current_platform.is_cpu() else int(scheduler.max_num_seqs)
         self._before_layer: Callable[[int], None] | None = None
+        self.kernels: Kernels | None = None
         with set_current_vllm_config(vllm_config):
             self._builders = [
                 (
@@ -72,6 +75,10 @@ class PagedModel:
     def kernel_block_size(self) -> int:
         """Tokens in a page as the attention kernel sees it; some kernels split the scheduler's blocks."""
         return int(self._caches[self.names[0]].shape[2])
+
+    @cached_property
+    def _pages(self) -> list[LayerKV]:
+        return [pages_of(cache, bool(current_platform.is_cpu())) for cache in self._caches.values()]
 
     def _layer(self, name: str) -> Any:
         return self.attention[self.names.index(name)]
@@ -92,21 +99,22 @@ class PagedModel:
             k, v = k.contiguous(), v.contiguous()
         attention.impl.do_kv_cache_update(attention, k, v, attention.kv_cache, sent(slots, self.device))
 
+    def place(self, layer: int, kv: LayerKV, move: Move | None, slots: torch.Tensor) -> None:
+        """Write stored ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``slots`` on the device."""
+        if self.kernels is None:
+            self.write(layer, moved(kv, move), slots)
+        else:
+            self.kernels.place(layer, kv, move, slots)
+
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
         """Return a copy of the KV at ``slots``, ``[kv_heads, tokens, head_dim]``."""
-        cache = self._caches[self.names[layer]]
-        blocks, heads, size, width = cache.shape
-        dim = width // 2
+        keys, values = self._pages[layer]
+        _, heads, size, dim = keys.shape
         if not current_platform.is_cpu():
-            slots = sent(slots, cache.device)
-            rows = cache[slots // size, :, slots % size].transpose(0, 1)
-            return LayerKV(rows[..., :dim].contiguous(), rows[..., dim:].contiguous())
-        # Inside a page vLLM's CPU kernels keep K column-major, [head_dim, tokens], and V behind it, [tokens, head_dim].
-        pages = cache.view(blocks, heads, 2, size * dim)
-        keys = pages[:, :, 0].view(blocks, heads, dim, size).transpose(2, 3)
-        values = pages[:, :, 1].view(blocks, heads, size, dim)
+            slots = sent(slots, keys.device)
+            return LayerKV(*(x[slots // size, :, slots % size].transpose(0, 1).contiguous() for x in (keys, values)))
         # Copied run by run: single tokens would be gathered along a strided axis, three times as slowly.
-        k, v = (cache.new_empty(heads, len(slots), dim) for _ in range(2))
+        k, v = (keys.new_empty(heads, len(slots), dim) for _ in range(2))
         at = 0
         for run in runs_in_pages(slots, size):
             block, first = divmod(int(run[0]), size)
@@ -136,11 +144,16 @@ class PagedModel:
                 return False
         return True
 
+    def find_kernels(self) -> Kernels | None:
+        """Return the kernels if they can serve this model, whose layout must be known; assign them to ``kernels`` to use them."""
+        return kernels_for(self.attention, self._pages, self.config)
+
     # The model's own forward.
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
-        """Return the first of ascending ``positions``: no more than ``most``, nor than tokens and sequences of an engine step."""
-        return first_part(positions, min(self._max_tokens, most or self._max_tokens), self._max_runs)
+        """Return the first of ascending ``positions``: no more than ``most``, nor than tokens or sequences of a step."""
+        runs = self._max_tokens if self.kernels else self._max_runs
+        return first_part(positions, min(self._max_tokens, most or self._max_tokens), runs)
 
     @torch.inference_mode()
     def forward(
@@ -166,17 +179,15 @@ class PagedModel:
             The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
         """
         slots, at = sent(pages.slots[positions], self.device), sent(positions, self.device)
-        metadata: dict[str, Any] = {}
-        slot_mapping: dict[str, torch.Tensor] = {}
-        common = self._metadata(positions, at, pages, slots)
-        for names, builder in self._builders:
-            built = builder.build(common_prefix_len=0, common_attn_metadata=common)
-            for name in names:
-                metadata[name], slot_mapping[name] = built, slots
         stops = stop_layer is not None
         with (
+            self._attention_at(positions, at, pages, slots) as metadata,
             set_forward_context(
-                metadata, self.config, num_tokens=len(positions), slot_mapping=slot_mapping, skip_compiled=stops
+                metadata,
+                self.config,
+                num_tokens=len(positions),
+                slot_mapping=dict.fromkeys(self.names, slots),
+                skip_compiled=stops,
             ),
             self._stopping_at(stop_layer),
         ):
@@ -213,6 +224,22 @@ class PagedModel:
             yield
         finally:
             handle.remove()
+
+    @contextmanager
+    def _attention_at(
+        self, positions: torch.Tensor, at: torch.Tensor, pages: Pages, slots: torch.Tensor
+    ) -> Iterator[dict[str, Any]]:
+        """Choose the attention of a pass over ``positions``, ``at`` on the device; yield its metadata for each layer."""
+        runs = int(gaps(positions).sum()) + 1
+        if self.kernels is not None and (runs > self._max_runs or self.kernels.are_faster(len(positions), runs)):
+            with self.kernels.attending():
+                yield dict.fromkeys(self.names, Scattered(at, pages.table[0]))
+            return
+        common = self._metadata(positions, at, pages, slots)
+        metadata: dict[str, Any] = {}
+        for names, builder in self._builders:
+            metadata |= dict.fromkeys(names, builder.build(common_prefix_len=0, common_attn_metadata=common))
+        yield metadata
 
     def _metadata(
         self, positions: torch.Tensor, at: torch.Tensor, pages: Pages, slots: torch.Tensor

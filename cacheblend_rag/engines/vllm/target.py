@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
-from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
@@ -41,9 +41,9 @@ class PagedTarget:
         self.num_layers, self.device = paged.num_layers, paged.device
         self.hidden: torch.Tensor | None = None
 
-    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        self._paged.write(layer, kv, self._pages.on_device[positions])
+        self._paged.place(layer, kv, move, self._pages.on_device[positions])
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None

@@ -67,11 +67,9 @@ class WorkerSide:
         if refusal is not None:
             self.gate = GateReport(False, refusal)
             return
-        report, rope = run_gate(PagedSubject(paged))
-        self.gate = report if all_ranks(report.passed) else GateReport(False, report.reason or "another rank failed it")
-        self._rope = rope
-        if self.gate.passed and rope is not None:
-            self._blends = BlendQueue(paged, rope, self._entries, StepClock(device))
+        self.gate, self._rope = _gate(paged)
+        if self.gate.passed and self._rope is not None:
+            self._blends = BlendQueue(paged, self._rope, self._entries, StepClock(device))
 
     def attention_begins(self, layer_name: str) -> None:
         """See :meth:`PagedModel.attention_begins`."""
@@ -191,3 +189,19 @@ class WorkerSide:
     def close(self) -> None:
         """Finish what is being written."""
         self._writer.shutdown(wait=True)
+
+
+def _gate(paged: PagedModel) -> tuple[GateReport, Rope | None]:
+    """Run the parity gate with the kernels, where every rank has them; without, if the model does not pass it with them."""
+    kernels = paged.find_kernels()
+    for chosen in (kernels, None) if all_ranks(kernels is not None) else (None,):
+        paged.kernels = chosen
+        report, rope = run_gate(PagedSubject(paged))
+        if all_ranks(report.passed):
+            break
+        report = GateReport(False, report.reason or "another rank failed it")
+        if chosen is not None:
+            _log.warning(
+                "Blends do without the kernels for the GPU: the parity gate fails with them (%s)", report.reason
+            )
+    return report, rope

@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm import worker_side
 from cacheblend_rag.engines.vllm.messages import Save
 from cacheblend_rag.engines.vllm.worker_side import _UNWRITTEN, WorkerSide
 from cacheblend_rag.store import MemoryStore, default_ram_budget
@@ -66,6 +67,23 @@ def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -
     found = sorted(side.take_written().values())
     assert found[:2] == ["", ""]
     assert "out of memory" in found[2]
+
+
+@pytest.mark.parametrize("passing", ["with them", "without", "never"])
+def test_where_the_gate_fails_with_the_kernels_it_runs_without(monkeypatch: pytest.MonkeyPatch, passing: str) -> None:
+    paged = SimpleNamespace(kernels=None, find_kernels=lambda: "the kernels")
+
+    def run_gate(subject: Any) -> tuple[GateReport, None]:
+        assert subject is paged
+        passes = {"with them": paged.kernels is not None, "without": paged.kernels is None, "never": False}[passing]
+        return GateReport(passes, "" if passes else "off by 9"), None
+
+    monkeypatch.setattr(worker_side, "run_gate", run_gate)
+    monkeypatch.setattr(worker_side, "PagedSubject", lambda paged: paged)
+    monkeypatch.setattr(worker_side, "all_ranks", lambda ok: ok)
+    report, _ = worker_side._gate(paged)  # type: ignore[arg-type]
+    assert (report.passed, report.reason) == ((False, "off by 9") if passing == "never" else (True, ""))
+    assert paged.kernels == ("the kernels" if passing == "with them" else None)
 
 
 def test_ranks_share_the_machines_memory() -> None:

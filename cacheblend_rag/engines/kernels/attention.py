@@ -1,0 +1,243 @@
+"""Attention of scattered queries: each stands at a position of its own and sees the keys up to it, wherever its neighbours stand.
+
+One launch for all queries of a pass. A program takes a few neighbouring queries with all heads that share one KV head, and reads
+keys up to its last query's position; only those behind its first query's position are masked. Scores, weights' sums and
+the result are kept in fp32, weights enter the product with the values in the values' dtype, as in FlashAttention.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """What one program works on.
+
+    Attributes:
+        rows: Queries times the heads that share a KV head.
+        keys: Keys in one step of its loop.
+        warps: Threads, in units of 32.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+
+
+def tile(dtype: torch.dtype, group: int, dim: int) -> Tile:
+    """Return the tile for heads of ``dim``, ``group`` of which share a KV head: on Hopper none spills registers."""
+    if dtype == torch.float32:
+        return Tile(max(32, triton.next_power_of_2(group)), 16, 8)
+    return Tile(max(64, triton.next_power_of_2(group)), 64 if dim <= 128 else 32, 4)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor | None,
+    out: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    window: int | None = None,
+) -> None:
+    """Write the attention of ``query`` to ``out``.
+
+    Args:
+        query: ``[queries, heads, head_dim]``, a head's dimensions side by side.
+        keys: ``[pages, kv_heads, page_tokens, head_dim]``, in whatever order in memory.
+        values: Likewise.
+        positions: ``[queries]``, ascending, int64, on the device: a query sees the keys at positions up to its own.
+        table: The sequence's pages in order, int32, on the device; None if it is one page, the first.
+        out: Shaped like ``query``.
+        scale: Of the scores.
+        soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
+        window: How many keys a query sees at the most, its own included; None for all.
+    """
+    count, heads, dim = query.shape
+    assert query.stride(2) == out.stride(2) == 1
+    positions = positions.contiguous()
+    group = heads // keys.shape[1]
+    rows, step, warps = tile(query.dtype, group, dim)
+    _attend[triton.cdiv(count, rows // group), keys.shape[1]](
+        query,
+        keys,
+        values,
+        positions,
+        positions if table is None else table,
+        out,
+        count,
+        float(scale),
+        float(soft_cap),
+        *query.stride()[:2],
+        *out.stride()[:2],
+        *keys.stride(),
+        *values.stride(),
+        PAGE=0 if table is None else keys.shape[2],
+        DIM=dim,
+        DIM_UP=max(16, triton.next_power_of_2(dim)),
+        GROUP=group,
+        ROWS=rows,
+        KEYS=step,
+        CAPPED=soft_cap > 0,
+        WINDOW=window or 0,
+        # Left to itself, Triton would round fp32 to 10 bits for the tensor cores.
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=warps,
+        num_stages=2,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _attend(
+    query,
+    keys,
+    values,
+    positions,
+    table,
+    out,
+    count,
+    scale,
+    soft_cap,
+    query_token,
+    query_head,
+    out_token,
+    out_head,
+    keys_page,
+    keys_head,
+    keys_token,
+    keys_dim,
+    values_page,
+    values_head,
+    values_token,
+    values_dim,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend from ``ROWS // GROUP`` queries with the ``GROUP`` heads of one KV head."""
+    queries: tl.constexpr = ROWS // GROUP
+    # The last queries see the most keys: begun first, they do not end alone.
+    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
+    kv_head = tl.program_id(1).to(tl.int64)
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_UP)
+    token = begin + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    real = (row < queries * GROUP) & (token < count)
+    end = tl.minimum(begin + queries, count) - 1
+    position = tl.load(positions + tl.minimum(token, end))
+    nearest = tl.load(positions + begin).to(tl.int32)
+    seen = tl.load(positions + end).to(tl.int32) + 1
+
+    inside = real[:, None] & (dim < DIM)[None, :]
+    at = token.to(tl.int64)
+    q = tl.load(query + (at * query_token + head * query_head)[:, None] + dim[None, :], mask=inside, other=0.0)
+    keys += kv_head * keys_head
+    values += kv_head * values_head
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    joined = tl.zeros([ROWS, DIM_UP], tl.float32)
+
+    # All queries see the keys up to the nearest one's position; a window hides some of them from some.
+    if WINDOW > 0:
+        oldest = tl.maximum(nearest + 1 - WINDOW, 0)
+        masked_from = oldest // KEYS * KEYS
+    else:
+        oldest = 0
+        masked_from = (nearest + 1) // KEYS * KEYS
+    for key in range(oldest // KEYS * KEYS, masked_from, KEYS):
+        top, total, joined = _add_keys(
+            top, total, joined, q, key, position, oldest, seen, keys, values, table, scale, soft_cap, keys_page,
+            keys_token, keys_dim, values_page, values_token, values_dim, False, PAGE, DIM, DIM_UP, KEYS, CAPPED, WINDOW,
+            PRECISION,
+        )  # fmt: skip
+    for key in range(masked_from, seen, KEYS):
+        top, total, joined = _add_keys(
+            top, total, joined, q, key, position, oldest, seen, keys, values, table, scale, soft_cap, keys_page,
+            keys_token, keys_dim, values_page, values_token, values_dim, True, PAGE, DIM, DIM_UP, KEYS, CAPPED, WINDOW,
+            PRECISION,
+        )  # fmt: skip
+    result = (joined / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (at * out_token + head * out_head)[:, None] + dim[None, :], result, mask=inside)
+
+
+@triton.jit
+def _add_keys(
+    top,
+    total,
+    joined,
+    q,
+    begin,
+    position,
+    oldest,
+    seen,
+    keys,
+    values,
+    table,
+    scale,
+    soft_cap,
+    keys_page,
+    keys_token,
+    keys_dim,
+    values_page,
+    values_token,
+    values_dim,
+    MASKED: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add ``KEYS`` keys from ``begin`` on to the rows' highest score, sum of weights and weighted values."""
+    key, dim = begin + tl.arange(0, KEYS), tl.arange(0, DIM_UP)
+    # Constants where nothing is masked, so that the compiler drops them.
+    there = tl.full([KEYS], 1, tl.int1)
+    in_head = tl.full([DIM_UP], 1, tl.int1)
+    if MASKED:
+        there = (key >= oldest) & (key < seen)
+    if DIM < DIM_UP:
+        in_head = dim < DIM
+    row = key.to(tl.int64)
+    if PAGE > 0:
+        # Before and behind the visible keys there need not be pages.
+        page = tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
+        row = row % PAGE
+        keys_at, values_at = page * keys_page + row * keys_token, page * values_page + row * values_token
+    else:
+        keys_at, values_at = row * keys_token, row * values_token
+    real = in_head[:, None] & there[None, :]
+    k = tl.load(keys + keys_at[None, :] + dim[:, None] * keys_dim, mask=real, other=0.0)
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    if CAPPED:
+        scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)  # tanh
+    scores *= 1.4426950408889634  # exp2 is what the device computes
+    if MASKED:
+        visible = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    # A row whose window begins behind these keys has seen none yet.
+    base = tl.where(higher == float("-inf"), 0.0, higher) if WINDOW > 0 else higher
+    faded = tl.exp2(top - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * faded + tl.sum(weights, 1)
+    # What nobody sees may be anything that was left in memory, and 0 times NaN is NaN.
+    real = there[:, None] & in_head[None, :]
+    v = tl.load(values + values_at[:, None] + dim[None, :] * values_dim, mask=real, other=0.0)
+    joined = joined * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total, joined

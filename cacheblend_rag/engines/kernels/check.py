@@ -1,0 +1,105 @@
+"""Whether the kernels run here and give what torch gives: each is tried once for a shape of heads, before a blend needs it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from cacheblend_rag.blending.rope import Move, Rotation, moved
+from cacheblend_rag.store.kv import LayerKV
+
+_log = logging.getLogger(__name__)
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+_PAGES, _SIZE, _TOKENS = 8, 16, 100
+
+
+def placing_works(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
+    """Return whether the kernel that places KV serves this shape on ``device``; where it fails, the log says how."""
+    return _at_home(device, dtype) and _placing_tried(device, dtype, kv_heads, head_dim)
+
+
+def attention_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Return whether the attention of scattered queries serves this shape on ``device``; where it fails, the log says how."""
+    return _at_home(device, dtype) and _attention_tried(device, dtype, heads, kv_heads, head_dim)
+
+
+def forget_trials() -> None:
+    """Try again when asked next."""
+    _placing_tried.cache_clear()
+    _attention_tried.cache_clear()
+
+
+def _at_home(device: torch.device, dtype: torch.dtype) -> bool:
+    # Triton's interpreter runs them on a CPU, for tests.
+    where = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    return device.type == where and dtype in _TOLERANCE and find_spec("triton") is not None
+
+
+@cache
+def _placing_tried(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
+    return _passes(lambda: _placing_differs(_Trial(device, dtype, kv_heads, head_dim)))
+
+
+@cache
+def _attention_tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    return _passes(lambda: _attention_differs(_Trial(device, dtype, kv_heads, head_dim), heads))
+
+
+def _passes(trial: Callable[[], str | None]) -> bool:
+    try:
+        failure = trial()
+    except Exception as error:  # a compiler is missing, a tile does not fit this device: the engines' own way remains
+        failure = f"{type(error).__name__}: {error}"
+    if failure is not None:
+        _log.warning("Blends do without a kernel for the GPU, more slowly: %s", failure)
+    return failure is None
+
+
+class _Trial:
+    """Random KV, and an empty cache of shuffled pages for it."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, kv_heads: int, dim: int):
+        self._generator, self._device, self._dtype = torch.Generator().manual_seed(0), device, dtype
+        cache = torch.zeros(_PAGES, _SIZE, kv_heads, 2 * dim, dtype=dtype, device=device).transpose(1, 2)
+        self.keys, self.values = cache[..., :dim], cache[..., dim:]
+        self.kv = LayerKV(self.random(kv_heads, _TOKENS, dim), self.random(kv_heads, _TOKENS, dim))
+        self.table = torch.randperm(_PAGES, generator=self._generator).to(device, torch.int32)
+        self.at = torch.arange(_TOKENS, device=device)
+        self.pages, self.rows = self.table[self.at // _SIZE].long(), self.at % _SIZE
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+
+
+def _placing_differs(trial: _Trial) -> str | None:
+    from cacheblend_rag.engines.kernels.place import place
+
+    angles = trial.random(_TOKENS - 10, trial.kv.k.shape[2] // 2).float()
+    move = Move(Rotation(angles.cos(), angles.sin()), "half", 10)
+    place(trial.kv, move, trial.pages * _SIZE + trial.rows, trial.keys, trial.values)
+    for got, want in zip((trial.keys, trial.values), moved(trial.kv, move), strict=True):
+        placed = got[trial.pages, :, trial.rows].transpose(0, 1)
+        if not torch.allclose(placed, want, rtol=2 * torch.finfo(want.dtype).eps):
+            return "it does not place keys and values as torch does"
+    return None
+
+
+def _attention_differs(trial: _Trial, heads: int) -> str | None:
+    from cacheblend_rag.engines.kernels.attention import attend
+
+    for side, memory in zip(trial.kv, (trial.keys, trial.values), strict=True):
+        memory[trial.pages, :, trial.rows] = side.transpose(0, 1)
+    positions = trial.at[::3]
+    query = trial.random(len(positions), heads, trial.kv.k.shape[2])
+    out = torch.empty_like(query)
+    attend(query, trial.keys, trial.values, positions, trial.table, out, query.shape[2] ** -0.5)
+    k, v = (x.float().repeat_interleave(heads // x.shape[0], 0) for x in trial.kv)
+    scores = query.float().transpose(0, 1) @ k.mT * query.shape[2] ** -0.5
+    weights = scores.masked_fill(trial.at > positions[:, None], float("-inf")).softmax(-1)
+    error = float((out.float() - (weights @ v).transpose(0, 1)).abs().max())
+    return None if error < _TOLERANCE[query.dtype] else f"its attention differs from torch's by {error:.2g}"

@@ -1,0 +1,132 @@
+"""Stored KV into a KV cache of pages, keys rotated on the way: one launch, nothing in between is written.
+
+Equal bit for bit to :func:`~cacheblend_rag.blending.rope.moved` and a copy: each product is rounded to fp32, as torch does it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cacheblend_rag.blending.rope import Move
+from cacheblend_rag.store.kv import LayerKV
+
+# Tokens of one head that one program moves, and its threads in units of 32: few enough numbers for each to stay in registers.
+_TOKENS, _WARPS = 32, 8
+
+
+def place(kv: LayerKV, move: Move | None, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Write ``kv``, moved, at ``slots`` of a cache.
+
+    Args:
+        kv: ``[kv_heads, tokens, head_dim]``, on the cache's device and in its dtype, a head's dimensions side by side.
+        move: What its keys still need; None for nothing.
+        slots: ``[tokens]``, int64: page times tokens of a page, plus the token in its page.
+        keys: The cache's keys, ``[pages, kv_heads, page_tokens, head_dim]``, in whatever order in memory.
+        values: The cache's values, likewise.
+    """
+    heads, tokens, dim = kv.k.shape
+    assert kv.k.stride(2) == kv.v.stride(2) == 1
+    assert kv.k.dtype == keys.dtype == values.dtype
+    half = 0 if move is None else move.rotation.cos.shape[1]
+    cos, sin = (kv.k, kv.k) if move is None else (move.rotation.cos.contiguous(), move.rotation.sin.contiguous())
+    _place[triton.cdiv(tokens, _TOKENS), heads](
+        kv.k,
+        kv.v,
+        cos,
+        sin,
+        slots.contiguous(),
+        keys,
+        values,
+        tokens,
+        tokens if move is None else move.first,
+        *kv.k.stride()[:2],
+        *kv.v.stride()[:2],
+        *keys.stride(),
+        *values.stride(),
+        PAGE=keys.shape[2] if keys.shape[0] > 1 else 0,
+        DIM=dim,
+        DIM_UP=triton.next_power_of_2(dim),
+        HALF=half,
+        HALF_UP=triton.next_power_of_2(max(half, 1)),
+        REST_UP=triton.next_power_of_2(max(dim - 2 * half, 1)),
+        INTERLEAVED=move is not None and move.layout == "interleaved",
+        TOKENS=_TOKENS,
+        num_warps=_WARPS,
+        # A fused multiply-add would skip the rounding of one product.
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "first"])
+def _place(
+    from_keys,
+    from_values,
+    cos,
+    sin,
+    slots,
+    keys,
+    values,
+    tokens,
+    first,
+    from_keys_head,
+    from_keys_token,
+    from_values_head,
+    from_values_token,
+    keys_page,
+    keys_head,
+    keys_token,
+    keys_dim,
+    values_page,
+    values_head,
+    values_token,
+    values_dim,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_UP: tl.constexpr,
+    REST_UP: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Move ``TOKENS`` tokens of one head; ``*_UP`` are the powers of 2 that Triton wants for widths."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1).to(tl.int64)
+    real = (token < tokens)[:, None]
+    slot = tl.load(slots + token, mask=token < tokens, other=0)
+    if PAGE > 0:
+        page, row = slot // PAGE, slot % PAGE
+    else:  # one page, whose length is not worth a compilation
+        page, row = slot * 0, slot
+    from_keys += (head * from_keys_head + token * from_keys_token)[:, None]
+    from_values += (head * from_values_head + token * from_values_token)[:, None]
+    keys += (page * keys_page + head * keys_head + row * keys_token)[:, None]
+    values += (page * values_page + head * values_head + row * values_token)[:, None]
+
+    dim = tl.arange(0, DIM_UP)[None, :]
+    inside = real & (dim < DIM)
+    tl.store(values + dim * values_dim, tl.load(from_values + dim, mask=inside), mask=inside)
+
+    if HALF > 0:
+        pair = tl.arange(0, HALF_UP)[None, :]
+        if INTERLEAVED:
+            left, right = 2 * pair, 2 * pair + 1
+        else:
+            left, right = pair, pair + HALF
+        inside = real & (pair < HALF)
+        a = tl.load(from_keys + left, mask=inside)
+        b = tl.load(from_keys + right, mask=inside)
+        # The tokens before the first keep their bits.
+        turned = inside & (token >= first)[:, None]
+        at = (token - first)[:, None] * HALF + pair
+        c = tl.load(cos + at, mask=turned)
+        s = tl.load(sin + at, mask=turned)
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        tl.store(keys + left * keys_dim, tl.where(turned, (wide_a * c - wide_b * s).to(a.dtype), a), mask=inside)
+        tl.store(keys + right * keys_dim, tl.where(turned, (wide_b * c + wide_a * s).to(a.dtype), b), mask=inside)
+    if 2 * HALF < DIM:
+        rest = 2 * HALF + tl.arange(0, REST_UP)[None, :]
+        inside = real & (rest < DIM)
+        tl.store(keys + rest * keys_dim, tl.load(from_keys + rest, mask=inside), mask=inside)

@@ -1,0 +1,133 @@
+"""Our kernels in a vLLM worker: stored KV goes straight into the pages, and scattered tokens attend in one launch a layer.
+
+Without them each run of neighbouring tokens is a request of its own to vLLM's attention, which gives every request at least
+one tile, most of it empty. Here a pass's tokens share tiles, and vLLM's attention is replaced while the pass runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cacheblend_rag.blending.rope import Move
+from cacheblend_rag.engines.kernels.check import attention_works, placing_works
+from cacheblend_rag.store.kv import LayerKV
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Backends whose pages are known to us, and whose attention does nothing that the kernel does not.
+_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"}
+# Half a tile of vLLM's kernels: runs with more rows, tokens times heads, are left to them (benchmarks/attention_tiles.py).
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """Attention metadata of a pass that our kernel serves.
+
+    Attributes:
+        positions: ``[tokens]``, ascending, int64, on the device.
+        table: The sequence's pages, int32, on the device.
+    """
+
+    positions: torch.Tensor
+    table: torch.Tensor
+
+
+def pages_of(cache: torch.Tensor, on_cpu: bool) -> LayerKV:
+    """Return views of a layer's paged cache as GPU or CPU kernels keep it, each ``[pages, kv_heads, page_tokens, head_dim]``."""
+    pages, heads, size, width = cache.shape
+    dim = width // 2
+    if not on_cpu:
+        return LayerKV(cache[..., :dim], cache[..., dim:])  # whatever the order in memory: strides say it
+    # Inside a page vLLM's CPU kernels keep K column-major, [head_dim, tokens], and V behind it, [tokens, head_dim].
+    halves = cache.view(pages, heads, 2, size * dim)
+    keys = halves[:, :, 0].view(pages, heads, dim, size).transpose(2, 3)
+    return LayerKV(keys, halves[:, :, 1].view(pages, heads, size, dim))
+
+
+def kernels_for(layers: Sequence[Any], pages: Sequence[LayerKV], config: VllmConfig) -> Kernels | None:
+    """Return the kernels for a model's attention ``layers`` and their ``pages``; None where they cannot serve all of them."""
+    model = config.model_config
+    plain = not getattr(model, "is_mm_prefix_lm", False) and getattr(model, "rswa_window", None) is None
+    fused = config.compilation_config.pass_config.fuse_attn_quant
+    if not plain or fused or not all(_serves(layer) for layer in layers):
+        return None
+    shapes = {(int(x.num_heads), int(x.num_kv_heads), int(x.head_size)) for x in layers}
+    memory = pages[0].k
+    where = memory.device, memory.dtype
+    work = all(placing_works(*where, *shape[1:]) and attention_works(*where, *shape) for shape in sorted(shapes))
+    return Kernels(layers, pages) if work else None
+
+
+def _serves(layer: Any) -> bool:
+    impl = layer.impl
+    return (
+        layer.get_attn_backend().get_name() in _BACKENDS
+        and layer.head_size == getattr(layer, "head_size_v", layer.head_size)
+        and all(getattr(impl, name, None) is None for name in ("sinks", "alibi_slopes", "kv_sharing_target_layer_name"))
+        and getattr(impl, "chunk_lookback", -1) < 0
+    )
+
+
+class Kernels:
+    """The kernels, bound to a model's attention layers."""
+
+    def __init__(self, layers: Sequence[Any], pages: Sequence[LayerKV]):
+        """Take the layers and what :func:`pages_of` says of each; see :func:`kernels_for`."""
+        self._layers, self._pages = layers, pages
+        self._group = min(int(layer.num_heads) // int(layer.num_kv_heads) for layer in layers)
+
+    def are_faster(self, tokens: int, runs: int) -> bool:
+        """Say whether to attend with ours, for so many tokens in so many runs of neighbours."""
+        return tokens * self._group < runs * _ROWS
+
+    def place(self, layer: int, kv: LayerKV, move: Move | None, slots: torch.Tensor) -> None:
+        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``slots``, ``[tokens]``, of the pages."""
+        from cacheblend_rag.engines.kernels.place import place
+
+        place(kv, move, slots, *self._pages[layer])
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Replace vLLM's attention; the passes that run meanwhile have :class:`Scattered` as metadata."""
+        for index, layer in enumerate(self._layers):
+            layer.impl.forward = partial(self._attend, index)  # in front of the class's own
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.impl.forward
+
+    def _attend(
+        self,
+        index: int,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Scattered,
+        output: torch.Tensor,
+        **_: Any,
+    ) -> torch.Tensor:
+        """What vLLM calls as ``impl.forward``, once the tokens' own KV is in the pages: write ``output`` and return it."""
+        from cacheblend_rag.engines.kernels.attention import attend
+
+        attend(
+            query,
+            *self._pages[index],
+            attn_metadata.positions,
+            attn_metadata.table,
+            output,
+            layer.impl.scale,
+            getattr(layer.impl, "logits_soft_cap", None) or 0.0,
+            layer.sliding_window,
+        )
+        return output

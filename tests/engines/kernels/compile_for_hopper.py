@@ -1,0 +1,71 @@
+"""A program: compile the kernels for an H100 or H200 as they are launched for a Llama of 8 billion weights; needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from cacheblend_rag.engines.kernels import attention, place
+
+GROUP, DIM = 4, 128
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], **options: Any) -> Any:
+    """Compile ``kernel``; arguments that are neither named in ``types`` nor constant are 32-bit integers."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    return compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", 90, 32), options)
+
+
+def attend(dtype: str, torch_dtype: Any) -> Any:
+    rows, keys, warps = attention.tile(torch_dtype, GROUP, DIM)
+    types = dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")
+    types |= {"positions": "*i64", "table": "*i32", "scale": "fp32", "soft_cap": "fp32"}
+    constants = {"PAGE": 16, "DIM": DIM, "DIM_UP": DIM, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "CAPPED": False}
+    constants |= {"WINDOW": 0, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "keys_dim": 1, "values_dim": 1}
+    aligned = set(attention._attend.arg_names) - set(constants) - {"count", "scale", "soft_cap"}
+    return compiled(attention._attend, types, constants, aligned, num_warps=warps, num_stages=2)
+
+
+def placed(dtype: str) -> Any:
+    types = dict.fromkeys(("from_keys", "from_values", "keys", "values"), f"*{dtype}")
+    types |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
+    constants = {"PAGE": 16, "DIM": DIM, "DIM_UP": DIM, "HALF": 64, "HALF_UP": 64, "REST_UP": 1, "INTERLEAVED": False}
+    constants |= {"TOKENS": place._TOKENS, "keys_dim": 1, "values_dim": 1}
+    aligned = set(place._place.arg_names) - set(constants) - {"tokens", "first"}
+    return compiled(place._place, types, constants, aligned, num_warps=place._WARPS, enable_fp_fusion=False)
+
+
+def stack(kernel: Any) -> int:
+    """Return how many bytes of registers do not fit and are kept in memory."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"REG:\d+ STACK:(\d+)", usage)[0])
+
+
+def main() -> None:
+    import torch
+
+    half = attend("bf16", torch.bfloat16)
+    assert "wgmma" in half.asm["ptx"], "the tensor cores of Hopper are not used"
+    assert stack(half) == stack(attend("fp32", torch.float32)) == 0, "a tile is too large for the registers"
+    for dtype in ("bf16", "fp32"):
+        move = placed(dtype)
+        assert "fma" not in move.asm["ptx"], "a product is not rounded"
+        assert stack(move) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The kernels are used where they were seen to be right, and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.engines.kernels.check import attention_works, forget_trials, placing_works
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> Iterator[None]:
+    forget_trials()
+    yield
+    forget_trials()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_they_are_found_right(device: str, dtype: torch.dtype) -> None:
+    assert placing_works(torch.device(device), dtype, 2, 64)
+    assert attention_works(torch.device(device), dtype, 8, 2, 64)
+
+
+def both_work(device: str) -> tuple[bool, bool]:
+    where = torch.device(device), torch.float32
+    return placing_works(*where, 2, 32), attention_works(*where, 4, 2, 32)
+
+
+@pytest.mark.parametrize("fault", ["place", "attend"])
+def test_a_kernel_that_is_wrong_is_not_used_and_the_log_says_so(
+    device: str, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheblend_rag.engines.kernels import attention, place
+
+    module: Any = {"place": place, "attend": attention}[fault]
+    right = getattr(module, fault)
+
+    def wrong(*args: Any) -> None:
+        right(*args)
+        args[-2 if fault == "attend" else -1].mul_(1.5)
+
+    monkeypatch.setattr(module, fault, wrong)
+    with caplog.at_level(logging.WARNING):
+        assert both_work(device) == (fault != "place", fault != "attend")
+    assert ("does not place" if fault == "place" else "attention differs") in caplog.text
+
+
+def test_a_kernel_that_does_not_compile_is_not_used_and_the_log_says_so(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheblend_rag.engines.kernels import attention
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(attention, "attend", fail)
+    with caplog.at_level(logging.WARNING):
+        assert both_work(device) == (True, False)
+    assert "C compiler" in caplog.text
+
+
+def test_a_cpu_does_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert both_work("cpu") == (False, False)
+
+
+def test_double_precision_does_without_them(device: str) -> None:
+    assert not attention_works(torch.device(device), torch.float64, 4, 2, 32)

@@ -1,0 +1,89 @@
+"""One kernel that rotates and places stored KV equals the rotation in torch and a copy, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.rope import Move, Rotation, moved
+from cacheblend_rag.store.kv import LayerKV
+from tests.engines.kernels.pages import ORDERS, columns_first, paged_cache
+
+HEADS, TOKENS, SIZE, PAGES = 2, 77, 16, 8
+
+
+def stored(dim: int, dtype: torch.dtype, seed: int = 0) -> LayerKV:
+    k, v = torch.randn(2, HEADS, TOKENS, dim, generator=torch.Generator().manual_seed(seed))
+    return LayerKV(k.to(dtype), v.to(dtype))
+
+
+def rotation(tokens: int, dims: int) -> Rotation:
+    angles = torch.arange(tokens)[:, None] * 37 % 512 / 10_000 ** (torch.arange(0, dims, 2) / dims)
+    return Rotation(angles.cos(), angles.sin())
+
+
+def slots() -> torch.Tensor:
+    """Neither neighbours nor in order."""
+    return torch.randperm(PAGES * SIZE, generator=torch.Generator().manual_seed(1))[:TOKENS]
+
+
+def check(
+    device: str, kv: LayerKV, move: Move | None, keys: torch.Tensor, values: torch.Tensor, equal_to: LayerKV
+) -> None:
+    from cacheblend_rag.engines.kernels.place import place
+
+    on_device = LayerKV(*(x.to(device) for x in kv))
+    if move is not None:
+        there = Rotation(move.rotation.cos.to(device), move.rotation.sin.to(device))
+        move = Move(there, move.layout, move.first)
+    place(on_device, move, slots().to(device), keys, values)
+    size = keys.shape[2]
+    pages, rows = slots() // size, slots() % size
+    for cache, want in zip((keys.cpu(), values.cpu()), equal_to, strict=True):
+        assert torch.equal(cache[pages, :, rows].transpose(0, 1), want)
+        written = torch.zeros(keys.shape[0], size, dtype=torch.bool)
+        written[pages, rows] = True
+        assert cache.transpose(1, 2)[~written].isnan().all(), "it wrote elsewhere"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dim,rotated", [(32, 32), (24, 24), (32, 12)])
+def test_keys_are_rotated_bit_for_bit_as_in_torch(
+    device: str, dtype: torch.dtype, layout: str, dim: int, rotated: int
+) -> None:
+    first = 9
+    kv = stored(dim, dtype)
+    move = Move(rotation(TOKENS - first, rotated), layout, first)
+    want = moved(kv, move)
+    assert torch.equal(want.k[:, :first], kv.k[:, :first])
+    assert not torch.equal(want.k[:, first:], kv.k[:, first:])
+    check(device, kv, move, *paged_cache("NHD", PAGES, HEADS, SIZE, dim, dtype, device), equal_to=want)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("first", [0, TOKENS, None])
+def test_every_order_of_the_cache_in_memory_is_written_as_it_is(device: str, order: str, first: int | None) -> None:
+    kv = stored(16, torch.float32)
+    move = None if first is None else Move(rotation(TOKENS - first, 16), "half", first)
+    cache = paged_cache(order, PAGES, HEADS, SIZE, 16, torch.float32, device)
+    check(device, kv, move, *cache, equal_to=moved(kv, move))
+
+
+def test_keys_may_lie_column_by_column(device: str) -> None:
+    kv, move = stored(16, torch.float32), Move(rotation(TOKENS, 16), "half", 0)
+    keys, values = (x.to(device) for x in columns_first(PAGES, HEADS, SIZE, 16))
+    check(device, kv, move, keys, values, equal_to=moved(kv, move))
+
+
+def test_stored_kv_may_be_a_part_of_a_larger_block(device: str) -> None:
+    whole = stored(16, torch.float32)
+    kv = LayerKV(*(torch.stack([x, -x], 1).to(device)[:, 0] for x in whole))
+    assert not kv.k.is_contiguous()
+    check(device, kv, None, *paged_cache("NHD", PAGES, HEADS, SIZE, 16, torch.float32, device), equal_to=whole)
+
+
+def test_one_page_may_be_of_any_length(device: str) -> None:
+    kv, move = stored(16, torch.float32), Move(rotation(TOKENS, 16), "half", 0)
+    cache = paged_cache("HND", 1, HEADS, PAGES * SIZE, 16, torch.float32, device)
+    check(device, kv, move, *cache, equal_to=moved(kv, move))

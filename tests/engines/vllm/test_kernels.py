@@ -1,0 +1,70 @@
+"""A real vLLM whose blends go through the kernels, in Triton's interpreter: the same numbers as without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from cacheblend_rag.blending.settings import BlendSettings
+from tests.blending import reference
+from tests.blending.prompts import Scene
+from tests.conftest import INTERPRETED
+from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, run, save_model, start
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or compiles for this machine's GPU")
+SCENE = Scene(chunk_tokens=(50, 40, 61), question=9)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    directory = tmp_path_factory.mktemp("model")
+    model = save_model(hf.Qwen3Config(**SHAPE, head_dim=32), directory)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to the worker
+        store = tmp_path_factory.mktemp("store")
+        # Compiled, as on a GPU: vLLM calls attention outside of what is compiled. The pass to the check layer is eager.
+        with start(directory, store, header=SCENE.header, enforce_eager=False) as engine:
+            yield engine, model
+
+
+def count_launches(worker: Any) -> tuple[int, int]:
+    """In the worker: return how often each kernel was launched since the last call, and go on counting."""
+    from unittest.mock import Mock
+
+    from cacheblend_rag.engines.kernels import attention, place
+
+    for module, name in ((place, "place"), (attention, "attend")):
+        if not isinstance(getattr(module, name), Mock):
+            setattr(module, name, Mock(wraps=getattr(module, name)))
+    counts = place.place.call_count, attention.attend.call_count
+    place.place.reset_mock()
+    attention.attend.reset_mock()
+    return counts
+
+
+def launches(engine: Any) -> tuple[int, int]:
+    found: tuple[int, int] = run(engine, engine.client.llm.collective_rpc(count_launches))[0]
+    return found
+
+
+def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any]) -> None:
+    engine, model = case
+    assert engine.gate.passed, engine.gate.reason
+    full = first_logprobs(engine, SCENE.prompt, FULL)
+    engine.precompute(SCENE.chunks)
+    layers = SHAPE["num_hidden_layers"]
+    launches(engine)
+    for ratio in (0.15, 0.5):
+        got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=ratio, check_layers=(1,)))
+        want = reference.blend(model, SCENE.header, SCENE.parts(), ratio).logits.float().log_softmax(-1)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+        assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
+        # Every layer's stored KV is placed once; the selected tokens are scattered, the dense pass before them is not.
+        assert launches(engine) == (layers, layers)
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=1.0, check_layers=(1,)))
+    torch.testing.assert_close(got, full, atol=1e-4, rtol=0)
