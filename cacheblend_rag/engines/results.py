@@ -81,8 +81,8 @@ class Generation:
         reason: Why that mode, in words.
         missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
         in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
-        policy: What chose the tokens to recompute; None for a prefill.
-        ratio: Which share of the candidates it chose; None for a prefill.
+        policy: What chose the tokens to recompute; None for a prefill, and where a model's exact prefix alone is reused.
+        ratio: Which share of the candidates it chose; None where ``policy`` is.
         logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
     """
 

@@ -14,7 +14,7 @@ from cacheblend_rag.store import open_store
 from tests.blending.families import EXACT_PREFIX, make_model
 from tests.blending.prompts import Scene, engine_for
 
-GREEDY = SamplingParams(max_tokens=8)
+GREEDY = SamplingParams(max_tokens=8, logprobs=1)
 
 
 def engine_of(family: str, scene: Scene, **options: Any) -> Any:
@@ -26,27 +26,17 @@ def prefix_tokens(scene: Scene) -> int:
     return len(scene.header) + len(scene.chunks[0].token_ids)
 
 
-def answered(engine: Any, scene: Scene, settings: BlendSettings | None = None) -> tuple[Any, torch.Tensor]:
-    """The answer, and the logits of the prompt's last token."""
-    seen: list[torch.Tensor] = []
-    engine.on_first_logits = seen.append
-    return engine.generate(scene.prompt, GREEDY, settings), seen[0]
-
-
-def wanted(engine: Any, scene: Scene) -> tuple[list[int], torch.Tensor]:
-    """The same by transformers alone."""
-    ids = torch.tensor([scene.prompt.token_ids])
+def answered(engine: Any, scene: Scene, settings: BlendSettings | None = None) -> Any:
+    """The answer, whose every token the model itself finds likeliest, as likely as the engine says, without any cache."""
+    answer = engine.generate(scene.prompt, GREEDY, settings)
+    tokens = list(answer.token_ids)
     with torch.no_grad():
-        logits = engine.runner.model(input_ids=ids, use_cache=False).logits[0, -1]
-        tokens = engine.runner.model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
-    return tokens, logits
-
-
-def assert_same(got: tuple[Any, torch.Tensor], want: tuple[list[int], torch.Tensor]) -> None:
-    tokens = list(got[0].token_ids)
-    assert tokens == want[0][: len(tokens)]
-    assert len(tokens) == 8 or want[0][len(tokens)] == 2
-    assert (got[1] - want[1]).abs().max() < 1e-4
+        ids = torch.tensor([[*scene.prompt.token_ids, *tokens]])
+        want = engine.runner.model(input_ids=ids, use_cache=False).logits[0, -len(tokens) - 1 : -1].log_softmax(-1)
+    assert len(tokens) >= 4
+    assert tokens == want.argmax(-1).tolist()
+    assert [x.logprob for x in answer.logprobs] == pytest.approx(want.max(-1).values.tolist(), abs=1e-4)
+    return answer
 
 
 @pytest.mark.slow
@@ -56,46 +46,36 @@ def test_header_and_first_chunk_come_from_their_snapshot_and_the_answer_is_that_
     engine = engine_of(family, scene)
     report = engine.precompute(scene.chunks)
     assert (report.computed, report.failed) == (len(scene.chunks), {})
-    want = wanted(engine, scene)
     plain = answered(engine, scene, FULL_RECOMPUTE)
-    assert (plain[0].mode, plain[0].usage.reused_tokens) == ("prefill", 0)
-    assert_same(plain, want)
+    assert (plain.mode, plain.usage.reused_tokens) == ("prefill", 0)
     for _ in range(2):  # going on from a snapshot leaves it as it was
         reused = answered(engine, scene)
-        assert reused[0].mode == "blend"
-        assert reused[0].usage.reused_tokens == prefix_tokens(scene)
-        assert "not blended" in reused[0].reason
-        assert_same(reused, want)
+        assert reused.mode == "blend"
+        assert reused.usage.reused_tokens == prefix_tokens(scene)
+        assert "not blended" in reused.reason
 
 
 def test_a_chunk_that_stood_elsewhere_is_computed_in_place_and_stored_for_the_next_prompt() -> None:
     scene = Scene()
     engine = engine_of("lfm2", scene)
     engine.precompute(scene.chunks[1:])
-    want = wanted(engine, scene)
     first, second = answered(engine, scene), answered(engine, scene)
-    assert (first[0].mode, first[0].missing) == ("prefill", (scene.chunks[0].id,))
-    assert second[0].usage.reused_tokens == prefix_tokens(scene)
-    assert_same(first, want)
-    assert_same(second, want)
+    assert (first.mode, first.missing) == ("prefill", (scene.chunks[0].id,))
+    assert second.usage.reused_tokens == prefix_tokens(scene)
 
 
 def test_without_a_header_the_first_chunk_alone_is_reused() -> None:
     scene = Scene(header=0)
     engine = engine_of("granite4", scene)
     engine.precompute(scene.chunks)
-    got = answered(engine, scene)
-    assert got[0].usage.reused_tokens == prefix_tokens(scene)
-    assert_same(got, wanted(engine, scene))
+    assert answered(engine, scene).usage.reused_tokens == prefix_tokens(scene)
 
 
 def test_a_chunk_that_ends_the_prompt_is_computed_since_a_state_cannot_be_cut() -> None:
     scene = Scene(chunk_tokens=(24,), gap=0, question=0)
     engine = engine_of("qwen3_next", scene)
     engine.precompute(scene.chunks)
-    got = answered(engine, scene)
-    assert got[0].usage.reused_tokens == len(scene.header)
-    assert_same(got, wanted(engine, scene))
+    assert answered(engine, scene).usage.reused_tokens == len(scene.header)
 
 
 @pytest.mark.parametrize("where", [0.2, 0.9])
@@ -103,12 +83,10 @@ def test_a_snapshot_damaged_on_disk_is_a_miss(tmp_path: Path, where: float) -> N
     scene = Scene()
     engine = engine_of("falcon_h1", scene, store=open_store(tmp_path, ram_budget=1), write_back=False)
     engine.precompute(scene.chunks[:1])
-    want = wanted(engine, scene)
-    assert answered(engine, scene)[0].usage.reused_tokens == prefix_tokens(scene)
+    assert answered(engine, scene).usage.reused_tokens == prefix_tokens(scene)
     (file,) = tmp_path.glob(f"kv/*/{engine.entries.own_key(scene.chunks[0].token_ids)}.safetensors")
     damaged = bytearray(file.read_bytes())
     damaged[int(where * len(damaged))] ^= 1
     file.write_bytes(damaged)
     got = answered(engine, scene)
-    assert (got[0].mode, got[0].usage.reused_tokens) == ("prefill", 0)
-    assert_same(got, want)
+    assert (got.mode, got.usage.reused_tokens) == ("prefill", 0)

@@ -32,7 +32,7 @@ class TransformersSubject:
         # Layer 0's depend on token and position alone. Where only the second moves, the first is MLA's latent.
         if not differ(old[0].k, new[0].k) and differ(old[0].v, new[0].v):
             self._runner.latent_first = True
-            old, new = ([LayerKV(x.v, x.k) for x in side] for side in (old, new))
+            old, new = (tuple(LayerKV(x.v, x.k) for x in side) for side in (old, new))
         keys = [[x.k for x in side] for side in (old, new)]
         return detect_rope(self._runner.rope_tables(), keys[0], keys[1], source, source + _ROTATED_BY)
 
