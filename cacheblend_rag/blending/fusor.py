@@ -21,10 +21,11 @@ import torch
 
 from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fetch import Fetch, sent
-from cacheblend_rag.blending.loader import DamagedSpanError, LayerLoader
+from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.reads import DamagedSpanError
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV, join_tokens

@@ -31,11 +31,14 @@ class StoredSpan:
 
     def layer(self, index: int) -> LayerKV:
         """Read one layer of the wanted tokens; raises as :meth:`StoredKV.layer` does."""
-        kv = self.kv.layer(index)
+        return self.cut(self.kv.layer(index))
+
+    def cut(self, whole: LayerKV) -> LayerKV:
+        """Return the wanted tokens of a layer of the whole entry."""
         count = self.end - self.start
-        if count == kv.k.shape[1]:
-            return kv
-        return LayerKV(*(t[:, self.skip : self.skip + count] for t in kv))
+        if count == whole.k.shape[1]:
+            return whole
+        return LayerKV(*(t[:, self.skip : self.skip + count] for t in whole))
 
     def static_deviation(self) -> torch.Tensor | None:
         """Return that of the wanted tokens; see :meth:`StoredKV.static_deviation`."""

@@ -1,43 +1,234 @@
-"""From host memory to the device while it computes: pin, copy, event, record. The only place that knows of streams."""
+"""Between host memory and the device while it computes: the only place that knows of streams, events and pinned buffers."""
 
 from __future__ import annotations
 
-from functools import cache
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from cacheblend_rag.store.block import flat, laid_out, nbytes_of, packed, plain, unflat
 from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.pinned import PinnedMemory, can_pin
+
+# Buffers for what does not lie in pinned memory: a chunk's layer of a large model in each (512 tokens of 8 KV heads of 128,
+# in 16 bits, are 2 MiB), enough of them for a few threads to read while the device copies.
+BUFFER_BYTES = 8 << 20
+_BUFFERS = 8
+_POLL_S = 0.0005
+
+Arrival = Callable[[], list[LayerKV]]
+"""Waits until layers are in host memory, and returns them (blocking; from any thread)."""
+
+
+@dataclass
+class Slot:
+    """Device memory for one layer of all spans, used again for a later layer.
+
+    Attributes:
+        memory: ``[elements]``; None until the first layer comes.
+        free: Event behind the last use by the computation; None if there was none.
+    """
+
+    memory: torch.Tensor | None = None
+    free: Any = None
+
+
+@dataclass
+class Staged:
+    """A layer's spans on their way to a :class:`Slot`.
+
+    Attributes:
+        slot: Where they go.
+        parts: The spans' KV as it will be there, views of the slot's memory.
+        ready: Event behind the copies.
+    """
+
+    slot: Slot
+    parts: list[LayerKV] = field(default_factory=list)
+    ready: Any = None
 
 
 class Transfer:
-    """Copies to one device on a stream of its own, so that copying and computing go on side by side."""
+    """Copies from and to one device on streams of its own, so that copying and computing go on side by side.
+
+    Thread-safe. What lies in pinned memory is copied from where it is, at once and without a thread; what does not passes
+    through pinned buffers, which the calling thread fills.
+    """
 
     def __init__(self, device: torch.device):
-        """Use ``device``, which must have streams; :func:`transfer_to` says whether it has."""
+        """Use ``device``, which must have streams; :func:`transfer_to` says whether it has. Pins the buffers."""
         self._device = device
         self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
+        self._up, self._down = self._module.Stream(device), self._module.Stream(device)
+        self._buffers = PinnedMemory(device, _BUFFERS * BUFFER_BYTES)
+        self._has_buffers = self._buffers.grow(_BUFFERS * BUFFER_BYTES)
+        self._lock = threading.Lock()
+        self._in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()
 
-    def start(self, kv: LayerKV) -> tuple[LayerKV, Any]:
-        """Begin to copy ``kv`` from host memory; return the copy and the event that :meth:`wait` takes."""
-        with self._module.stream(self._stream):
-            copy = LayerKV(*(tensor.pin_memory().to(self._device, non_blocking=True) for tensor in kv))
-            ready = self._module.Event()
-            ready.record(self._stream)
-        return copy, ready
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Return memory to read into before :meth:`stage`, as a :data:`~cacheblend_rag.store.block.Take` (blocking).
 
-    def wait(self, copy: LayerKV, ready: Any) -> None:
-        """Let the caller's current stream wait for ``copy``, and keep its memory until that stream has used it."""
+        It is a pinned buffer where one is large enough.
+        """
+        if nbytes > BUFFER_BYTES or not self._has_buffers:
+            return plain(nbytes)
+        while (found := self._buffers.take(BUFFER_BYTES)) is None:
+            self._await_oldest()
+        return found[:nbytes]
+
+    def stage(self, slot: Slot, reads: Iterable[LayerKV], tokens: int) -> Staged:
+        """Begin to copy one layer of all spans to ``slot``; the next span is read while the former is copied.
+
+        Args:
+            slot: Where to; what was there must have been given back by :meth:`used`.
+            reads: Each span's KV in host memory.
+            tokens: How many tokens they have together.
+        """
+        staged = Staged(slot)
+        sources: list[torch.Tensor] = []
+        with torch.inference_mode(False), self._module.stream(self._up):
+            if slot.free is not None:
+                self._up.wait_event(slot.free)
+            at = 0
+            try:
+                for layer in reads:
+                    count = layer.k.numel() + layer.v.numel()
+                    if not staged.parts:
+                        self._make_room(slot, count // layer.k.shape[1] * tokens, layer.k.dtype)
+                    assert slot.memory is not None
+                    into = slot.memory[at : at + count]
+                    at += count
+                    sources += self._copy(into, layer)
+                    staged.parts.append(unflat(into, layer))
+                    del layer  # and with it a buffer, before the next is asked for
+            finally:  # where a read fails, copies before it go on
+                staged.ready = self._recorded(self._up)
+                self._hold(staged.ready, sources)
+        return staged
+
+    def wait(self, staged: Staged) -> None:
+        """Let the caller's current stream wait for ``staged``, and keep its memory until that stream has used it."""
         using = self._module.current_stream(self._device)
-        using.wait_event(ready)
-        for tensor in copy:
-            tensor.record_stream(using)
+        using.wait_event(staged.ready)
+        if staged.slot.memory is not None:
+            staged.slot.memory.record_stream(using)
+
+    def used(self, slot: Slot) -> None:
+        """Say that all uses of what is in ``slot`` are on the caller's current stream now: later ones may overwrite it."""
+        slot.free = self._recorded(self._module.current_stream(self._device))
+
+    def fetch(self, layers: Sequence[LayerKV], room: torch.Tensor | None) -> Arrival:
+        """See :func:`fetch`."""
+        tensors = [tensor for layer in layers for tensor in layer]
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError("KV of several dtypes cannot be copied as one")
+        alike = len({tensor.shape for tensor in tensors}) == 1
+        gathered = torch.cat(tensors if alike else [tensor.reshape(-1) for tensor in tensors]).view(-1)
+        done = self._recorded(self._module.current_stream(self._device))
+        gathered.record_stream(self._down)
+        shapes = [LayerKV(*(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in layer)) for layer in layers]
+        if room is not None:
+            return partial(_arrive, self._bring(gathered, done, room), shapes, room)
+
+        def arrive() -> list[LayerKV]:
+            memory = plain(gathered.nbytes)
+            return _arrive(self._bring(gathered, done, memory), shapes, memory)
+
+        return arrive
+
+    def _bring(self, gathered: torch.Tensor, done: Any, memory: torch.Tensor) -> Any:
+        with torch.inference_mode(False), self._module.stream(self._down):
+            self._down.wait_event(done)
+            memory[: gathered.nbytes].view(gathered.dtype).copy_(gathered, non_blocking=True)
+            ready = self._recorded(self._down)
+        self._hold(ready, [memory])
+        return ready
+
+    def _make_room(self, slot: Slot, elements: int, dtype: torch.dtype) -> None:
+        if slot.memory is None or slot.memory.dtype != dtype or len(slot.memory) < elements:
+            slot.memory = torch.empty(elements, dtype=dtype, device=self._device)
+
+    def _copy(self, into: torch.Tensor, layer: LayerKV) -> list[torch.Tensor]:
+        """Copy to ``into``, ``[elements]``; return the sources that must stay as they are until the copies are done."""
+        whole = flat(layer)
+        sources = [tensor.reshape(-1) for tensor in layer] if whole is None else [whole]
+        kept = []
+        for part, source in zip(torch.split(into, [len(source) for source in sources]), sources, strict=True):
+            if not source.is_pinned():
+                self._copy_through_buffers(part, source)
+                continue
+            part.copy_(source, non_blocking=True)
+            if self._buffers.holds(source):
+                self._hold(self._recorded(self._up), [source])  # others wait for this buffer
+            else:
+                kept.append(source)
+        return kept
+
+    def _copy_through_buffers(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        step = BUFFER_BYTES // source.element_size()
+        for part, piece in zip(torch.split(into, step), torch.split(source, step), strict=True):
+            buffer = self.buffer(piece.nbytes).view(piece.dtype)
+            buffer.copy_(piece)
+            part.copy_(buffer, non_blocking=True)
+            self._hold(self._recorded(self._up), [buffer])
+
+    def _recorded(self, stream: Any) -> Any:
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+    def _hold(self, done: Any, memory: list[torch.Tensor]) -> None:
+        """Keep host memory from being given away until ``done``; let go of what earlier copies needed."""
+        with self._lock:
+            while self._in_flight and self._in_flight[0][0].query():
+                self._in_flight.popleft()
+            self._in_flight.append((done, memory))
+
+    def _await_oldest(self) -> None:
+        with self._lock:
+            oldest = self._in_flight.popleft() if self._in_flight else None
+        if oldest is None:
+            time.sleep(_POLL_S)  # all buffers are being filled by other threads
+        else:
+            oldest[0].synchronize()
+
+
+def _arrive(ready: Any, shapes: Sequence[LayerKV], memory: torch.Tensor) -> list[LayerKV]:
+    ready.synchronize()
+    return laid_out(shapes, memory)
+
+
+def transfer_to(device: torch.device) -> Transfer | None:
+    """Return the transfer to ``device``, one for the whole process; None for a CPU and for devices without streams."""
+    if not can_pin(device):
+        return None
+    index = torch.get_device_module(device).current_device() if device.index is None else device.index
+    return _transfer_to(torch.device(device.type, index))
 
 
 @cache
-def transfer_to(device: torch.device) -> Transfer | None:
-    """Return the transfer to ``device``, one for the whole process; None for a CPU and for devices without streams."""
-    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
-        return None
+def _transfer_to(device: torch.device) -> Transfer:
     return Transfer(device)
+
+
+def fetch(layers: Sequence[LayerKV], room: Callable[[int], torch.Tensor | None]) -> Arrival:
+    """Begin to copy an entry's layers to host memory, where each is one block. The caller does not wait for it.
+
+    From a device: one gather on the caller's stream, so that the layers may be overwritten by what comes next on it, and one
+    copy beside it into pinned memory; without such memory the copy is left to the :data:`Arrival`. From a CPU all is left to
+    it, and the layers must stay as they are until then.
+
+    Args:
+        layers: Of one dtype, each ``[kv_heads, tokens, head_dim]``.
+        room: Gives pinned memory for so many bytes, or None; see :meth:`KVStore.room`.
+    """
+    transfer = transfer_to(layers[0].k.device)
+    if transfer is None:
+        return partial(packed, layers)
+    return transfer.fetch(layers, room(nbytes_of(layers)))

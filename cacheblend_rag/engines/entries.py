@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from cacheblend_rag.store import KVStore, TieredStore
+from cacheblend_rag.store.block import Take, plain
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, kv_key
 
 
@@ -99,7 +100,10 @@ class _HeadSlice(StoredKV):
         self.nbytes, self.tier = whole.nbytes // ranks, whole.tier
 
     def layer(self, index: int) -> LayerKV:
-        kv = self._whole.layer(index)
+        return self.layer_in(index, plain)
+
+    def layer_in(self, index: int, take: Take) -> LayerKV:
+        kv = self._whole.layer_in(index, take)
         # With fewer heads than ranks vLLM gives neighbouring ranks the same head.
         first = kv.k.shape[0] * self._rank // self._ranks
         return LayerKV(*(t[first : first + self._heads] for t in kv))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,16 @@ class KVStore(ABC):
 
     def touch(self, key: KVKey) -> None:  # noqa: B027 - not every tier has a cheap way
         """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
+
+    def pin_for(self, device: torch.device) -> None:  # noqa: B027 - only tiers in memory have something to pin
+        """Hold entries where ``device`` reads them by itself; engines say so of the store they read. Nothing on a CPU."""
+
+    def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
+        """Return memory ``[nbytes]``, uint8, in which an entry that is put needs no copy; None if any memory is as good.
+
+        Least recently used entries are evicted for it. With ``wait`` memory may be pinned for it, which takes long.
+        """
+        return None
 
     @abstractmethod
     def entries(self) -> Iterator[EntryInfo]:

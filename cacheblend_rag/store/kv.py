@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NewType
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 
 import torch
 import xxhash
 
 from cacheblend_rag.errors import DamagedKVError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.store.block import Take
 
 KVKey = NewType("KVKey", str)
 """Hex digest that names one stored entry; see :func:`kv_key`."""
@@ -24,7 +27,7 @@ _READ_BLOCK = 1 << 24
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer, as the model caches them.
+    """Keys and values of one layer, as the model caches them. What a store hands out lies in one block, keys, then values.
 
     Attributes:
         k: ``[kv_heads, tokens, head_dim]``, after RoPE at the positions the entry was computed at. With MLA the rotary key that
@@ -69,6 +72,10 @@ class StoredKV(ABC):
         Raises:
             DamagedKVError: The stored bytes do not match their checksum.
         """
+
+    def layer_in(self, index: int, take: Take) -> LayerKV:
+        """Read one layer as :meth:`layer` does; a tier that must read it from elsewhere reads into memory from ``take``."""
+        return self.layer(index)
 
     def static_deviation(self) -> torch.Tensor | None:
         """Return each token's static deviation, ``[num_tokens]``, fp32; None if it was never measured, or is damaged.

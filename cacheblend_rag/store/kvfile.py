@@ -20,6 +20,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from cacheblend_rag.errors import DamagedKVError, InputError
+from cacheblend_rag.store.block import Take, plain
 from cacheblend_rag.store.codec import Codec, get_codec
 from cacheblend_rag.store.kv import KVKey, LayerKV, StoredKV
 
@@ -114,7 +115,7 @@ class _Place(NamedTuple):
 class KVFile(StoredKV):
     """A KV entry that is read from its open file, one layer at a time.
 
-    It reads with ``pread`` into memory of its own and checks that copy: a mapped file would turn an unreadable sector
+    It reads with ``preadv`` into memory that the reader gives and checks that copy: a mapped file would turn an unreadable sector
     or a truncation into a crash, and could change after it was checked. The open file keeps its bytes readable when
     the entry is evicted meanwhile, by this process or another.
     """
@@ -160,10 +161,14 @@ class KVFile(StoredKV):
 
     def layer(self, index: int) -> LayerKV:
         """See :meth:`StoredKV.layer`."""
+        return self.layer_in(index, plain)
+
+    def layer_in(self, index: int, take: Take) -> LayerKV:
+        """See :meth:`StoredKV.layer_in`; the file's bytes go there and nowhere else."""
         if not 0 <= index < self.num_layers:
             raise IndexError(f"layer {index} of an entry with {self.num_layers} layers")
         try:
-            tensors = self._checked(self._layers[index], self._checksums[index])
+            tensors = self._checked(self._layers[index], self._checksums[index], take)
         except (ValueError, OSError) as error:
             raise self._report(f"layer {index}: {error!r}") from error
         return self._codec.decode({_tensor_name(name): tensor for name, tensor in tensors.items()})
@@ -192,12 +197,21 @@ class KVFile(StoredKV):
         if self._static is not None and self.static_deviation() is None:
             raise self._report("static deviation")
 
-    def _checked(self, places: Sequence[_Place], checksum: str | None) -> dict[str, torch.Tensor]:
-        """Read tensors by name; raise ValueError unless they have that checksum, OSError if they cannot be read."""
+    def _checked(self, places: Sequence[_Place], checksum: str | None, take: Take = plain) -> dict[str, torch.Tensor]:
+        """Read tensors by name; raise ValueError unless they have that checksum, OSError if they cannot be read.
+
+        They come to lie one behind the other, as ``places`` are in order, in memory from ``take``.
+        """
         state = xxhash.xxh3_128()
         tensors: dict[str, torch.Tensor] = {}
+        starts, end = [], 0
         for place in places:
-            data = self._read(place.offset, place.nbytes)
+            starts.append(end + -end % _DTYPES[place.dtype].itemsize)
+            end = starts[-1] + place.nbytes
+        memory = take(end)
+        for place, start in zip(places, starts, strict=True):
+            data = memory[start : start + place.nbytes]
+            self._read(place.offset, data)
             _update(state, place.name, place.dtype, place.shape, data)  # while the processor's cache still has it
             tensors[place.name] = data.view(_DTYPES[place.dtype]).view(place.shape)
         if state.hexdigest() != checksum:
@@ -209,23 +223,27 @@ class KVFile(StoredKV):
         self._on_damage(self, damage)
         return damage
 
-    def _read(self, offset: int, nbytes: int) -> torch.Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        view = buffer.numpy().data
+    def _read(self, offset: int, into: torch.Tensor) -> None:
+        """Fill ``into``, uint8, from the file's bytes at ``offset``."""
+        view = into.numpy().data
         done = 0
-        while done < nbytes:
+        while done < len(view):
             size = os.preadv(self._fd, [view[done:]], offset + done)
             if not size:
                 raise ValueError("the file ends too early")
             done += size
-        return buffer
+
+    def _read_bytes(self, offset: int, nbytes: int) -> bytes:
+        buffer = plain(nbytes)
+        self._read(offset, buffer)
+        return buffer.numpy().tobytes()
 
     def _parse(self) -> tuple[dict[str, str], list[_Place]]:
         """Read the header ourselves: the library would map the file, see the class. Raises what a broken one causes."""
-        (length,) = struct.unpack("<Q", self._read(0, 8).numpy().tobytes())
+        (length,) = struct.unpack("<Q", self._read_bytes(0, 8))
         if length > min(_MAX_HEADER, self.file_bytes - 8):
             raise ValueError(f"header of {length} bytes in a file of {self.file_bytes}")
-        header = json.loads(self._read(8, length).numpy().tobytes())
+        header = json.loads(self._read_bytes(8, length))
         metadata = header.pop("__metadata__")
         if metadata.pop("checksum") != _metadata_checksum(metadata):
             raise ValueError("checksum mismatch")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.block import ALIGNMENT, Pieces, flat, nbytes_of, packed
 from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
+from cacheblend_rag.store.pinned import PinnedMemory, can_pin
 
 
 @dataclass
@@ -22,7 +24,10 @@ class _Held:
 
 
 class MemoryStore(KVStore):
-    """KV entries in host memory under a byte budget, least recently used out first."""
+    """KV entries in host memory under a byte budget, least recently used out first.
+
+    Every layer is one contiguous block. Where a device reads them (:meth:`pin_for`), the blocks are pinned.
+    """
 
     def __init__(self, budget: int | None = None):
         """Open an empty store that holds at most ``budget`` bytes of keys and values (None: no limit)."""
@@ -31,6 +36,34 @@ class MemoryStore(KVStore):
         self._held: OrderedDict[KVKey, _Held] = OrderedDict()
         self._nbytes = 0
         self._events = Events()
+        self._pinned: PinnedMemory | None = None
+
+    def pin_for(self, device: torch.device) -> None:
+        """See :meth:`KVStore.pin_for`. Pinned memory never exceeds the budget; what finds none lies in ordinary memory."""
+        if self._pinned is not None or not can_pin(device):
+            return
+        self._pinned = PinnedMemory(device, self.budget)
+        with self._lock:
+            held = list(self._held.items())
+        for key, entry in held:
+            if (room := self.room(nbytes_of(entry.kv.layers), wait=True)) is not None:
+                layers = packed(entry.kv.layers, Pieces(room))
+                self.put(key, ChunkKV(layers, entry.kv.start, static=entry.kv.static_deviation()), replace=True)
+        self._pinned.grow_ahead()
+
+    def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
+        """See :meth:`KVStore.room`."""
+        if self._pinned is None or not self._fits(nbytes):
+            return None
+        block = self._pinned.take(nbytes)
+        if block is None and wait and self._pinned.grow(nbytes):
+            block = self._pinned.take(nbytes)
+        self._pinned.grow_ahead()
+        with self._lock:
+            while block is None and self._held and self._pinned.is_full_for(nbytes):
+                self._evict(self._nbytes - 1)
+                block = self._pinned.take(nbytes)
+        return block
 
     def get(self, key: KVKey) -> ChunkKV | None:
         """See :meth:`KVStore.get`. Every caller gets the same tensors."""
@@ -40,15 +73,13 @@ class MemoryStore(KVStore):
         return held.kv if held else None
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
-        """See :meth:`KVStore.put`. Tensors that are views into something larger are copied, so that only they stay."""
+        """See :meth:`KVStore.put`. What is not in contiguous layers, or keeps more alive than itself, is copied."""
         with self._lock:
             if not replace and self._use(key):
                 return True
             if not self._fits(kv.nbytes):
                 return False
-        owned = ChunkKV(
-            [LayerKV(_owned(layer.k), _owned(layer.v)) for layer in kv.layers], kv.start, static=kv.static_deviation()
-        )
+        owned = ChunkKV(self._owned(kv), kv.start, static=kv.static_deviation())
         with self._lock:
             if replace:
                 self._remove(key)
@@ -103,6 +134,20 @@ class MemoryStore(KVStore):
             self._held.clear()
             self._nbytes = 0
 
+    def _owned(self, kv: ChunkKV) -> Sequence[LayerKV]:
+        """Return the layers in host memory of their own: as they are, or a copy in one block."""
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in kv.layers for x in layer}
+        in_blocks = all(layer.k.device.type == "cpu" and flat(layer) is not None for layer in kv.layers)
+        alone = in_blocks and sum(storages.values()) <= kv.nbytes + len(kv.layers) * ALIGNMENT
+        if alone and (self._pinned is None or all(self._pinned.holds(layer.k) for layer in kv.layers)):
+            return kv.layers
+        room = self.room(
+            nbytes_of(kv.layers)
+        )  # without waiting: a request may be what moves an entry up into this tier
+        if room is None:
+            return kv.layers if alone else packed(kv.layers)
+        return packed(kv.layers, lambda _: room)
+
     def _use(self, key: KVKey) -> _Held | None:
         held = self._held.get(key)
         if held:
@@ -125,10 +170,3 @@ class MemoryStore(KVStore):
             self._remove(next(iter(self._held)))
             self._events.add("evictions")
         return before - self._nbytes
-
-
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` in host memory, with a storage no larger than itself."""
-    host = tensor.detach().to("cpu")
-    whole = host.untyped_storage().nbytes() == host.numel() * host.element_size()
-    return host if whole and host.is_contiguous() else host.clone(memory_format=torch.contiguous_format)

@@ -12,6 +12,7 @@ import torch
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.block import ALIGNMENT, Pieces, Take, plain
 from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 
@@ -84,6 +85,15 @@ class TieredStore(KVStore):
         for tier in self.tiers:
             tier.touch(key)
 
+    def pin_for(self, device: torch.device) -> None:
+        """See :meth:`KVStore.pin_for`; every tier that can."""
+        for tier in self.tiers:
+            tier.pin_for(device)
+
+    def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
+        """See :meth:`KVStore.room`; the first tier's that has any."""
+        return next((room for tier in self.tiers if (room := tier.room(nbytes, wait)) is not None), None)
+
     def entries(self) -> Iterator[EntryInfo]:
         """See :meth:`KVStore.entries`. Each key once, as the fastest tier that has it lists it."""
         merged: dict[KVKey, EntryInfo] = {}
@@ -146,8 +156,8 @@ class TieredStore(KVStore):
 class _Promotion(StoredKV):
     """A handle that keeps the layers read through it and, once it has all, puts them into the faster tiers.
 
-    So a promotion costs no read of its own. What unfinished promotions hold together is bounded by the faster tier's
-    budget: of a prompt larger than that, the rest is read through.
+    So a promotion costs no read of its own, and no copy where a tier gives it room to read into. What unfinished
+    promotions hold together is bounded by the faster tier's budget: of a prompt larger than that, the rest is read through.
     """
 
     def __init__(self, key: KVKey, source: StoredKV, targets: Sequence[KVStore], on_end: Callable[[int], None]):
@@ -156,6 +166,7 @@ class _Promotion(StoredKV):
         self._source = source
         self._targets = targets
         self._layers: dict[int, LayerKV] = {}
+        self._take: Take | None = None
         self._lock = threading.Lock()
         self.num_layers = source.num_layers
         self.num_tokens = source.num_tokens
@@ -168,9 +179,12 @@ class _Promotion(StoredKV):
         """See :meth:`StoredKV.layer`."""
         with self._lock:
             held = self._layers.get(index)
+            if held is None and self._take is None:
+                self._take = self._room()
         if held is not None:
             return held
-        layer = self._source.layer(index)
+        assert self._take is not None
+        layer = self._source.layer_in(index, self._take)
         with self._lock:
             complete = index not in self._layers and len(self._layers) == self.num_layers - 1
             self._layers.setdefault(index, layer)
@@ -189,6 +203,12 @@ class _Promotion(StoredKV):
                 self.layer(index)
         except DamagedKVError as error:  # its store has dropped it; the answer did not use these layers
             _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
+
+    def _room(self) -> Take:
+        nbytes = self.nbytes + self.num_layers * ALIGNMENT
+        rooms = (tier.room(nbytes) for tier in self._targets)
+        room = next((room for room in rooms if room is not None), None)
+        return plain if room is None else Pieces(room)
 
     def _promote(self) -> None:
         layers = [self._layers[index] for index in range(self.num_layers)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.fusor import BlendSchedule, OtherRankError, fuse
-from cacheblend_rag.blending.loader import DamagedSpanError
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.reads import DamagedSpanError
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import DamagedKVError
 from cacheblend_rag.store.kv import ChunkKV, LayerKV

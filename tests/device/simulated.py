@@ -1,8 +1,9 @@
 """A device that behaves as CUDA does where it matters, made of CPU tensors: `pytest -m device`.
 
 - Its tensors refuse to meet CPU tensors, except in copies, as indices, and as single numbers.
-- Only CPU tensors can be pinned; copies from pinned memory on a side stream finish late: until an event behind them is waited
-  for, the target holds NaN, and what the source holds then is what arrives.
+- Only CPU memory can be pinned; copies to and from pinned memory on a side stream finish late: until an event behind them is
+  waited for, the target holds NaN, and what the source holds then is what arrives.
+- What one stream wrote another may use, and overwrite what another used, only behind an event of it, or once the host has waited.
 - A tensor that was allocated on one stream may be used on another only once it is recorded there: PyTorch's allocator would
   hand its memory to somebody else as soon as the first stream has let go of it.
 - Memory that nobody wrote holds NaN.
@@ -13,16 +14,33 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
-from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "sim"
+
+
+class Known(dict["Stream", int]):
+    """How far the work of each stream is known to be done, counted in operations."""
+
+    def learn(self, other: Known) -> None:
+        with _order:
+            for stream, count in other.items():
+                self[stream] = max(self.get(stream, 0), count)
+
+
+_order = threading.RLock()
+
+
+def _nothing() -> None:
+    """Stand in the queue for what is done."""
 
 
 class Stream:
@@ -31,44 +49,69 @@ class Stream:
     def __init__(self, device: object = None, **_: object) -> None:
         self.queue: list[Callable[[], object]] = []
         self.done = 0
+        self.known = Known()
         self._lock = threading.Lock()
+
+    def operation(self) -> None:
+        """Begin the next operation: the host has issued it, so it comes behind all that the host has waited for."""
+        with _order:
+            self.known.learn(HOST)
+            self.known[self] = self.known.get(self, 0) + 1
 
     def run(self, end: int | None = None) -> None:
         """Run what was queued before ``end``."""
         with self._lock:
             while self.done < (len(self.queue) if end is None else end):
+                _local.copying = True
                 self.queue[self.done]()
+                _local.copying = False
+                self.queue[self.done] = _nothing  # lets go of source and target
                 self.done += 1
 
-    synchronize = run
+    def synchronize(self) -> None:
+        self.run()
+        HOST.learn(self.known)
 
     def wait_event(self, event: Event) -> None:
-        event._stream.run(event._end)
+        event.run()
+        self.known.learn(event.known)
 
     def wait_stream(self, stream: Stream) -> None:
         stream.run()
+        self.known.learn(stream.known)
 
 
 class Event:
     """A place in a stream's work."""
 
     def __init__(self, **_: object) -> None:
-        self._stream, self._end = DEFAULT, 0
+        self._stream, self._end, self.known = DEFAULT, 0, Known()
 
     def record(self, stream: Stream | None = None) -> None:
         self._stream = stream or current_stream()
         self._end = len(self._stream.queue)
+        self.known = Known(self._stream.known)
+
+    def run(self) -> None:
+        self._stream.run(self._end)
 
     def synchronize(self) -> None:
         SimulatedTensor.waits += 1
-        self._stream.run(self._end)
+        self.run()
+        HOST.learn(self.known)
 
     def query(self) -> bool:
         return self._stream.done >= self._end
 
 
+HOST = Known()
 DEFAULT = Stream()
 _local = threading.local()
+
+
+def is_copying() -> bool:
+    """Say whether what this thread runs now is the device's own work, not the processor's."""
+    return getattr(_local, "copying", False)
 
 
 def current_stream(device: object = None) -> Stream:
@@ -87,10 +130,25 @@ def stream(chosen: Stream) -> Iterator[None]:
 
 
 class _Allocation:
-    """Memory of one or several tensors: the streams that may use it."""
+    """Memory of one or several tensors: the streams that may use it, and the last uses and writes by each."""
 
     def __init__(self) -> None:
-        self.streams = {current_stream()}
+        here = current_stream()
+        here.operation()
+        self.streams = {here}
+        self.uses = Known({here: here.known[here]})
+        self.writes = Known(self.uses)
+
+    def access(self, func: Any, stream: Stream, write: bool) -> None:
+        with _order:
+            for other, count in (self.uses if write else self.writes).items():
+                if other is not stream and stream.known.get(other, 0) < count:
+                    raise RuntimeError(
+                        f"{func}: {'overwrites' if write else 'uses'} what another stream may still be using"
+                    )
+            self.uses[stream] = stream.known[stream]
+            if write:
+                self.writes[stream] = stream.known[stream]
 
 
 class SimulatedTensor(torch.Tensor):
@@ -104,6 +162,10 @@ class SimulatedTensor(torch.Tensor):
     """How often the host has waited for the device so far."""
     launches: ClassVar[int] = 0
     """Operations that the device was given so far, views among them."""
+    late_fetches: ClassVar[int] = 0
+    """Copies from the device to the host so far that nobody had to wait for at once."""
+    unpinned: ClassVar[int] = 0
+    """Those of them that came from ordinary memory, so that the host had to wait."""
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor, allocation: _Allocation | None = None) -> SimulatedTensor:
@@ -139,12 +201,17 @@ class SimulatedTensor(torch.Tensor):
             return parts
         if func is torch.ops.aten.copy_.default:
             return _copy(*args, **kwargs)
-        current_stream().run()  # in order: what was queued on this stream comes first
+        if not _is_view(func):
+            current_stream().run()  # in order: what was queued on this stream comes first
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         _refuse_strangers(func, tensors)
         SimulatedTensor.waits += _waits(func, args, kwargs)
         SimulatedTensor.launches += 1
+        _access(func, args, kwargs)
+        if func in _TO_HOST:
+            HOST.learn(current_stream().known)
         if func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or NAME).type == "cpu":
+            HOST.learn(current_stream().known)
             return torch.ops.aten._to_copy.default(args[0].raw, **{**kwargs, "non_blocking": False})
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
@@ -173,6 +240,7 @@ def _wrapped(out: Any, inputs: list[torch.Tensor]) -> Any:
     return SimulatedTensor(out)
 
 
+_TO_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
 _COUNTS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,
@@ -202,6 +270,25 @@ def _refuse_strangers(func: Any, tensors: list[torch.Tensor]) -> None:
             )
 
 
+def _is_view(func: Any) -> bool:
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _access(func: Any, args: Any, kwargs: Any) -> None:
+    """Note which memory an operation reads and writes on the current stream; refuse what other streams may be using."""
+    if _is_view(func):
+        return  # nothing is read yet
+    here = current_stream()
+    here.operation()
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        write = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, SimulatedTensor):
+                tensor.allocation.access(func, here, write)
+
+
 def _check_stream(func: Any, tensor: SimulatedTensor) -> None:
     if current_stream() not in tensor.allocation.streams and tensor.allocation.streams != {DEFAULT}:
         raise RuntimeError(f"{func}: a tensor of another stream is used without record_stream; its memory may be gone")
@@ -209,19 +296,30 @@ def _check_stream(func: Any, tensor: SimulatedTensor) -> None:
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     here = current_stream()
+    here.operation()
     for tensor in (target, source):
         if isinstance(tensor, SimulatedTensor):
             _check_stream("copy_", tensor)
+            tensor.allocation.access("copy_", here, write=tensor is target)
     to, of = _raw(target), _raw(source)
-    if isinstance(target, SimulatedTensor) and not isinstance(source, SimulatedTensor):
+    up = isinstance(target, SimulatedTensor) and not isinstance(source, SimulatedTensor)
+    down = isinstance(source, SimulatedTensor) and not isinstance(target, SimulatedTensor)
+    if up:
         SimulatedTensor.copies += 1
-        if non_blocking and here is not DEFAULT and source.is_pinned():
+        SimulatedTensor.unpinned += not source.is_pinned()
+    if non_blocking and here is not DEFAULT and ((up and source.is_pinned()) or (down and target.is_pinned())):
+        if down and here not in source.allocation.streams:  # type: ignore[attr-defined]
+            raise RuntimeError("copy_: the source of a late copy needs record_stream; its memory may be gone")
+        SimulatedTensor.late_fetches += down
+        with torch.inference_mode(False), torch.no_grad():
             _garbage(to)
-            here.queue.append(lambda: to.copy_(of))
-            return target
-    SimulatedTensor.waits += target.device.type != source.device.type and not non_blocking
+        here.queue.append(lambda: to.copy_(of))
+        return target
+    SimulatedTensor.waits += (up or down) and not non_blocking
     here.run()
     to.copy_(of)
+    if down:
+        HOST.learn(here.known)
     return target
 
 
@@ -250,6 +348,10 @@ class _Module:
         return 1
 
     @staticmethod
+    def device(index: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @staticmethod
     def current_device() -> int:
         return 0
 
@@ -266,20 +368,35 @@ class _Module:
         return [torch.bfloat16, torch.float16]
 
 
-_pinned: WeakSet[torch.Tensor] = WeakSet()
+_pinned: dict[int, int] = {}
+"""Addresses of pinned memory, and how many bytes are there."""
+pins = [0]
+"""How often memory was pinned so far."""
+_empty = torch.empty
 
 
 def _pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
     if self.device.type != "cpu":
         raise RuntimeError(f"cannot pin '{self.device.type}' tensors: only dense CPU tensors can be pinned")
-    copy = self.detach().clone()
-    _pinned.add(copy)
-    return copy
+    return _pinned_memory(self.nbytes).view(self.dtype).view(self.shape).copy_(self.detach())
+
+
+def _empty_maybe_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    return _pinned_memory(*args) if pin_memory else _empty(*args, **kwargs)
+
+
+def _pinned_memory(nbytes: int) -> torch.Tensor:
+    memory = np.empty(nbytes, dtype=np.uint8)  # a tensor's memory keeps it, whatever becomes of the tensor
+    _pinned[memory.ctypes.data] = nbytes
+    weakref.finalize(memory, _pinned.pop, memory.ctypes.data)
+    pins[0] += 1
+    return torch.from_numpy(memory)
 
 
 def _is_pinned(self: torch.Tensor, device: object = None) -> bool:
     # Views of pinned memory are pinned.
-    return any(self.untyped_storage().data_ptr() == pinned.untyped_storage().data_ptr() for pinned in _pinned)
+    at = self.data_ptr()
+    return any(begin <= at < begin + nbytes for begin, nbytes in list(_pinned.items()))
 
 
 _registered: list[Any] = []
@@ -316,8 +433,9 @@ def usable() -> Iterator[None]:
         _register()
     before = torch.Tensor.pin_memory, torch.Tensor.is_pinned
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = _pin_memory, _is_pinned  # type: ignore[method-assign,assignment]
+    torch.empty = _empty_maybe_pinned  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.Tensor.pin_memory, torch.Tensor.is_pinned = before  # type: ignore[method-assign]
-        _pinned.clear()
+        torch.empty = _empty

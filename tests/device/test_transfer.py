@@ -1,53 +1,183 @@
-"""Copies to a device arrive in time, on whatever stream they are used; and the simulated device notices if they do not."""
+"""Copies to and from a device arrive in time, on whatever stream they are used; and the simulated device notices if not."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from cacheblend_rag.blending.transfer import Transfer, transfer_to
+from cacheblend_rag.blending import transfer as module
+from cacheblend_rag.blending.transfer import BUFFER_BYTES, Slot, Transfer, fetch, transfer_to
+from cacheblend_rag.store.block import packed, plain
 from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.pinned import PinnedMemory
 from tests.device import simulated
 
 pytestmark = pytest.mark.device
 
-
-def host_kv() -> LayerKV:
-    return LayerKV(torch.arange(24.0).reshape(2, 3, 4), torch.arange(24.0, 48.0).reshape(2, 3, 4))
+TOKENS = 3
 
 
-def test_a_copy_is_right_once_it_is_waited_for_and_not_before(sim: str) -> None:
+def host_kv(factor: int = 1) -> LayerKV:
+    return LayerKV(factor * torch.arange(24.0).reshape(2, 3, 4), factor * torch.arange(24.0, 48.0).reshape(2, 3, 4))
+
+
+def pinned(sim: str, layer: LayerKV) -> LayerKV:
+    memory = PinnedMemory(torch.device(sim), 1 << 16)
+    assert memory.grow(1 << 12)
+    (copy,) = packed([layer], memory.take)
+    assert copy.k.is_pinned()
+    return copy
+
+
+@pytest.fixture
+def transfer(sim: str) -> Transfer:
+    return Transfer(torch.device(sim))
+
+
+def test_a_copy_is_right_once_it_is_waited_for_and_not_before(sim: str, transfer: Transfer) -> None:
+    kv = pinned(sim, host_kv())
+    staged = transfer.stage(Slot(), [kv], TOKENS)
+    (part,) = staged.parts
+    assert part.k.raw.isnan().all()
+    transfer.wait(staged)
+    assert torch.equal(part.k.cpu(), kv.k)
+    assert torch.equal(part.v.cpu(), kv.v)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_copies_in_flight_do_not_mix(sim: str, transfer: Transfer, pin: bool) -> None:
+    layers = [host_kv(factor) for factor in range(1, 20)]  # more than there are buffers
+    staged = [transfer.stage(Slot(), [pinned(sim, kv) if pin else kv], TOKENS) for kv in layers]
+    for kv, copy in reversed(list(zip(layers, staged, strict=True))):
+        transfer.wait(copy)
+        assert torch.equal(copy.parts[0].k.cpu(), kv.k)
+        assert torch.equal(copy.parts[0].v.cpu(), kv.v)
+
+
+def test_what_lies_in_pinned_memory_is_copied_from_there_in_one_piece(sim: str, transfer: Transfer) -> None:
+    layers = [pinned(sim, host_kv(factor)) for factor in (1, 2)]
+    before = simulated.pins[0], simulated.SimulatedTensor.copies, simulated.SimulatedTensor.unpinned
+    transfer.stage(Slot(), layers, 2 * TOKENS)
+    copies = simulated.SimulatedTensor.copies - before[1]
+    assert (simulated.pins[0], copies, simulated.SimulatedTensor.unpinned) == (before[0], 2, before[2])
+
+
+def test_what_lies_in_ordinary_memory_passes_through_buffers_of_bounded_size(sim: str, transfer: Transfer) -> None:
+    k, v = torch.randn(2, 1, BUFFER_BYTES // 4, 1).unbind()
+    before = simulated.pins[0], simulated.SimulatedTensor.unpinned
+    staged = transfer.stage(Slot(), [LayerKV(k, v)], k.shape[1])
+    transfer.wait(staged)
+    assert torch.equal(staged.parts[0].v.cpu(), v)
+    assert (simulated.pins[0], simulated.SimulatedTensor.unpinned) == before
+
+
+def test_one_buffer_is_enough_for_any_number_of_spans(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BUFFERS", 1)
     transfer = Transfer(torch.device(sim))
-    kv = host_kv()
-    copy, ready = transfer.start(kv)
-    assert copy.k.raw.isnan().all()
-    transfer.wait(copy, ready)
-    assert torch.equal(copy.k.cpu(), kv.k)
-    assert torch.equal(copy.v.cpu(), kv.v)
+
+    def wait_in_vain(_: float) -> None:
+        raise AssertionError("a span keeps the only buffer")
+
+    def read() -> Iterator[LayerKV]:
+        for factor in (1, 2, 3):
+            yield packed([host_kv(factor)], transfer.buffer)[0]
+
+    monkeypatch.setattr(module.time, "sleep", wait_in_vain)
+    staged = transfer.stage(Slot(), read(), 3 * TOKENS)
+    transfer.wait(staged)
+    assert [float(part.k.sum()) for part in staged.parts] == [276.0, 552.0, 828.0]
 
 
-def test_a_copy_may_be_used_on_the_stream_that_waited_for_it(sim: str) -> None:
+def test_where_nothing_can_be_pinned_copies_are_right_all_the_same(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PinnedMemory, "grow", lambda self, nbytes: False)
     transfer = Transfer(torch.device(sim))
+    staged = transfer.stage(Slot(), [host_kv()], TOKENS)
+    transfer.wait(staged)
+    assert torch.equal(staged.parts[0].v.cpu(), host_kv().v)
+    assert len(transfer.buffer(100)) == 100
+
+
+def test_the_source_of_a_late_copy_is_not_given_away(sim: str, transfer: Transfer) -> None:
+    memory = PinnedMemory(torch.device(sim))
+    memory.limit = 512
+    assert memory.grow(512)
+    (kv,) = packed([host_kv()], memory.take)
+    staged = transfer.stage(Slot(), [kv], TOKENS)
+    del kv
+    assert memory.take(192) is None
+    transfer.wait(staged)
+    assert torch.equal(staged.parts[0].v.cpu(), host_kv().v)
+    transfer.stage(Slot(), [host_kv()], TOKENS)  # lets go of what earlier copies needed
+    assert memory.take(192) is not None
+
+
+def test_a_copy_may_be_used_on_the_stream_that_waited_for_it(transfer: Transfer) -> None:
     own, other = simulated.Stream(), simulated.Stream()
     with simulated.stream(own):
-        copy, ready = transfer.start(host_kv())
-        transfer.wait(copy, ready)
-        assert float((copy.k + 1).sum()) == 276 + 24
+        staged = transfer.stage(Slot(), [host_kv()], TOKENS)
+        transfer.wait(staged)
+        (part,) = staged.parts
+        assert float((part.k + 1).sum()) == 276 + 24
     with simulated.stream(other), pytest.raises(RuntimeError, match="record_stream"):
-        copy.k + 1
+        part.k + 1
 
 
-def test_two_copies_in_flight_do_not_mix(sim: str) -> None:
-    transfer = Transfer(torch.device(sim))
-    first, second = host_kv(), LayerKV(*(tensor * 2 for tensor in host_kv()))
-    started = [transfer.start(kv) for kv in (first, second)]
-    for kv, (copy, ready) in reversed(list(zip((first, second), started, strict=True))):
-        transfer.wait(copy, ready)
-        assert torch.equal(copy.k.cpu(), kv.k)
+def test_a_slot_is_overwritten_only_behind_its_last_use(sim: str, transfer: Transfer) -> None:
+    slot = Slot()
+    with simulated.stream(simulated.Stream()):
+        for factor in (1, 2, 3):
+            kv = pinned(sim, host_kv(factor))
+            staged = transfer.stage(slot, [kv], TOKENS)
+            transfer.wait(staged)
+            total = staged.parts[0].v + staged.parts[0].v
+            if factor < 3:
+                transfer.used(slot)
+            assert torch.equal(total.cpu(), 2 * kv.v)
+        staged.parts[0].v + 1  # a use that nobody was told of
+        with pytest.raises(RuntimeError, match="still be using"):
+            transfer.stage(slot, [pinned(sim, host_kv())], TOKENS)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_layers_come_to_the_host_with_one_copy_that_is_waited_for_elsewhere(sim: str, room: bool) -> None:
+    memory = PinnedMemory(torch.device(sim), 1 << 12)
+    assert memory.grow(1 << 12)
+    want = [host_kv(1), host_kv(2)]
+    layers = [LayerKV(*(tensor.to(sim) for tensor in layer)) for layer in want]
+    with simulated.stream(simulated.Stream()):
+        simulated.current_stream().wait_stream(simulated.DEFAULT)
+        arrive = fetch(layers, memory.take if room else lambda nbytes: None)
+        for layer in layers:
+            layer.k.zero_()  # what the caller's stream does next
+    got = arrive()
+    for have, wanted in zip(got, want, strict=True):
+        assert torch.equal(have.k, wanted.k)
+        assert torch.equal(have.v, wanted.v)
+    storages = {tensor.untyped_storage().data_ptr() for layer in got for tensor in layer}
+    assert len(storages) == 1
+    assert memory.holds(got[0].k) == room
+
+
+def test_kv_that_arrives_late_is_not_there_before(sim: str) -> None:
+    memory = PinnedMemory(torch.device(sim), 1 << 12)
+    assert memory.grow(1 << 12)
+    block = memory.take(192)
+    arrive = fetch([LayerKV(*(tensor.to(sim) for tensor in host_kv()))], lambda nbytes: block)
+    assert block.view(torch.float32).isnan().all()
+    assert torch.equal(arrive()[0].v, host_kv().v)
+    assert torch.equal(block.view(torch.float32), torch.arange(48.0))
+
+
+def test_on_a_cpu_layers_are_packed_when_they_are_asked_for() -> None:
+    (got,) = fetch([host_kv()], plain)()
+    assert torch.equal(got.k, host_kv().k)
+    assert got.k.untyped_storage().data_ptr() == got.v.untyped_storage().data_ptr()
 
 
 def test_one_transfer_serves_a_device_and_a_cpu_needs_none(sim: str) -> None:
-    assert transfer_to(torch.device(sim)) is transfer_to(torch.device(sim))
+    assert transfer_to(torch.device(sim)) is transfer_to(torch.device(sim, 0))
     assert transfer_to(torch.device("cpu")) is None
 
 

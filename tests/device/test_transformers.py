@@ -15,6 +15,7 @@ from tests.blending import reference
 from tests.blending.families import BLENDED, NOT_BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
+from tests.device import simulated
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +69,22 @@ def test_kv_from_disk_is_copied_behind_the_computation_and_gives_the_same_answer
     assert got.mode == "blend"
     assert got.token_ids == want.token_ids
     assert got.usage == want.usage
+
+
+def test_each_chunk_leaves_the_device_in_one_late_copy_and_lies_in_pinned_memory(sim: str) -> None:
+    scene = Scene()
+    store = open_store(None, ram_budget=1 << 22)
+    engine = engine_on(sim, "llama", scene, store=store)
+    before = simulated.SimulatedTensor.late_fetches
+    assert engine.precompute(scene.chunks).computed == len(scene.chunks)
+    assert simulated.SimulatedTensor.late_fetches - before == len(scene.chunks) + 1  # and the header
+    for chunk in scene.chunks:
+        kv = engine.entries.get(chunk.token_ids, engine.num_layers)
+        assert all(kv.layer(index).v.is_pinned() for index in range(engine.num_layers))
+    pins, unpinned = simulated.pins[0], simulated.SimulatedTensor.unpinned
+    assert engine.generate(scene.prompt, ANSWER, BlendSettings(ratio=0.2)).mode == "blend"
+    assert simulated.pins[0] == pins
+    assert simulated.SimulatedTensor.unpinned - unpinned < 60  # ids, positions, single numbers
 
 
 def test_what_a_device_stored_serves_a_cpu_and_the_reverse(device: str, tmp_path: Path) -> None:

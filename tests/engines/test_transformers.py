@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
+from cacheblend_rag.store import MemoryStore
 from tests.blending.families import _BASE, make_model
+from tests.blending.prompts import Scene, engine_for
 from tests.conftest import tokenizer_named
 from tests.engines.contract import TEXTS, EngineContract
 
@@ -87,6 +91,38 @@ class TestTransformersEngine(EngineContract):
                 del plan
                 engine.generate(prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.3, check_layers=(2,)))
             assert tiers == [{"disk"}, {"ram"}]
+
+
+class HeldUp(MemoryStore):
+    """A store on a disk that does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on, self.reached = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def put(self, *args: Any, **options: Any) -> bool:
+        self.reached.set()
+        assert self.go_on.wait(30)
+        return super().put(*args, **options)
+
+
+def test_a_prompt_does_not_wait_for_another_chunk_to_be_written() -> None:
+    scene, store = Scene(), HeldUp()
+    engine = engine_for(make_model(hf.LlamaConfig(**_CONFIG)), scene, store=store)
+    engine.precompute(scene.chunks[:-1])
+    store.go_on.clear()
+    store.reached.clear()
+    with ThreadPoolExecutor(2) as pool:
+        writing = pool.submit(engine.precompute, scene.chunks[-1:])
+        assert store.reached.wait(30)
+        answer = pool.submit(engine.generate, Scene(chunk_tokens=(24, 17)).prompt, SamplingParams(max_tokens=2))
+        try:
+            assert answer.result(timeout=30).token_ids
+            assert not writing.done()
+        finally:
+            store.go_on.set()
+    assert writing.result().computed == 1
 
 
 def test_a_model_that_cannot_be_loaded_is_named_with_what_to_give_instead(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
+from cacheblend_rag.store.block import flat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
 
@@ -52,6 +53,17 @@ def _opener(kind: str, root: Path) -> Iterator[Open]:
 @pytest.fixture
 def store(open_with: Open) -> KVStore:
     return open_with(None)
+
+
+def test_a_layer_is_one_block_keys_then_values(store: KVStore) -> None:
+    store.put(key_of(1), kv_of(1, layers=3))
+    found = store.get(key_of(1))
+    assert found is not None
+    for index in range(3):
+        k, v = kv_of(1, layers=3).layer(index)
+        elements = flat(found.layer(index))
+        assert elements is not None
+        assert torch.equal(elements, torch.cat([k.flatten(), v.flatten()]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -96,7 +108,8 @@ def test_a_slice_of_a_batch_does_not_keep_the_batch_in_memory() -> None:
     store.put(key_of(1), ChunkKV([LayerKV(batch[3], batch[4])], start=0))
     found = store.get(key_of(1))
     assert found is not None
-    assert [tensor.untyped_storage().nbytes() for tensor in found.layer(0)] == [2 * 5 * 8 * 4] * 2
+    assert [tensor.untyped_storage().nbytes() for tensor in found.layer(0)] == [2 * 2 * 5 * 8 * 4] * 2
+    assert flat(found.layer(0)) is not None
     assert store.stats().nbytes == 2 * 2 * 5 * 8 * 4
 
 

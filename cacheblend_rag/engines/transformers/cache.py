@@ -126,12 +126,16 @@ class PositionedCache:
         k[0].index_copy_(1, positions, kv.k)
         v[0].index_copy_(1, positions, kv.v)
 
-    def read(self, layer: int, batch: int, start: int, end: int) -> LayerKV:
-        """Return a copy of the slots ``start`` to ``end`` of one sequence."""
+    def view(self, layer: int, batch: int, start: int, end: int) -> LayerKV:
+        """Return the slots ``start`` to ``end`` of one sequence as they lie in the cache, until it is written to."""
         k, v = self._k[layer], self._v[layer]
         if k is None or v is None:
             raise RuntimeError(f"layer {layer} keeps no keys and values")
-        return LayerKV(k[batch, :, start:end].clone(), v[batch, :, start:end].clone())
+        return LayerKV(k[batch, :, start:end], v[batch, :, start:end])
+
+    def read(self, layer: int, batch: int, start: int, end: int) -> LayerKV:
+        """Return a copy of the slots ``start`` to ``end`` of one sequence."""
+        return LayerKV(*(tensor.clone() for tensor in self.view(layer, batch, start, end)))
 
     # What transformers calls.
 

@@ -16,10 +16,10 @@ from cacheblend_rag.blending.controller import control
 from cacheblend_rag.blending.costs import load_costs
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.gate import GateReport, run_gate
-from cacheblend_rag.blending.loader import DamagedSpanError
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
+from cacheblend_rag.blending.reads import DamagedSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids
@@ -95,6 +95,7 @@ class TransformersEngine(BlendEngine):
         self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
         self.runner = ModelRunner(loaded.model)
         self.store: KVStore = store if isinstance(store, KVStore) else open_store(store)
+        self.store.pin_for(self.runner.device)
         self.registry = ChunkRegistry()
         config = loaded.model.config.get_text_config()
         self.num_layers, self.device, self.dtype = self.runner.num_layers, self.runner.device, self.runner.dtype
@@ -106,7 +107,7 @@ class TransformersEngine(BlendEngine):
         self.rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
         self._probe: tuple[int, ...] = ()
         self._ranker: Ranker | None = None
-        self._lock = threading.Lock()
+        self._lock, self._storing = threading.Lock(), threading.Lock()
         self._closed = False
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self._end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
@@ -144,10 +145,12 @@ class TransformersEngine(BlendEngine):
         self.registry.add(chunks)
         if not self._stores:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
-        with self._lock:
+        with self._storing:  # one at a time, so that none computes what another is about to store
             ranker = self._make_ranker() if rank and self.gate.passed else None
             compute = self._snapshots.compute if self._snapshots else None
-            return precompute(self.runner, self.entries, chunks, self.context_window, progress, ranker, compute)
+            return precompute(
+                self.runner, self.entries, chunks, self.context_window, progress, ranker, compute, self._lock
+            )
 
     def _make_ranker(self) -> Ranker:
         """Return the ranker for the engine's header; the probe's KV is kept from call to call."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
+from cacheblend_rag.blending.transfer import Arrival, fetch
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.ranking import Ranker
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.kv import ChunkKV, read_whole
 
-Computed = tuple[tuple[int, ...], ChunkKV]
+Computed = tuple[tuple[int, ...], tuple[ChunkKV, Arrival]]
+"""An entry's token ids, its KV where it was computed, and how to get that in host memory."""
 Compute = Callable[[tuple[int, ...], Sequence[tuple[int, ...]]], Iterator[Computed]]
 """Header and rows of token ids to each row's entry; ``()`` is the header's own row."""
 
@@ -33,12 +38,13 @@ def precompute(
     progress: Callable[[int], None] | None = None,
     ranker: Ranker | None = None,
     compute: Compute | None = None,
+    turn: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
 ) -> PrecomputeReport:
     """Compute and store what is missing, static deviations included if there is a ranker; see :meth:`BlendEngine.precompute`.
 
-    ``compute`` makes the entries; None for KV alone.
+    ``compute`` makes the entries, None for KV alone; ``turn`` is held meanwhile, and not while the disk is waited for.
     """
-    compute = compute or partial(_compute, runner)
+    compute = compute or partial(_compute, runner, entries.store)
     begin = time.perf_counter()
     probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
     plan = plan_precompute(chunks, entries, context_window, progress, probe_tokens)
@@ -53,44 +59,55 @@ def precompute(
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store") as writer:
         waiting: list[tuple[tuple[int, ...], Future[bool]]] = []
         for batch in _batches(plan.token_ids, len(entries.header_ids), runner.device):
-            computed = list(compute(entries.header_ids, batch))
-            begin_rank = time.perf_counter()
-            if ranker is not None:
-                computed = _ranked(ranker, computed, plan.most_ranked)
+            with turn:
+                computed = dict(compute(entries.header_ids, batch))
+                begin_rank = time.perf_counter()
+                alone = {token_ids: kv for token_ids, (kv, _) in computed.items()}
+                static = {} if ranker is None else _ranks(ranker, alone, plan.most_ranked)
             rank_s += time.perf_counter() - begin_rank
             for token_ids, future in waiting:
                 stored(token_ids, future)
-            waiting = [(token_ids, writer.submit(entries.put, token_ids, kv)) for token_ids, kv in computed]
+            waiting = [
+                (token_ids, writer.submit(_put, entries, token_ids, kv.start, arrive, static.get(token_ids)))
+                for token_ids, (kv, arrive) in computed.items()
+            ]
+            del computed, alone  # and with them the batch's cache
             if progress is not None and (finished := sum(bool(token_ids) for token_ids in batch)):
                 progress(finished)
         for token_ids, future in waiting:
             stored(token_ids, future)
     if ranker is not None:
         begin_rank = time.perf_counter()
-        _rank_stored(runner, entries, ranker, plan.unranked)
+        _rank_stored(runner, entries, ranker, plan.unranked, turn)
         rank_s += time.perf_counter() - begin_rank
     return plan.report(failed, time.perf_counter() - begin, rank_s)
 
 
-def _rank_stored(runner: ModelRunner, entries: Entries, ranker: Ranker, unranked: Sequence[tuple[int, ...]]) -> None:
+def _rank_stored(
+    runner: ModelRunner,
+    entries: Entries,
+    ranker: Ranker,
+    unranked: Sequence[tuple[int, ...]],
+    turn: AbstractContextManager[Any],
+) -> None:
     """Add static deviations to entries that were stored without."""
     for batch in _batches(unranked, len(ranker.prefix), runner.device):
         found = {token_ids: entries.get(token_ids, runner.num_layers) for token_ids in batch}
         whole = {token_ids: read_whole(kv) for token_ids, kv in found.items() if kv is not None}
-        stored = [(token_ids, kv) for token_ids, kv in whole.items() if kv is not None]
-        for token_ids, kv in _ranked(ranker, stored, max(map(len, batch))):
-            entries.put(token_ids, kv, replace=True)
+        stored = {token_ids: kv for token_ids, kv in whole.items() if kv is not None}
+        with turn:
+            static = _ranks(ranker, stored, max(map(len, batch)))
+        for token_ids, row in static.items():
+            kv = stored[token_ids]
+            entries.put(token_ids, ChunkKV(kv.layers, kv.start, static=row), replace=True)
 
 
-def _ranked(ranker: Ranker, computed: Sequence[Computed], most: int) -> list[Computed]:
-    """Return entries with their static deviation, but for the header's own and those of more than ``most`` tokens."""
-    wanted = [(token_ids, kv) for token_ids, kv in computed if 0 < len(token_ids) <= most]
-    rest = [(token_ids, kv) for token_ids, kv in computed if not 0 < len(token_ids) <= most]
+def _ranks(ranker: Ranker, alone: Mapping[tuple[int, ...], ChunkKV], most: int) -> dict[tuple[int, ...], torch.Tensor]:
+    """Return the static deviation of each entry but the header's own and those of more than ``most`` tokens."""
+    wanted = [token_ids for token_ids in alone if 0 < len(token_ids) <= most]
     if not wanted:
-        return rest
-    static = ranker.rank([token_ids for token_ids, _ in wanted], [kv for _, kv in wanted])
-    ranked = [(ids, ChunkKV(kv.layers, kv.start, static=row)) for (ids, kv), row in zip(wanted, static, strict=True)]
-    return [*rest, *ranked]
+        return {}
+    return dict(zip(wanted, ranker.rank(wanted, [alone[token_ids] for token_ids in wanted]), strict=True))
 
 
 def rows_per_batch(device: torch.device, width: int) -> int:
@@ -110,7 +127,9 @@ def _batches(wanted: Sequence[tuple[int, ...]], header: int, device: torch.devic
         yield batch
 
 
-def _compute(runner: ModelRunner, header: tuple[int, ...], batch: Sequence[tuple[int, ...]]) -> Iterator[Computed]:
+def _compute(
+    runner: ModelRunner, store: KVStore, header: tuple[int, ...], batch: Sequence[tuple[int, ...]]
+) -> Iterator[Computed]:
     rows = [header + token_ids for token_ids in batch]
     width = max(map(len, rows))
     # Padding stands behind each row, where causal attention never looks from: no mask is needed.
@@ -119,5 +138,11 @@ def _compute(runner: ModelRunner, header: tuple[int, ...], batch: Sequence[tuple
     runner.append(ids, cache)
     for index, (token_ids, row) in enumerate(zip(batch, rows, strict=True)):
         start = len(header) if token_ids else 0
-        layers = [cache.read(layer, index, start, len(row)) for layer in range(runner.num_layers)]
-        yield token_ids, ChunkKV([type(x)(x.k.cpu(), x.v.cpu()) for x in layers], start)
+        layers = [cache.view(layer, index, start, len(row)) for layer in range(runner.num_layers)]
+        yield token_ids, (ChunkKV(layers, start), fetch(layers, partial(store.room, wait=True)))
+
+
+def _put(
+    entries: Entries, token_ids: tuple[int, ...], start: int, arrive: Arrival, static: torch.Tensor | None
+) -> bool:
+    return entries.put(token_ids, ChunkKV(arrive(), start, static=static))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, cache_utils
 
 from cacheblend_rag.blending.gate import TOLERANCE
-from cacheblend_rag.blending.loader import DamagedSpanError
 from cacheblend_rag.blending.plan import StoredSpan
+from cacheblend_rag.blending.reads import DamagedSpanError
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache
 from cacheblend_rag.engines.transformers.precompute import Computed
 from cacheblend_rag.engines.transformers.target import ModelRunner
@@ -72,9 +73,10 @@ class Snapshots:
         for token_ids in batch:
             if token_ids:
                 behind = [StoredSpan(0, len(header), self._of_header(header))] if header else []
-                yield token_ids, self._run(token_ids, behind)[1]
+                snapshot = self._run(token_ids, behind)[1]
             else:
-                yield (), self._of_header(header)
+                snapshot = self._of_header(header)
+            yield token_ids, (snapshot, partial(list, snapshot.layers))
 
     def _of_header(self, header: tuple[int, ...]) -> ChunkKV:
         if self._header is None or self._header[0] != header:

@@ -28,7 +28,7 @@ class TransformersSubject:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocab_size, (_ROTATED_TOKENS,), generator=generator).tolist()
         source = torch.arange(_ROTATED_TOKENS, device=self._runner.device)
-        old, new = (list(self.full_prefill(ids, offset)[1].layers) for offset in (0, _ROTATED_BY))
+        old, new = (self.full_prefill(ids, offset)[1].layers for offset in (0, _ROTATED_BY))
         # Layer 0's depend on token and position alone. Where only the second moves, the first is MLA's latent.
         if not differ(old[0].k, new[0].k) and differ(old[0].v, new[0].v):
             self._runner.latent_first = True

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from cacheblend_rag.blending.fusor import FuseResult, Segment, fuse_stepwise
-from cacheblend_rag.blending.loader import DamagedSpanError
+from cacheblend_rag.blending.reads import DamagedSpanError
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope

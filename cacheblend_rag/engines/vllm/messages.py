@@ -98,6 +98,10 @@ def receipt(key: KVKey, rank: bool) -> str:
     return f"{key}:rank" if rank else str(key)
 
 
+BUSY = "too many entries wait for the disk already; try again"
+"""Receipt of a save that a worker had no room for: the one that is worth trying again."""
+
+
 def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJob | SaveJob | None:
     """Read a request's ``kv_transfer_params``; None if they hold nothing of ours.
 

@@ -12,16 +12,19 @@ from vllm import SamplingParams as VLLMSampling
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.engines.vllm.messages import PARAMS, SaveJob, receipt
+from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt
 from cacheblend_rag.prompts.chunk import Chunk
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
 
-# Requests in flight: enough for vLLM's scheduler to fill its batches.
-_IN_FLIGHT = 64
+# Requests that are computed or being written at a time, of all callers together: enough for vLLM's scheduler to fill its
+# batches, no more than may wait for a worker's disk.
+IN_FLIGHT = 64
 _POLL_S = 0.005
+# Other clients of the same workers may have filled their queues; how often to try again, each time after twice as long.
+_TRIES, _PAUSE_S = 8, 0.1
 
 
 class Precompute:
@@ -34,6 +37,7 @@ class Precompute:
         self._llm, self._entries, self._context_window, self._names = llm, entries, context_window, names
         self._probe, self._probed = probe, False
         self._written: dict[str, str] = {}
+        self._slots = asyncio.Semaphore(IN_FLIGHT)
         self._computing: dict[tuple[int, ...], asyncio.Future[str]] = {}
 
     async def run(
@@ -51,10 +55,9 @@ class Precompute:
         )
         failed = dict(plan.failed)
         unranked = set(plan.unranked)
-        slots = asyncio.Semaphore(_IN_FLIGHT)
 
         async def one(token_ids: tuple[int, ...]) -> None:
-            async with slots:
+            async with self._slots:
                 why = "" if token_ids in unranked else await self._once(token_ids, self._compute)
                 if not why and 0 < len(token_ids) <= plan.most_ranked:
                     await self._once((*token_ids, -1), lambda _: self._rank(token_ids))
@@ -98,8 +101,17 @@ class Precompute:
 
     async def _saved(self, token_ids: tuple[int, ...], prompt: list[int], job: SaveJob) -> str:
         """Have the workers do ``job`` on a prompt; return why the entry of ``token_ids`` was not written, or nothing."""
-        if not await self._prefill(prompt, job):
-            return "vLLM ended its request before its KV was complete"
+        why = ""
+        for attempt in range(_TRIES):
+            if not await self._prefill(prompt, job):
+                return "vLLM ended its request before its KV was complete"
+            why = await self._receipt(token_ids, job)
+            if why != BUSY:
+                break
+            await asyncio.sleep(_PAUSE_S * 2**attempt)
+        return why
+
+    async def _receipt(self, token_ids: tuple[int, ...], job: SaveJob) -> str:
         keys = [receipt(key, job.rank) for key in self._entries.written_keys(token_ids)]
         pause = 0.0
         while not all(key in self._written for key in keys):

@@ -72,7 +72,7 @@ class BlendWorker(BaseWorker):
         """Return the entries written since the last call, with why one is not in the store."""
         connector = _connector()
         assert connector is not None
-        return connector.worker.take_written()
+        return connector.worker.saver.take_written()
 
 
 def _connector() -> BlendConnector | None:

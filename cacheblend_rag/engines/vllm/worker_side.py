@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.blending.static import Distances, static_parts
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
 from cacheblend_rag.engines.vllm.blends import BlendQueue
-from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta, receipt
+from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import LEAST_PREFILL, PREFILL, Allowance, StepClock
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.saving import Saver
 from cacheblend_rag.engines.vllm.subject import PagedSubject
-from cacheblend_rag.engines.vllm.target import all_ranks, sum_over_ranks
-from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.kv import ChunkKV, LayerKV, read_whole
+from cacheblend_rag.engines.vllm.target import all_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _log = logging.getLogger(__name__)
-# Precomputed entries that may wait in memory for the disk.
-_UNWRITTEN = 16
 
 
 class WorkerSide:
@@ -48,9 +42,7 @@ class WorkerSide:
         self._refused: dict[str, str] = {}
         self._step = StepMeta()
         self._prefill: tuple[int, Any] | None = None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store")
-        self._unwritten: deque[Future[None]] = deque()
-        self._written: dict[str, str] = {}
+        self.saver = Saver(entries)
 
     def bind(self, model: Any, device: torch.device) -> None:
         """Take the model and run the parity gate."""
@@ -68,8 +60,11 @@ class WorkerSide:
             self.gate = GateReport(False, refusal)
             return
         self.gate, self._rope = _gate(paged)
-        if self.gate.passed and self._rope is not None:
-            self._blends = BlendQueue(paged, self._rope, self._entries, StepClock(device))
+        if self._rope is not None:
+            self.saver.bind(paged, self._rope)
+            self._entries.store.pin_for(device)
+            if self.gate.passed:
+                self._blends = BlendQueue(paged, self._rope, self._entries, StepClock(device))
 
     def attention_begins(self, layer_name: str) -> None:
         """See :meth:`PagedModel.attention_begins`."""
@@ -120,75 +115,16 @@ class WorkerSide:
         return WorkerMeta(failed=refused) if refused else None
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copy prompts out of the paged cache and hand them to the writer."""
-        for save in saves:
-            tokens = save.token_ids[save.start :] if save.start or not self._entries.header_ids else ()
-            name = receipt(self._entries.own_key(tokens), save.rank)
-            if not self.gate.passed or self._paged is None:
-                self._written[name] = f"not blended: {self.gate.reason}"
-                continue
-            try:
-                kv = self._ranked(tokens, save) if save.rank else self._copied(save)
-            except Exception as error:  # the engine and the other saves go on
-                _log.exception("KV cannot be copied out")
-                self._written[name] = f"it cannot be copied out ({type(error).__name__}: {error})"
-                continue
-            if kv is None:
-                self._written[name] = "its stored KV is gone or damaged"
-                continue
-            while len(self._unwritten) >= _UNWRITTEN:
-                self._unwritten.popleft().result()
-            self._unwritten.append(self._writer.submit(self._write, name, tokens, kv, save.rank))
-
-    def _layers(self, save: Save) -> list[LayerKV]:
-        assert self._paged is not None
-        slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
-        return [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
-
-    def _copied(self, save: Save) -> ChunkKV:
-        return ChunkKV([LayerKV(x.k.cpu(), x.v.cpu()) for x in self._layers(save)], save.start)
-
-    def _ranked(self, tokens: tuple[int, ...], save: Save) -> ChunkKV | None:
-        """Return a chunk's stored KV with its static deviation; None where a rank has not all of it."""
-        assert self._paged is not None
-        assert self._rope is not None
-        alone, parts = None, None
-        try:
-            stored = self._entries.get(tokens, self._paged.num_layers, self._paged.kv_heads)
-            alone = None if stored is None else read_whole(stored)
-            if alone is not None:
-                parts = static_parts(alone, self._layers(save), save.start, self._rope)
-        except Exception:  # the other ranks wait for this one's vote
-            _log.exception("A chunk's tokens cannot be ranked")
-        if not all_ranks(parts is not None):
-            return None
-        assert alone is not None
-        assert parts is not None
-        return ChunkKV(alone.layers, alone.start, static=Distances.of(sum_over_ranks(parts)).mean())
-
-    def _write(self, name: str, tokens: tuple[int, ...], kv: ChunkKV, replace: bool) -> None:
-        try:
-            self._written[name] = "" if self._entries.put(tokens, kv, replace) else "it does not fit the store's budget"
-        except StoreError as error:
-            self._written[name] = str(error)
-        except Exception as error:  # a chunk without a receipt would be waited for in vain
-            _log.exception("Stored KV cannot be written")
-            self._written[name] = f"it cannot be written ({type(error).__name__}: {error})"
+        """See :meth:`Saver.save`."""
+        self.saver.save(saves, "" if self.gate.passed else self.gate.reason)
 
     def measured(self) -> dict[str, tuple[float, float]]:
         """Return tokens and seconds of each kind of work, from the start on."""
         return {} if self._blends is None else self._blends.clock.totals
 
-    def take_written(self) -> dict[str, str]:
-        """Return the receipts since the last call: an empty string, or why an entry is not in the store."""
-        written: dict[str, str] = {}
-        for name in list(self._written):
-            written[name] = self._written.pop(name)
-        return written
-
     def close(self) -> None:
         """Finish what is being written."""
-        self._writer.shutdown(wait=True)
+        self.saver.close()
 
 
 def _gate(paged: PagedModel) -> tuple[GateReport, Rope | None]:

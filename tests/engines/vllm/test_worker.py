@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.vllm import worker_side
-from cacheblend_rag.engines.vllm.messages import Save
-from cacheblend_rag.engines.vllm.worker_side import _UNWRITTEN, WorkerSide
+from cacheblend_rag.engines.vllm import precompute, worker_side
+from cacheblend_rag.engines.vllm.messages import BUSY, Save, receipt
+from cacheblend_rag.engines.vllm.precompute import IN_FLIGHT
+from cacheblend_rag.engines.vllm.saving import UNWRITTEN
+from cacheblend_rag.engines.vllm.worker_side import WorkerSide
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import MemoryStore, default_ram_budget
 from cacheblend_rag.store.kv import LayerKV, ModelFingerprint
 
@@ -40,10 +45,23 @@ class Paged:
         return LayerKV(torch.zeros(2, len(slots), 4), torch.zeros(2, len(slots), 4))
 
 
+class HeldUp(MemoryStore):
+    """A store on a disk that does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def put(self, *args: Any, **options: Any) -> bool:
+        assert self.go_on.wait(30)
+        return super().put(*args, **options)
+
+
 def worker(store: MemoryStore) -> WorkerSide:
     entries = Entries(store, ModelFingerprint("0" * 32, "m"), ())
     side = WorkerSide(entries, SimpleNamespace(), SimpleNamespace(), 100.0)  # type: ignore[arg-type]
-    side.gate, side._paged = GateReport(True), Paged()  # type: ignore[assignment]
+    side.gate = GateReport(True)
+    side.saver.bind(Paged(), None)  # type: ignore[arg-type]
     return side
 
 
@@ -53,18 +71,64 @@ def saves(count: int, tokens: int = 5) -> list[Save]:
 
 def test_a_write_that_fails_is_said_and_the_worker_goes_on() -> None:
     side = worker(Store())
-    side.save(saves(_UNWRITTEN + 5))  # more than may wait: the failures of the first are met on the way
+    side.save(saves(20))
     side.close()
-    written = side.take_written()
-    assert len(written) == _UNWRITTEN + 5
+    written = side.saver.take_written()
+    assert len(written) == 20
     assert all("Stale file handle" in why for why in written.values())
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_step_and_no_save_is_lost() -> None:
+    store = HeldUp()
+    side = worker(store)
+    more = saves(UNWRITTEN + 5)
+    side.save(more)  # returns, though nothing can be written
+    assert list(side.saver.take_written().values()) == [BUSY] * 5
+    store.go_on.set()
+    side.close()
+    assert list(side.saver.take_written().values()) == [""] * UNWRITTEN
+    assert store.stats().entries == UNWRITTEN
+
+
+def test_one_client_is_never_refused_for_want_of_room() -> None:
+    assert IN_FLIGHT <= UNWRITTEN
+
+
+class Client:
+    """vLLM as `Precompute` sees it: every request ends at once; receipts come as they are given here."""
+
+    def __init__(self, receipts: list[str]):
+        self.receipts, self.prompts = receipts, 0
+
+    async def generate(self, *_: Any) -> Any:
+        self.prompts += 1
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length")])
+
+    async def collective_rpc(self, _: str) -> list[dict[str, str]]:
+        key = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ()).own_key((1, 2, 3))
+        return [{receipt(key, False): self.receipts.pop(0)}]
+
+
+@pytest.mark.parametrize(
+    ("receipts", "prompts", "failed"),
+    [([BUSY, BUSY, ""], 3, {}), (["disk full"], 1, {"c": "disk full"}), ([BUSY] * 8, 8, {"c": BUSY})],
+)
+async def test_a_save_that_found_no_room_is_tried_again_and_in_the_end_reported(
+    monkeypatch: pytest.MonkeyPatch, receipts: list[str], prompts: int, failed: dict[str, str]
+) -> None:
+    monkeypatch.setattr(precompute, "_PAUSE_S", 0.0)
+    entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
+    client = Client(receipts)
+    run = precompute.Precompute(client, entries, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    report = await run.run([Chunk("c", "", (1, 2, 3))], None, rank=False)
+    assert (client.prompts, report.failed) == (prompts, failed)
 
 
 def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -> None:
     side = worker(MemoryStore())
     side.save([*saves(1, tokens=1), *saves(2)])
     side.close()
-    found = sorted(side.take_written().values())
+    found = sorted(side.saver.take_written().values())
     assert found[:2] == ["", ""]
     assert "out of memory" in found[2]
 

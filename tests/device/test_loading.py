@@ -1,0 +1,297 @@
+"""Stored KV reaches the device in the copies it takes and no more: what is counted here is what a GPU would wait for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cacheblend_rag.blending import reads
+from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.plan import StoredSpan
+from cacheblend_rag.blending.reads import DamagedSpanError
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.transfer import Transfer, transfer_to
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.errors import DamagedKVError
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint, StoredKV
+from tests.device import simulated
+from tests.store.samples import key_of, kv_of
+
+pytestmark = pytest.mark.device
+
+LAYERS, SPANS = 6, 3
+TOKENS = (5, 9, 4)
+ROPE = Rope((), (0,) * LAYERS, ("none",) * LAYERS)
+
+
+class HostWork(TorchDispatchMode):
+    """Counts what the processor copies: operations on host memory alone that write as many elements as a layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs or {}, result)) if isinstance(t, torch.Tensor)]
+        on_host = not any(isinstance(t, simulated.SimulatedTensor) for t in tensors)
+        written = isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() >= 2 * 4 * 4
+        fresh = not any(
+            alias.alias_info is not None and not alias.alias_info.is_write for alias in func._schema.arguments
+        )
+        if on_host and written and fresh and not simulated.is_copying():
+            self.copies.append(str(func))
+        return result
+
+
+class Inline:
+    """A pool of threads that runs everything at once, where it can be counted."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.tasks = 0
+
+    def submit(self, task: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        self.tasks += 1
+        try:
+            done.set_result(task(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
+class Counts:
+    """What the simulated device counted, from here on."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    @staticmethod
+    def _now() -> tuple[int, int, int]:
+        return simulated.pins[0], simulated.SimulatedTensor.copies, simulated.SimulatedTensor.unpinned
+
+    def so_far(self) -> tuple[int, int, int]:
+        """Return pins, copies to the device, and those of them from ordinary memory."""
+        pins, copies, unpinned = (now - then for now, then in zip(self._now(), self._begin, strict=True))
+        return pins, copies, unpinned
+
+
+def entries() -> list[ChunkKV]:
+    return [kv_of(number, layers=LAYERS, tokens=tokens) for number, tokens in enumerate(TOKENS)]
+
+
+def pinned_ram(sim: str, budget: int | None = 1 << 16) -> MemoryStore:
+    store = MemoryStore(budget)
+    store.pin_for(torch.device(sim))
+    for thread in threading.enumerate():
+        if thread.name == "cacheblend-pin":
+            thread.join()
+    return store
+
+
+def filled(store: KVStore) -> KVStore:
+    for number, kv in enumerate(entries()):
+        assert store.put(key_of(number), kv)
+    return store
+
+
+def spans_of(found: Sequence[StoredKV | None]) -> list[StoredSpan]:
+    spans, at = [], 0
+    for kv in found:
+        assert kv is not None
+        spans.append(StoredSpan(at, at + kv.num_tokens, kv))
+        at += kv.num_tokens + 1
+    return spans
+
+
+def stored_spans(store: KVStore) -> list[StoredSpan]:
+    return spans_of([store.get(key_of(number)) for number in range(SPANS)])
+
+
+def load(spans: Sequence[StoredSpan], device: str) -> list[LayerKV]:
+    """Load every layer, and use it on the stream that computes."""
+    with LayerLoader((), spans, ROPE, LAYERS, torch.device(device)) as loader:
+        placed = [loader.layer(index) for index in range(LAYERS)]
+    return [LayerKV(layer.kv.k + 0, layer.kv.v + 0) for layer in placed if layer is not None]
+
+
+def assert_same(got: Sequence[LayerKV], want: Sequence[LayerKV]) -> None:
+    assert len(got) == len(want) == LAYERS
+    for have, wanted in zip(got, want, strict=True):
+        assert torch.equal(have.k.cpu(), wanted.k)
+        assert torch.equal(have.v.cpu(), wanted.v)
+
+
+@contextmanager
+def own_stream(device: str = simulated.NAME) -> Iterator[None]:
+    """Compute on a stream that is not the default one, as vLLM's workers do."""
+    module = torch.get_device_module(device)
+    stream = module.Stream()
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream):
+        yield
+
+
+def test_what_the_processor_copies_is_seen() -> None:
+    k, v = kv_of(1, tokens=9).layer(0)
+    with HostWork() as host:
+        torch.cat([k, k])
+        k.clone()
+        k[:, 1:]
+        v.transpose(0, 1).contiguous()
+    assert [name.split(".")[1] for name in host.copies] == ["cat", "clone", "clone"]
+
+
+def test_from_pinned_ram_every_span_is_one_copy_without_thread_pin_or_host_copy(sim: str) -> None:
+    transfer_to(torch.device(sim))
+    spans = stored_spans(filled(pinned_ram(sim)))
+    want = load(spans_of(entries()), "cpu")
+    counts = Counts()
+    with own_stream():
+        with HostWork() as host:
+            loader = LayerLoader((), spans, ROPE, LAYERS, torch.device(sim))
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("cacheblend-load")]
+            with loader:
+                placed = [loader.layer(index) for index in range(LAYERS)]
+            assert counts.so_far() == (0, LAYERS * SPANS, 0)
+        assert host.copies == []
+        assert_same([layer.kv for layer in placed if layer is not None], want)
+
+
+@pytest.mark.parametrize("promotes", [True, False])
+def test_from_disk_kv_is_read_straight_into_pinned_memory(
+    sim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promotes: bool
+) -> None:
+    transfer_to(torch.device(sim))
+    monkeypatch.setattr(reads, "ThreadPoolExecutor", Inline)
+    filled(DiskStore(tmp_path))
+    ram = pinned_ram(sim)
+    spans = stored_spans(TieredStore([ram, DiskStore(tmp_path)]) if promotes else DiskStore(tmp_path))
+    counts = Counts()
+    want = load(spans_of(entries()), "cpu")
+    with own_stream():
+        with HostWork() as host:
+            got = load(spans, sim)
+            assert counts.so_far() == (0, LAYERS * SPANS, 0)
+        assert host.copies == []
+        assert_same(got, want)
+    assert ram.stats().entries == (SPANS if promotes else 0)
+    assert all(ram.get(key_of(n)).layer(i).v.is_pinned() for n in range(SPANS * promotes) for i in range(LAYERS))
+
+
+def test_threads_that_read_and_copy_side_by_side_mix_nothing_up(device: str, tmp_path: Path) -> None:
+    filled(DiskStore(tmp_path))
+    want = load(spans_of(entries()), "cpu")
+    for _ in range(5):
+        with own_stream(device):
+            assert_same(load(stored_spans(DiskStore(tmp_path)), device), want)
+
+
+def test_ordinary_memory_gives_the_same_kv_and_pins_nothing(device: str) -> None:
+    transfer_to(torch.device(device))
+    counts = Counts()
+    with own_stream(device):
+        assert_same(load(spans_of(entries()), device), load(spans_of(entries()), "cpu"))
+    pins, _, unpinned = counts.so_far()  # on the simulated device alone
+    assert (pins, unpinned) == (0, 0)
+
+
+def test_parts_of_entries_and_single_ranks_heads_arrive_as_they_are_cut(device: str) -> None:
+    store = filled(pinned_ram(device))
+
+    def spans(found: Sequence[StoredKV]) -> list[StoredSpan]:
+        whole = spans_of(found)
+        cut = whole[1].within(whole[1].start + 2, whole[1].end - 1)
+        assert cut is not None
+        return [whole[0], cut, whole[2]]
+
+    def rank(kv: ChunkKV) -> StoredKV:
+        fingerprint, ids = ModelFingerprint("0" * 32, "m"), tuple(range(kv.num_tokens))
+        one = Entries(store, fingerprint, ())
+        one.put(ids, kv)
+        found = Entries(store, fingerprint, (), rank=1, ranks=2).get(ids, LAYERS, 1)
+        assert found is not None
+        return found
+
+    heads = [ChunkKV([LayerKV(k[1:], v[1:]) for k, v in kv.layers], kv.start) for kv in entries()]
+    with own_stream(device):
+        stored = [store.get(key_of(number)) for number in range(SPANS)]
+        assert_same(load(spans([kv for kv in stored if kv is not None]), device), load(spans(entries()), "cpu"))
+        assert_same(load(spans([rank(kv) for kv in entries()]), device), load(spans(heads), "cpu"))
+
+
+@pytest.mark.parametrize("layers_ahead", [2, 3])
+def test_what_lies_ready_on_the_device_is_bounded(sim: str, monkeypatch: pytest.MonkeyPatch, layers_ahead: int) -> None:
+    nbytes = sum(kv.nbytes for kv in entries()) // LAYERS
+    monkeypatch.setattr(reads, "AHEAD_BYTES", layers_ahead * nbytes)
+    spans = stored_spans(filled(pinned_ram(sim)))
+    counts = Counts()
+    with own_stream(), LayerLoader((), spans, ROPE, LAYERS, torch.device(sim)) as loader:
+        for index in range(LAYERS):
+            assert counts.so_far()[1] == SPANS * min(layers_ahead + index, LAYERS)
+            assert loader.layer(index) is not None
+
+
+def test_a_slot_that_were_given_back_too_early_would_be_noticed(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(Transfer, "used", lambda self, slot: None)
+    spans = stored_spans(filled(pinned_ram(sim)))
+    with own_stream(), pytest.raises(RuntimeError, match="still be using"):
+        load(spans, sim)
+
+
+def test_layers_stay_as_they_were_delivered(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "AHEAD_BYTES", 0)
+    spans = stored_spans(filled(pinned_ram(device)))[:1]
+    with own_stream(device):
+        assert_same(load(spans, device), load(spans_of(entries()[:1]), "cpu"))
+
+
+def test_an_entry_that_is_evicted_while_it_is_loaded_keeps_its_memory(device: str) -> None:
+    nbytes = sum(kv.nbytes for kv in entries())
+    store = pinned_ram(device, 1 << nbytes.bit_length())
+    spans = stored_spans(filled(store))
+    with own_stream(device), LayerLoader((), spans, ROPE, LAYERS, torch.device(device)) as loader:
+        store.evict(0)
+        for number in range(10, 20):
+            store.put(key_of(number), kv_of(number, layers=LAYERS, tokens=9))
+        got = [layer.kv for index in range(LAYERS) if (layer := loader.layer(index)) is not None]
+        assert_same(got, load(spans_of(entries()), "cpu"))
+
+
+class Failing(ChunkKV):
+    def __init__(self, kv: ChunkKV, error: Exception):
+        super().__init__(kv.layers, kv.start)
+        self._error = error
+
+    def layer(self, index: int) -> LayerKV:
+        if index == 2:
+            raise self._error
+        return super().layer(index)
+
+
+@pytest.mark.parametrize("error", [DamagedKVError("flipped bit"), MemoryError("no memory")])
+def test_a_read_that_fails_says_so_at_its_layer_and_not_before(device: str, error: Exception) -> None:
+    good = filled(pinned_ram(device)).get(key_of(0))
+    assert isinstance(good, ChunkKV)
+    spans = spans_of([good, Failing(good, error)])
+    with own_stream(device), LayerLoader((), spans, ROPE, LAYERS, torch.device(device)) as loader:
+        assert loader.layer(0) is not None
+        assert loader.layer(1) is not None
+        with pytest.raises(DamagedSpanError if isinstance(error, DamagedKVError) else MemoryError):
+            loader.layer(2)
+    gc.collect()
