@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
 from pathlib import Path
 
 from cacheblend_rag.blending.settings import BlendSettings
@@ -107,14 +106,13 @@ class RagPipeline:
             raise InputError("The question is empty.")
         begin = time.perf_counter()
         chosen: dict[str, Hit] = {}
-        for rank, hit in enumerate(self._search(question, history)):
-            following = self.chunks.neighbours(hit) if rank < self._follow else []
-            for candidate in (hit, *following):
-                known = chosen.get(candidate.chunk.id)
-                if known is not None and known.score is None:
-                    chosen[candidate.chunk.id] = replace(known, score=candidate.score)
-                elif known is None and len(chosen) < self._k:
-                    chosen[candidate.chunk.id] = candidate
+        alone = self.chunks.search(question, self._k)
+        if history:
+            # A third of the room: a question that needs no context must not be crowded out by what was said before.
+            self._choose(chosen, alone, max(1, self._k - max(1, self._k // 3)), self._follow)
+            said = "\n".join((history[-1].question, history[-1].answer, question))
+            self._choose(chosen, self.chunks.search(said, self._k), self._k, 0)
+        self._choose(chosen, alone, self._k, self._follow)
         last = {hit.chunk.id: replace(hit, score=None) for hit in history[-1].hits} if history else {}
         if chosen.keys() <= last.keys():
             chosen |= {key: hit for key, hit in last.items() if key not in chosen}
@@ -122,19 +120,16 @@ class RagPipeline:
         self.engine.registry.add(hit.chunk for hit in chosen.values())
         return Retrieved(tuple(chosen.values()), time.perf_counter() - begin)
 
-    def _search(self, question: str, history: Sequence[Turn]) -> list[Hit]:
-        """Return the hits of the question alone, or those of both searches in turn; the better score where both have one."""
-        alone = self.chunks.search(question, self._k)
-        if not history:
-            return alone
-        last = history[-1]
-        in_context = self.chunks.search("\n".join((last.question, last.answer, question)), self._k)
-        merged: dict[str, Hit] = {}
-        for hit in chain.from_iterable(zip_longest(alone, in_context)):
-            if hit is not None:
-                known = merged.get(hit.chunk.id, hit)
-                merged[hit.chunk.id] = max(known, hit, key=lambda each: each.score or 0.0)
-        return list(merged.values())
+    def _choose(self, chosen: dict[str, Hit], hits: Sequence[Hit], most: int, follow: int) -> None:
+        """Add hits, each of the first ``follow`` with its continuation, until ``most`` chunks are chosen."""
+        for rank, hit in enumerate(hits):
+            following = self.chunks.neighbours(hit) if rank < follow else []
+            for candidate in (hit, *following):
+                known = chosen.get(candidate.chunk.id)
+                if known is not None and known.score is None:
+                    chosen[candidate.chunk.id] = replace(known, score=candidate.score)
+                elif known is None and len(chosen) < most:
+                    chosen[candidate.chunk.id] = candidate
 
     def prompt(
         self,
