@@ -62,6 +62,7 @@ def test_options_of_a_server_and_a_model_do_not_mix(
         served[0][0].load_engine(tmp_path)
 
 
+@pytest.mark.slow
 def test_neither_the_command_line_nor_the_page_waits_for_torch() -> None:
     code = "import sys, cacheblend_rag.cli, cacheblend_rag.ui.launch; print('gradio' in sys.modules, 'torch' in sys.modules)"
     assert (
