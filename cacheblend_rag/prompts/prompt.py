@@ -123,14 +123,19 @@ def rag_header(tokenizer: Any, instruction: str = DEFAULT_INSTRUCTION) -> str:
 
 
 def rag_prompt(
-    tokenizer: Any, chunks: Sequence[Chunk], question: str, instruction: str = DEFAULT_INSTRUCTION
+    tokenizer: Any,
+    chunks: Sequence[Chunk],
+    question: str,
+    instruction: str = DEFAULT_INSTRUCTION,
+    history: Sequence[tuple[str, str]] = (),
 ) -> BlendPrompt:
     """Return the RAG prompt: header, chunks, question.
 
     With a chat template the instruction is the system message, and chunks and question are the user's; without one the
-    prompt reads ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``.
+    prompt reads ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``. Earlier questions and their answers
+    (``history``, oldest first) stand between the chunks and the question, as turns of their own.
     """
-    messages = _rag_messages(instruction, [chunk.text for chunk in chunks], question)
+    messages = _rag_messages(instruction, [chunk.text for chunk in chunks], question, history)
     prompt = _locate(render(tokenizer, messages), chunks)
     header = rag_header(tokenizer, instruction)
     first, *rest = prompt.segments
@@ -263,10 +268,16 @@ def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | 
     return chunk
 
 
-def _rag_messages(instruction: str, texts: Sequence[str], question: str) -> list[dict[str, Any]]:
-    user = SEPARATOR.join([*texts, f"Question: {question}"])
-    system = [{"role": "system", "content": instruction}] if instruction else []
-    return [*system, {"role": "user", "content": user}]
+def _rag_messages(
+    instruction: str, texts: Sequence[str], question: str, history: Sequence[tuple[str, str]] = ()
+) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": instruction}] if instruction else []
+    before = list(texts)
+    for asked, answered in history:
+        messages.append({"role": "user", "content": SEPARATOR.join([*before, f"Question: {asked}"])})
+        messages.append({"role": "assistant", "content": answered})
+        before = []
+    return [*messages, {"role": "user", "content": SEPARATOR.join([*before, f"Question: {question}"])}]
 
 
 def _locate(rendered: str, chunks: Iterable[Chunk]) -> BlendPrompt:

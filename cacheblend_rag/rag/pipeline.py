@@ -5,95 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, StreamEvent
+from cacheblend_rag.engines.results import StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, BlendPrompt, rag_prompt, tokenize
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, index_documents
+from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Source, Turn
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
-
-
-@dataclass(frozen=True)
-class Source:
-    """A chunk that stood in a prompt.
-
-    Attributes:
-        id: The chunk's id.
-        path: Its document.
-        ordinal: Its number in the document, from 0.
-        score: Similarity to the question; None for a chunk that came along as the continuation of a hit.
-        text: Its text.
-    """
-
-    id: str
-    path: str
-    ordinal: int
-    score: float | None
-    text: str
-
-
-@dataclass(frozen=True)
-class Retrieved:
-    """What a question brought up: chunks, best first, hits followed by their continuations; and the seconds it took."""
-
-    hits: tuple[Hit, ...]
-    seconds: float
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The hits as they are shown to a user."""
-        return tuple(Source(h.chunk.id, h.path, h.ordinal, h.score, h.chunk.text) for h in self.hits)
-
-
-@dataclass(frozen=True)
-class RagAnswer:
-    """An answer and where it comes from.
-
-    Attributes:
-        answer: The answer, without outer whitespace.
-        sources: Chunks in the prompt, in its order.
-        generation: What the engine reports.
-        retrieve_s: Seconds of retrieval.
-        notes: What the user should know, such as sources left out for want of room.
-    """
-
-    answer: str
-    sources: tuple[Source, ...]
-    generation: Generation
-    retrieve_s: float
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the answer as ``ask --json`` prints it."""
-        g = self.generation
-        return {
-            "answer": self.answer,
-            "sources": [{"id": s.id, "path": s.path, "score": s.score, "text": s.text} for s in self.sources],
-            "mode": g.mode,
-            "reason": g.reason,
-            "policy": g.policy,
-            "ratio": g.ratio,
-            "usage": asdict(g.usage),
-            "timings": {"retrieve_s": self.retrieve_s, **asdict(g.timings)},
-            "notes": list(self.notes),
-        }
-
-
-@dataclass(frozen=True)
-class RagEvent:
-    """A piece of a streamed answer; the first carries the sources, the last the whole :class:`RagAnswer`."""
-
-    text: str
-    sources: tuple[Source, ...] | None = None
-    answer: RagAnswer | None = None
 
 
 class RagPipeline:
@@ -158,8 +83,21 @@ class RagPipeline:
         """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`."""
         return index_documents(self.engine, self.chunks, paths, progress)
 
-    def retrieve(self, question: str) -> Retrieved:
+    def remove(self, path: str | Path) -> None:
+        """Take a document out of the index, and with it the KV of chunks that no other document holds.
+
+        Raises:
+            InputError: It is not in the index.
+            StoreError: The index cannot be written.
+        """
+        self.engine.forget(self.chunks.delete(str(path)))
+
+    def retrieve(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         """Return the chunks for a question, best first, each once.
+
+        A question that follows others is searched for as it stands and together with the turn before it, in which the thing it
+        speaks of often has its name. Where all that is found stood in that turn's prompt, that turn's chunks are kept: the two
+        prompts then begin alike, which an engine's own prefix cache can serve.
 
         Raises:
             InputError: An empty question.
@@ -168,24 +106,41 @@ class RagPipeline:
             raise InputError("The question is empty.")
         begin = time.perf_counter()
         chosen: dict[str, Hit] = {}
-        for rank, hit in enumerate(self.chunks.search(question, self._k)):
-            following = self.chunks.neighbours(hit) if rank < self._follow else []
-            for candidate in (hit, *following):
-                known = chosen.get(candidate.chunk.id)
-                if known is not None and known.score is None:
-                    chosen[candidate.chunk.id] = replace(known, score=candidate.score)
-                elif known is None and len(chosen) < self._k:
-                    chosen[candidate.chunk.id] = candidate
+        alone = self.chunks.search(question, self._k)
+        if history:
+            # A third of the room: a question that needs no context must not be crowded out by what was said before.
+            self._choose(chosen, alone, max(1, self._k - max(1, self._k // 3)), self._follow)
+            said = "\n".join((history[-1].question, history[-1].answer, question))
+            self._choose(chosen, self.chunks.search(said, self._k), self._k, 0)
+        self._choose(chosen, alone, self._k, self._follow)
+        last = {hit.chunk.id: replace(hit, score=None) for hit in history[-1].hits} if history else {}
+        if chosen.keys() <= last.keys():
+            chosen |= {key: hit for key, hit in last.items() if key not in chosen}
         # Another process may have indexed them.
         self.engine.registry.add(hit.chunk for hit in chosen.values())
         return Retrieved(tuple(chosen.values()), time.perf_counter() - begin)
 
+    def _choose(self, chosen: dict[str, Hit], hits: Sequence[Hit], most: int, follow: int) -> None:
+        """Add hits, each of the first ``follow`` with its continuation, until ``most`` chunks are chosen."""
+        for rank, hit in enumerate(hits):
+            following = self.chunks.neighbours(hit) if rank < follow else []
+            for candidate in (hit, *following):
+                known = chosen.get(candidate.chunk.id)
+                if known is not None and known.score is None:
+                    chosen[candidate.chunk.id] = replace(known, score=candidate.score)
+                elif known is None and len(chosen) < most:
+                    chosen[candidate.chunk.id] = candidate
+
     def prompt(
-        self, question: str, hits: Sequence[Hit], sampling: SamplingParams | None = None
+        self,
+        question: str,
+        hits: Sequence[Hit],
+        sampling: SamplingParams | None = None,
+        history: Sequence[Turn] = (),
     ) -> tuple[BlendPrompt, tuple[Hit, ...], tuple[str, ...]]:
         """Build the prompt of the hits, in reading order (reference words point backwards).
 
-        Hits that do not fit the context window are left out, the last first.
+        What does not fit the context window is left out: the oldest turns first, then hits, the last first.
 
         Returns:
             The prompt, the hits in it in its order, and notes for the user.
@@ -195,35 +150,44 @@ class RagPipeline:
         """
         window = self.engine.context_window
         room = window - (sampling or SamplingParams()).max_tokens
-        for count in range(len(hits), -1, -1):
+        forgotten = [(turns, len(hits)) for turns in range(len(history), 0, -1)]
+        for turns, count in [*forgotten, *((0, count) for count in range(len(hits), -1, -1))]:
             kept = sorted(hits[:count], key=lambda hit: (hit.path, hit.ordinal))
-            built = rag_prompt(self.engine.tokenizer, [hit.chunk for hit in kept], question, self.instruction)
+            before = [(turn.question, turn.answer) for turn in history[len(history) - turns :]]
+            built = rag_prompt(self.engine.tokenizer, [hit.chunk for hit in kept], question, self.instruction, before)
             size = len(tokenize(built, self.engine.tokenizer, self.engine.registry).token_ids)
             if size <= room:
-                left_out = (
-                    f"{len(hits) - count} of {len(hits)} sources left out: the context window is {window} tokens."
-                )
-                return built, tuple(kept), () if count == len(hits) else (left_out,)
+                return built, tuple(kept), _left_out(len(history), turns, len(hits), count, window)
         raise PromptTooLongError(
             f"The question has {size} tokens with its header; a context window of {window} less max_tokens leaves "
             f"{max(0, room)}. Shorten it or lower max_tokens."
         )
 
     def stream(
-        self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self,
+        question: str,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+        history: Sequence[Turn] = (),
     ) -> Iterator[RagEvent]:
         """Answer piece by piece: an event with the sources, the text, an event with the whole answer.
+
+        Args:
+            question: The question.
+            sampling: How to decode.
+            settings: How to treat stored KV.
+            history: The conversation before it, oldest turn first; see :meth:`retrieve` and :meth:`prompt`.
 
         Raises:
             InputError: An empty question, or nothing indexed yet.
         """
-        found = self._find(question)
-        built, hits, notes = self.prompt(question, found.hits, sampling)
+        found = self._find(question, history)
+        built, hits, notes = self.prompt(question, found.hits, sampling, history)
         sources = Retrieved(hits, found.seconds).sources
         return self._events(self.engine.stream(built, sampling, settings), sources, found.seconds, notes)
 
-    def _find(self, question: str) -> Retrieved:
-        found = self.retrieve(question)
+    def _find(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
+        found = self.retrieve(question, history)
         if not found.hits:
             raise InputError(f"Nothing is indexed in {self.chunks.directory} yet; index some documents first.")
         return found
@@ -244,11 +208,15 @@ class RagPipeline:
                 close()
 
     def ask(
-        self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self,
+        question: str,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+        history: Sequence[Turn] = (),
     ) -> RagAnswer:
-        """Answer in one piece; raises as :meth:`stream` does."""
+        """Answer in one piece; takes and raises what :meth:`stream` does."""
         answer = None
-        for event in self.stream(question, sampling, settings):
+        for event in self.stream(question, sampling, settings, history):
             answer = event.answer
         assert answer is not None
         return answer
@@ -260,21 +228,29 @@ class RagPipeline:
         return await asyncio.to_thread(self.index, list(paths), progress)
 
     async def aask(
-        self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self,
+        question: str,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+        history: Sequence[Turn] = (),
     ) -> RagAnswer:
         """Async twin of :meth:`ask`, off the event loop."""
-        return await asyncio.to_thread(self.ask, question, sampling, settings)
+        return await asyncio.to_thread(self.ask, question, sampling, settings, history)
 
-    async def aretrieve(self, question: str) -> Retrieved:
+    async def aretrieve(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         """Async twin of :meth:`retrieve`, off the event loop."""
-        return await asyncio.to_thread(self.retrieve, question)
+        return await asyncio.to_thread(self.retrieve, question, history)
 
     async def astream(
-        self, question: str, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self,
+        question: str,
+        sampling: SamplingParams | None = None,
+        settings: BlendSettings | None = None,
+        history: Sequence[Turn] = (),
     ) -> AsyncIterator[RagEvent]:
         """Async twin of :meth:`stream`; the engine's own async stream ends the work when the consumer is cancelled."""
-        found = await asyncio.to_thread(self._find, question)
-        built, hits, notes = await asyncio.to_thread(self.prompt, question, found.hits, sampling)
+        found = await asyncio.to_thread(self._find, question, history)
+        built, hits, notes = await asyncio.to_thread(self.prompt, question, found.hits, sampling, history)
         sources = Retrieved(hits, found.seconds).sources
         yield RagEvent("", sources=sources)
         async for event in self.engine.astream(built, sampling, settings):
@@ -293,6 +269,12 @@ class RagPipeline:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def _left_out(turns: int, kept_turns: int, hits: int, kept_hits: int, window: int) -> tuple[str, ...]:
+    because = f"left out: the context window is {window} tokens."
+    notes = [f"{turns - kept_turns} of {turns} earlier questions {because}"] if kept_turns < turns else []
+    return (*notes, *([f"{hits - kept_hits} of {hits} sources {because}"] if kept_hits < hits else []))
 
 
 def _config_in(directory: str | Path) -> IndexConfig | None:

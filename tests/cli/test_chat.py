@@ -11,7 +11,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
 from cacheblend_rag.engines.results import Generation, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.rag.pipeline import RagAnswer, RagEvent, Source
+from cacheblend_rag.rag.results import RagAnswer, RagEvent, Source
 
 SOURCES = (
     Source("c2", "/docs/ships.txt", 3, 0.5, "Her cargo is grain."),

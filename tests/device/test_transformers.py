@@ -83,7 +83,7 @@ def test_each_chunk_leaves_the_device_in_one_late_copy_and_lies_in_pinned_memory
         assert all(kv.layer(index).v.is_pinned() for index in range(engine.num_layers))
     pins, unpinned = simulated.pins[0], simulated.SimulatedTensor.unpinned
     assert engine.generate(scene.prompt, ANSWER, BlendSettings(ratio=0.2)).mode == "blend"
-    assert simulated.pins[0] == pins
+    assert simulated.pins[0] - pins == 1  # what the selection reads, a number a token
     assert simulated.SimulatedTensor.unpinned - unpinned < 60  # ids, positions, single numbers
 
 

@@ -10,9 +10,9 @@ from collections.abc import Generator, Sequence
 import torch
 
 from cacheblend_rag.blending.fusor import FuseResult, Segment, fuse_stepwise
-from cacheblend_rag.blending.reads import DamagedSpanError
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.reads import DamagedSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import Blended, Load, WorkerMeta

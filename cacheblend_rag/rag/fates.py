@@ -1,0 +1,133 @@
+"""What became of a prompt's tokens: of each chunk's KV, and of the prompt as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.policies.base import Candidates
+from cacheblend_rag.blending.settings import BlendSettings, Reuse
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+
+Fate = Literal["exact", "reused", "recomputed", "missing"]
+
+
+@dataclass(frozen=True)
+class ChunkFate:
+    """What became of one chunk in a prompt.
+
+    Attributes:
+        id: The chunk's id.
+        fate: ``exact``: its KV was computed in just this context, and used as it is. ``reused``: it was computed in another one,
+            and used but for the recomputed tokens. ``recomputed``: all of it was computed anew, what is stored was not used.
+            ``missing``: nothing was stored, so it was computed.
+        start: Its first position in the prompt.
+        tokens: How many tokens it has.
+        recomputed: Ascending positions in the prompt that were recomputed; None where the engine does not tell which.
+    """
+
+    id: str
+    fate: Fate
+    start: int
+    tokens: int
+    recomputed: tuple[int, ...] | None = ()
+
+
+@dataclass(frozen=True)
+class PromptFate:
+    """What became of a prompt's tokens. The five counts add up to the prompt.
+
+    Attributes:
+        exact: Tokens of the exact prefix.
+        reused: Other tokens whose stored KV was used as it is.
+        recomputed: Tokens of chunks that were computed although the chunk was not missing.
+        missing: Tokens of chunks without stored KV.
+        text: Tokens between the chunks and behind them: the question, and the conversation before it.
+        chunks: One for each chunk, in the order of the prompt.
+    """
+
+    exact: int
+    reused: int
+    recomputed: int
+    missing: int
+    text: int
+    chunks: tuple[ChunkFate, ...]
+
+
+def prompt_fate(
+    engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, settings: BlendSettings | None = None
+) -> PromptFate:
+    """Say what became of ``prompt``, which ``engine`` answered with ``done``.
+
+    Which tokens were recomputed is known where the policy was `static` and this process can see the store: then the choice is
+    made once more from the ranks that are stored. Call it right after the answer: what is stored may change.
+
+    Args:
+        engine: The engine.
+        prompt: The prompt, tokenised by the engine.
+        done: Its answer.
+        settings: The blend options that the engine was given.
+    """
+    wanted = engine.profile.resolve(settings or BlendSettings(), engine.num_layers)
+    reuse: Reuse = wanted.reuse if done.mode == "blend" else "off"
+    missing = set(done.missing)
+    exact = _exact_prefix(engine, prompt, done, reuse)
+    stale = [span for span in prompt.spans if span.end > exact and span.chunk.id not in missing and reuse == "chunks"]
+    chosen = _chosen(engine, stale, done)
+    chunks = []
+    for span in prompt.spans:
+        every = tuple(range(span.start, span.end))
+        fate: Fate = "missing" if span.chunk.id in missing else "exact" if span.end <= exact else "recomputed"
+        tokens: tuple[int, ...] | None = () if fate == "exact" else every
+        if span in stale:
+            fate = "reused"
+            tokens = None if chosen is None else tuple(at for at in chosen if span.start <= at < span.end)
+        chunks.append(ChunkFate(span.chunk.id, fate, span.start, len(every), tokens))
+    counts = {name: sum(c.tokens for c in chunks if c.fate == name) for name in ("missing", "recomputed")}
+    recomputed = done.usage.recomputed_tokens if reuse == "chunks" else counts["recomputed"]
+    text = done.usage.computed_tokens - recomputed - counts["missing"]
+    reused = done.usage.reused_tokens - exact
+    return PromptFate(exact, reused, recomputed, counts["missing"], text, tuple(chunks))
+
+
+def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, reuse: Reuse) -> int:
+    """Return how many tokens from the first on were used as they are, in the context they were computed in."""
+    if reuse == "off":
+        return 0
+    if reuse == "prefix":
+        return done.usage.reused_tokens
+    header = len(engine.header_ids)
+    if not prompt.spans or prompt.token_ids[:header] != tuple(engine.header_ids):
+        return 0
+    first = prompt.spans[0]
+    behind_header = first.start == header and first.chunk.id not in done.missing
+    return min(first.end if behind_header else header, done.usage.reused_tokens)
+
+
+def _chosen(engine: BlendEngine, stale: Sequence[ChunkSpan], done: Generation) -> list[int] | None:
+    """Return the positions that were recomputed; None where they are not known."""
+    wanted = done.usage.recomputed_tokens
+    if not wanted or wanted == sum(span.end - span.start for span in stale):
+        return [at for span in stale if wanted for at in range(span.start, span.end)]
+    entries = engine.entries
+    if done.policy != "static" or entries is None:
+        return None
+    found = [entries.get(span.chunk.token_ids, engine.num_layers) for span in stale]
+    static = [None if kv is None else kv.static_deviation() for kv in found]
+    for kv in found:
+        if kv is not None:
+            kv.finish()
+    known = [each for each in static if each is not None]
+    if len(known) < len(stale):
+        return None
+    positions = torch.cat([torch.arange(span.start, span.end) for span in stale])
+    nowhere = torch.zeros_like(positions)
+    keep = policy("static").select(Candidates(positions, nowhere, nowhere, static=torch.cat(known)), wanted)
+    chosen: list[int] = positions[keep].tolist()
+    return chosen

@@ -1,0 +1,174 @@
+"""The part of the page where questions are asked and answers are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.ui.answers import AnswerPanel
+from cacheblend_rag.ui.assets import asset
+from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
+from cacheblend_rag.ui.documents import DocumentsPanel
+from cacheblend_rag.ui.workspace import Workspace, explain
+
+Updates = dict[Any, Any]
+
+_ASKING = {"submit_btn": False, "stop_btn": "Stop"}
+_IDLE = {"submit_btn": "Ask", "stop_btn": False, "interactive": True}
+
+
+class ChatPanel:
+    """Components and what they do; ``tab`` is the component that holds the tab's id."""
+
+    def __init__(self, workspace: Workspace, tabs: Tabs, tab: Any, examples: list[str]):
+        """Lay the panel out where the caller is; :meth:`connect` does the rest."""
+        self._workspace, self._tabs, self._tab = workspace, tabs, tab
+        self.chatbot = gr.Chatbot(
+            label="Conversation",
+            show_label=False,
+            height="62vh",
+            editable="user",
+            buttons=["copy"],
+            feedback_options=None,
+            latex_delimiters=[],
+            group_consecutive_messages=False,
+            placeholder="Ask something about the documents of the collection.",
+            examples=[{"text": question} for question in examples] or None,
+            elem_id="cb-chat",
+        )
+        self.question = gr.Textbox(
+            show_label=False,
+            label="Question",
+            placeholder="Ask a question",
+            max_lines=5,
+            interactive=False,  # until the tab has its id, which says whose conversation this is
+            elem_id="cb-question",
+            submit_btn="Ask",
+        )
+        with gr.Row():
+            self.new = gr.Button("New conversation", size="sm", elem_id="cb-new")
+            self.export = gr.Button("Save as Markdown", size="sm", interactive=False, elem_id="cb-export")
+        self._markdown = gr.Textbox(visible="hidden", label="Markdown")
+
+    def connect(self, answers: AnswerPanel, documents: DocumentsPanel) -> None:
+        """Connect the panel with the ones it changes."""
+        self._answers, self._documents = answers, documents
+        self.changed = [self.chatbot, self.question, self.export, *answers.changed]
+        for event, function, inputs in (
+            (self.question.submit, self.ask, [self.question, self._tab]),
+            (self.chatbot.example_select, self.example, [self._tab]),
+            (self.chatbot.retry, self.retry, [self._tab]),
+            (self.chatbot.edit, self.edit, [self._tab]),
+            (self.question.stop, self.stop, [self._tab]),
+            (self.new.click, self.clear, [self._tab]),
+            (self.chatbot.clear, self.clear, [self._tab]),
+        ):
+            event(function, inputs, self.changed, show_progress="hidden", api_visibility="private")
+        # The browser makes the file: none is left lying here.
+        self.export.click(
+            self.save, [self._tab], [self._markdown], show_progress="hidden", api_visibility="private"
+        ).then(None, [self._markdown], None, js=asset("save.js"))
+        self.chatbot.select(self.pick, [self._tab], answers.changed, show_progress="hidden", api_visibility="private")
+
+    def view(self, conversation: Conversation) -> Updates:
+        """Return the panel, and the one that shows answers, as they should be while nothing is being answered."""
+        return {
+            self.chatbot: messages(conversation),
+            self.question: gr.update(**_IDLE, autofocus=True),
+            self.export: gr.update(interactive=bool(conversation.exchanges)),
+            **self._answers.view(conversation),
+        }
+
+    def ask(self, question: str, tab: str) -> Iterator[Updates]:
+        """Answer a question, piece by piece."""
+        conversation = self._tabs.get(tab)
+        if not question.strip():
+            yield {self.question: gr.update(placeholder="Write a question first.")}
+            return
+        waiting = [*messages(conversation), _message("user", question), _message("assistant", "Waiting for the model…")]
+        yield {self.question: gr.update(value="", **_ASKING), self.chatbot: waiting}
+        try:
+            collections = self._workspace.collections()
+            conversation.collection = conversation.collection or collections.first.name
+            collection = collections.get(conversation.collection)
+        except CacheBlendError as error:
+            conversation.exchanges.append(Exchange(question, conversation.collection, explain(error), "failed"))
+            yield self.view(conversation)
+            return
+        shown = 0
+        for exchange in conversation.ask(question, collection, self._workspace.choices):
+            updates: Updates = {self.chatbot: messages(conversation)}
+            if len(exchange.hits) != shown:  # the sources are there before the answer is
+                shown = len(exchange.hits)
+                updates |= self._answers.view(conversation)
+            yield updates
+        yield self.view(conversation)
+
+    def example(self, tab: str, chosen: gr.SelectData) -> Iterator[Updates]:
+        """Ask one of the example questions."""
+        yield from self.ask(chosen.value["text"], tab)
+
+    def retry(self, tab: str, at: gr.RetryData) -> Iterator[Updates]:
+        """Answer a question again; what followed it is forgotten."""
+        yield from self._again(tab, at.index, None)
+
+    def edit(self, tab: str, at: gr.EditData) -> Iterator[Updates]:
+        """Ask a question in other words; what followed it is forgotten."""
+        yield from self._again(tab, at.index, str(at.value))
+
+    def _again(self, tab: str, index: Any, wording: str | None) -> Iterator[Updates]:
+        number = (index[0] if isinstance(index, (list, tuple)) else index) // 2  # question and answer are two messages
+        conversation = self._tabs.get(tab)
+        try:
+            question = conversation.back_to(number)
+        except CacheBlendError as error:
+            gr.Warning(str(error))
+            yield self.view(conversation)
+            return
+        yield from self.ask(wording or question, tab)
+
+    def stop(self, tab: str) -> Updates:
+        """End the answer that is being written."""
+        conversation = self._tabs.get(tab)
+        conversation.stop()
+        return self.view(conversation)
+
+    def clear(self, tab: str) -> Updates:
+        """Begin a new conversation."""
+        conversation = self._tabs.get(tab)
+        conversation.stop()
+        conversation.exchanges.clear()
+        return self.view(conversation)
+
+    def save(self, tab: str) -> str:
+        """Return the conversation as a document."""
+        return self._tabs.get(tab).to_markdown()
+
+    def pick(self, tab: str, chosen: gr.SelectData) -> Updates:
+        """Show what the chosen answer rests on."""
+        index = chosen.index[0] if isinstance(chosen.index, (list, tuple)) else chosen.index
+        conversation = self._tabs.get(tab)
+        return self._answers.view(conversation, min(index // 2, len(conversation.exchanges) - 1))
+
+
+def messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """Return a conversation as Gradio shows it: two messages for each question."""
+    found = []
+    for each in conversation.exchanges:
+        text = each.text.strip()
+        if each.outcome == "failed":
+            text = f"**Not answered.** {text}"
+        elif each.outcome == "stopped":
+            text = f"{text} *(stopped)*".strip()
+        found += [
+            _message("user", each.question),
+            _message("assistant", text or ("…" if each.outcome == "answering" else "(no answer)")),
+        ]
+    return found
+
+
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}

@@ -1,0 +1,209 @@
+"""Collections: store directories whose documents are asked about, one at a time."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Literal
+
+from cacheblend_rag.errors import CacheBlendError, InputError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
+    from cacheblend_rag.rag.pipeline import RagPipeline
+    from cacheblend_rag.retrieval.index import IndexedDocument
+
+_DOCUMENTS = "documents"
+
+State = Literal["waiting", "indexing", "done", "unchanged", "skipped", "removed", "failed"]
+
+
+@dataclass(frozen=True)
+class FileState:
+    """Where one file stands while documents are indexed: its name, how far it is, and what to say of it."""
+
+    name: str
+    state: State = "waiting"
+    note: str = ""
+
+
+class Collection:
+    """A store directory, opened. Files that are dropped in are kept in its folder ``documents``.
+
+    Attributes:
+        name: What the page calls it: the directory's name.
+        directory: The store directory.
+        pipeline: What answers from it.
+    """
+
+    def __init__(self, directory: Path, pipeline: RagPipeline):
+        """Take an open pipeline."""
+        self.name, self.directory, self.pipeline = directory.name, directory, pipeline
+        self._changing = threading.Lock()
+
+    def documents(self) -> list[IndexedDocument]:
+        """List what is indexed, in path order."""
+        return self.pipeline.chunks.documents()
+
+    def add(self, files: Sequence[Path]) -> Iterator[list[FileState]]:
+        """Keep a copy of each file and index it; a file takes the place of the one of its name.
+
+        Yields:
+            The state of all files, whenever one has changed.
+        """
+        kept = self.directory / _DOCUMENTS
+        kept.mkdir(parents=True, exist_ok=True)
+        copies = list(dict.fromkeys(kept / file.name for file in files))
+        for file in files:
+            shutil.copyfile(file, kept / file.name)
+        yield from self._index(copies)
+
+    def reindex(self) -> Iterator[list[FileState]]:
+        """Index anew what has changed on disk since; documents whose files are gone leave."""
+        indexed = [Path(document.path) for document in self.documents()]
+        there = [path for path in indexed if path.is_file()]
+        gone = [path for path in indexed if path not in there]
+        self.remove([str(path) for path in gone])
+        left = [FileState(path.name, "removed", "its file is gone") for path in gone]
+        yield left
+        for states in self._index(there):
+            yield [*left, *states]
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Take documents out of the index, and delete the copies kept of them.
+
+        Raises:
+            StoreError: The index cannot be written.
+        """
+        with self._changing:
+            for path in paths:
+                self.pipeline.remove(path)
+                if Path(path).parent == self.directory / _DOCUMENTS:
+                    Path(path).unlink(missing_ok=True)
+
+    def _index(self, files: Sequence[Path]) -> Iterator[list[FileState]]:
+        """Index in a thread of its own, which goes on where the reader is a tab that is closed."""
+        states = [FileState(file.name) for file in files]
+        yield list(states)
+        told: SimpleQueue[tuple[int, FileState] | None] = SimpleQueue()
+
+        def tell(number: int, state: FileState) -> None:
+            told.put((number, state))
+
+        def work() -> None:
+            with self._changing:
+                for number, file in enumerate(files):
+                    tell(number, FileState(file.name, "indexing", "reading"))
+                    tell(number, self._index_one(file, partial(tell, number)))
+            told.put(None)
+
+        threading.Thread(target=work, name=f"index {self.name}", daemon=True).start()
+        while (news := told.get()) is not None:
+            states[news[0]] = news[1]
+            yield list(states)
+
+    def _index_one(self, file: Path, tell: Callable[[FileState], None]) -> FileState:
+        """Index one file; what goes wrong is a state, too, so that other files go on."""
+
+        def step(at: IndexProgress) -> None:
+            if at.chunks:
+                tell(FileState(file.name, "indexing", f"{at.chunks_done} of {at.chunks} chunks"))
+
+        try:
+            report = self.pipeline.index([file], step)
+            if self.pipeline.chunks.digest_of(str(file)) is None and file.parent == self.directory / _DOCUMENTS:
+                file.unlink(missing_ok=True)  # nothing of it is in the index, and nobody would look for it here
+            return _outcome(file.name, report)
+        except CacheBlendError as error:
+            return FileState(file.name, "failed", str(error))
+        except Exception as error:  # said beside the file's name, which a thread's traceback is not
+            return FileState(file.name, "failed", f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Close the index; the engine may be another collection's, too."""
+        self.pipeline.close()
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number of things in words: "1 chunk", "2 chunks"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _outcome(name: str, report: IndexReport) -> FileState:
+    if report.skipped:
+        return FileState(name, "skipped", report.skipped[0].reason)
+    if report.removed:
+        return FileState(name, "removed", "it holds no text any more")
+    if report.unchanged:
+        return FileState(name, "unchanged", "indexed before")
+    note = counted(report.chunks, "chunk")
+    if report.without_kv:
+        reason = next(iter(report.without_kv.values()))
+        note += f", {len(report.without_kv)} of them without stored KV: {reason}"
+    return FileState(name, "done", note)
+
+
+class Collections:
+    """The collections of a page: the store it was started on, and those made beside it.
+
+    Attributes:
+        home: Where new collections are made.
+    """
+
+    def __init__(self, first: Path, home: Path, open_pipeline: Callable[[Path], RagPipeline]):
+        """Open nothing yet; ``open_pipeline`` opens a store directory, which is made where there is none."""
+        self.first, self.home, self._open = first, home, open_pipeline
+        self._opened: dict[Path, Collection] = {}
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """List the collections, the first one first."""
+        made = sorted(entry.name for entry in self.home.glob("*/") if entry != self.first and entry.is_dir())
+        return [self.first.name, *(name for name in made if name != self.first.name)]
+
+    def get(self, name: str) -> Collection:
+        """Return a collection, opened.
+
+        Raises:
+            InputError: There is none of that name.
+            StoreMismatchError: It was made for another model.
+            StoreError: It cannot be opened.
+        """
+        if name not in self.names():
+            raise InputError(f"There is no collection {name!r} any more. Choose another one.")
+        directory = self.first if name == self.first.name else self.home / name
+        with self._lock:
+            if directory not in self._opened:
+                self._opened[directory] = Collection(directory, self._open(directory))
+            return self._opened[directory]
+
+    def make(self, name: str) -> Collection:
+        """Make a collection, in a directory of that name.
+
+        Raises:
+            InputError: The name is taken, or is none for a directory.
+        """
+        name = name.strip()
+        if not name or name.startswith(".") or any(c in name for c in '/\\:*?"<>|\0') or len(name) > 80:
+            raise InputError('Give the collection a name of at most 80 characters, without / \\ : * ? " < > |.')
+        if name in self.names():
+            raise InputError(f"There is a collection {name!r} already.")
+        (self.home / name).mkdir(parents=True)
+        return self.get(name)
+
+    def close(self) -> None:
+        """Close every collection."""
+        with self._lock:
+            engines = {
+                id(collection.pipeline.engine): collection.pipeline.engine for collection in self._opened.values()
+            }
+            for collection in self._opened.values():
+                collection.close()
+            for engine in engines.values():
+                engine.close()
+            self._opened.clear()

@@ -1,0 +1,187 @@
+"""Conversations: what each tab has asked, what was answered, and where the answers come from."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.ui.collections import Collection
+from cacheblend_rag.ui.workspace import Choices, explain, nothing_indexed
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import BlendEngine
+    from cacheblend_rag.engines.results import Generation
+    from cacheblend_rag.prompts.prompt import TokenizedPrompt
+    from cacheblend_rag.rag.fates import PromptFate
+    from cacheblend_rag.rag.results import Source, Turn
+    from cacheblend_rag.retrieval.index import Hit
+
+_MOST_TABS = 200
+
+Outcome = Literal["answering", "done", "stopped", "failed"]
+
+
+@dataclass
+class Exchange:
+    """A question, and all that is known of its answer so far.
+
+    Attributes:
+        question: The question.
+        collection: Name of the collection it was asked of.
+        text: The answer so far; the error's words where there was one.
+        outcome: How it stands.
+        hits: The chunks in the prompt, in its order.
+        prompt: The prompt, tokenised; None before retrieval.
+        engine: What answered.
+        generation: What the engine reports; None before the answer's end.
+        fate: What became of the prompt's tokens, likewise.
+        retrieve_s: Seconds of retrieval.
+        notes: What the user should know besides.
+    """
+
+    question: str
+    collection: str
+    text: str = ""
+    outcome: Outcome = "answering"
+    hits: tuple[Hit, ...] = ()
+    prompt: TokenizedPrompt | None = None
+    engine: BlendEngine | None = None
+    generation: Generation | None = None
+    fate: PromptFate | None = None
+    retrieve_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The chunks in the prompt as they are shown."""
+        from cacheblend_rag.rag.results import Retrieved
+
+        return Retrieved(self.hits, self.retrieve_s).sources
+
+
+@dataclass
+class Conversation:
+    """One tab's conversation.
+
+    Attributes:
+        exchanges: Questions and answers in order.
+        collection: Name of the collection that the tab asks.
+    """
+
+    exchanges: list[Exchange] = field(default_factory=list)
+    collection: str = ""
+    _current: Exchange | None = None
+
+    def turns(self) -> list[Turn]:
+        """Return what the next question is answered in the context of: answers to the collection it is asked of."""
+        from cacheblend_rag.rag.results import Turn
+
+        return [
+            Turn(each.question, each.text.strip(), each.hits)
+            for each in self.exchanges
+            if each.outcome in ("done", "stopped") and each.text.strip() and each.collection == self.collection
+        ]
+
+    def ask(self, question: str, collection: Collection, choices: Choices) -> Iterator[Exchange]:
+        """Answer a question in the context of the conversation.
+
+        Yields:
+            The exchange, whenever something of it has changed. What goes wrong is said in it, never raised.
+        """
+        self.stop()
+        turns = self.turns()
+        exchange = self._current = Exchange(question.strip(), collection.name)
+        self.exchanges.append(exchange)
+        yield exchange
+        try:
+            yield from self._answer(exchange, collection, choices, turns)
+        except Exception as error:  # in the page's place for answers, where the person looks
+            exchange.outcome, exchange.text = "failed", explain(error)
+        yield exchange
+
+    def _answer(
+        self, exchange: Exchange, collection: Collection, choices: Choices, turns: list[Turn]
+    ) -> Iterator[Exchange]:
+        from cacheblend_rag.rag.fates import prompt_fate
+
+        pipeline = collection.pipeline
+        engine = exchange.engine = pipeline.engine
+        found = pipeline.retrieve(exchange.question, turns)
+        if not found.hits:
+            raise nothing_indexed(collection.name)
+        built, exchange.hits, exchange.notes = pipeline.prompt(exchange.question, found.hits, choices.sampling, turns)
+        exchange.prompt, exchange.retrieve_s = engine.tokenize(built), found.seconds
+        yield exchange
+        stream = engine.stream(exchange.prompt, choices.sampling, choices.settings)
+        try:
+            for event in stream:
+                if event.generation is None and self._current is not exchange:
+                    return
+                exchange.text += event.text
+                exchange.generation = event.generation
+                if event.text:
+                    yield exchange
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        assert exchange.generation is not None
+        exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, choices.settings)
+        exchange.outcome = "done"
+
+    def stop(self) -> None:
+        """End the answer that is being written, if there is one, at its next token."""
+        if self._current is not None and self._current.outcome == "answering":
+            self._current.outcome = "stopped"
+        self._current = None
+
+    def back_to(self, number: int) -> str:
+        """Forget exchange ``number`` and what followed it; return its question.
+
+        Raises:
+            InputError: There is no such exchange.
+        """
+        if not 0 <= number < len(self.exchanges):
+            raise InputError("That question is not in this conversation any more. Load the page again.")
+        self.stop()
+        question = self.exchanges[number].question
+        del self.exchanges[number:]
+        return question
+
+    def to_markdown(self) -> str:
+        """Return the conversation as a Markdown document: questions, answers and their sources."""
+        lines = [f"# Conversation of {datetime.now():%Y-%m-%d %H:%M}", ""]
+        for each in self.exchanges:
+            lines += [f"## {each.question}", "", each.text.strip() or "(no answer)", ""]
+            if each.outcome == "stopped":
+                lines += ["*(stopped)*", ""]
+            for number, source in enumerate(each.sources, 1):
+                lines.append(f"{number}. {Path(source.path).name}, chunk {source.ordinal}")
+            lines += [""] if each.hits else []
+        return "\n".join(lines)
+
+
+class Tabs:
+    """Each tab's conversation, by an id that the tab has made up and keeps when it is loaded again."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._of: OrderedDict[str, Conversation] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, tab: str) -> Conversation:
+        """Return the tab's conversation, a new one for a tab never seen; those not seen for longest are forgotten."""
+        if not tab:  # a page that has only half arrived
+            return Conversation()
+        with self._lock:
+            conversation = self._of.setdefault(tab, Conversation())
+            self._of.move_to_end(tab)
+            while len(self._of) > _MOST_TABS:
+                self._of.popitem(last=False)
+            return conversation

@@ -1,0 +1,128 @@
+"""The page: documents at the side, the conversation in the middle, what answers rest on beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.ui import render
+from cacheblend_rag.ui.answers import AnswerPanel
+from cacheblend_rag.ui.assets import asset
+from cacheblend_rag.ui.chat import ChatPanel
+from cacheblend_rag.ui.conversation import Tabs
+from cacheblend_rag.ui.documents import DocumentsPanel
+from cacheblend_rag.ui.workspace import Workspace
+
+_POLL_S = 0.2
+# Uploads are copied into the store at once: how often Gradio looks for its own copies, and how old they may get, in seconds.
+_KEPT_S = (3600, 3600)
+
+Updates = dict[Any, Any]
+
+
+class Page:
+    """One page for all tabs; what a tab sees is in its conversation.
+
+    Attributes:
+        blocks: What Gradio serves.
+    """
+
+    def __init__(self, workspace: Workspace, examples: list[str]):
+        """Lay the page out; nothing here waits for the model.
+
+        Args:
+            workspace: The model and its collections.
+            examples: Questions to offer while nothing has been asked.
+        """
+        self._workspace, self._tabs = workspace, Tabs()
+        with gr.Blocks(
+            title="CacheBlend", analytics_enabled=False, fill_width=True, delete_cache=_KEPT_S
+        ) as self.blocks:
+            tab = gr.Textbox(visible="hidden", label="tab", elem_id="cb-tab")
+            wide = gr.Checkbox(visible="hidden", label="wide", elem_id="cb-wide")
+            # Closed until the window is known to be wide: on a phone it would lie over the conversation.
+            with gr.Sidebar(open=False, width=320, elem_id="cb-side") as self._side:
+                documents = DocumentsPanel(workspace, self._tabs, tab)
+            with gr.Row(elem_id="cb-head"):
+                self._status = gr.HTML(_status(workspace), elem_id="cb-status")
+                self._retry = gr.Button("Try again", visible=False, size="sm", scale=0, elem_id="cb-try-again")
+            with gr.Row(elem_id="cb-main"):
+                with gr.Column(scale=3, min_width=320):
+                    self._chat = ChatPanel(workspace, self._tabs, tab, examples)
+                with gr.Column(scale=2, min_width=320, elem_id="cb-panel"):
+                    answers = AnswerPanel(workspace, self._tabs, tab)
+            self._chat.connect(answers, documents)
+            self._documents = documents
+            changed = [
+                tab,
+                self._side,
+                self._status,
+                self._retry,
+                documents.collection,
+                documents.documents,
+                *self._chat.changed,
+            ]
+            self._tab = tab
+            self.blocks.load(
+                self.begin, [tab, wide], changed, js=asset("tab.js"), show_progress="hidden", api_visibility="private"
+            )
+            self._retry.click(self.try_again, tab, changed, show_progress="hidden", api_visibility="private")
+
+    async def begin(self, tab: str, wide: bool) -> AsyncIterator[Updates]:
+        """Show a tab its conversation, and what the model is doing until it is loaded."""
+        conversation = self._tabs.get(tab)
+        conversation.stop()  # a tab that is loaded again reads no more of what was being written
+        yield {self._tab: tab, self._side: gr.update(open=wide), **self._chat.view(conversation)}
+        async for updates in self._wait(tab):
+            yield updates
+
+    async def try_again(self, tab: str) -> AsyncIterator[Updates]:
+        """Load the model once more."""
+        self._workspace.start()
+        async for updates in self._wait(tab):
+            yield updates
+
+    async def _wait(self, tab: str) -> AsyncIterator[Updates]:
+        said = ""
+        while not (self._workspace.ready or self._workspace.failed):
+            if said != self._workspace.status:
+                said = self._workspace.status
+                yield self._told()
+            await asyncio.sleep(_POLL_S)
+        yield self._told()
+        if self._workspace.ready:
+            try:
+                yield await asyncio.to_thread(self._documents.shown, tab)
+            except CacheBlendError as error:
+                yield {self._status: render.error(str(error))}
+
+    def _told(self) -> Updates:
+        return {self._status: _status(self._workspace), self._retry: gr.update(visible=self._workspace.failed)}
+
+
+def _status(workspace: Workspace) -> str:
+    if workspace.failed:
+        return render.error(workspace.status)
+    return render.status(workspace.status, workspace.ready)
+
+
+def theme() -> Any:
+    """Return the page's looks: the system's own fonts, so that nothing is fetched from elsewhere."""
+    plain = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+    return gr.themes.Default(
+        primary_hue="blue", neutral_hue="slate", font=plain, font_mono=["ui-monospace", "Consolas", "monospace"]
+    )
+
+
+def styles() -> str:
+    """Return the page's style sheet."""
+    return asset("style.css")
+
+
+def head() -> str:
+    """Return what goes into the page's head: the keys."""
+    return f"<script>{asset('keys.js')}</script>"

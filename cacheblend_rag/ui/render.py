@@ -1,0 +1,164 @@
+"""An answer's numbers and sources as HTML. Whatever comes from documents or models is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.ui.collections import counted
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.results import Generation
+    from cacheblend_rag.rag.fates import ChunkFate, PromptFate
+    from cacheblend_rag.rag.results import Source
+    from cacheblend_rag.retrieval.index import IndexedDocument
+    from cacheblend_rag.ui.collections import FileState
+    from cacheblend_rag.ui.conversation import Exchange
+
+_FATES = {
+    "exact": "computed in just this context",
+    "reused": "stored KV used as it is",
+    "recomputed": "computed anew",
+    "missing": "nothing was stored",
+    "text": "question and text between chunks",
+}
+_STATES = {
+    "waiting": "waiting",
+    "indexing": "indexing",
+    "done": "indexed",
+    "unchanged": "unchanged",
+    "skipped": "skipped",
+    "removed": "removed",
+    "failed": "failed",
+}
+
+
+def seconds(value: float) -> str:
+    """Return a time with the digits that matter."""
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def hint(text: str) -> str:
+    """Return a line that says what is missing, or what to do."""
+    return f'<p class="cb-hint">{escape(text)}</p>'
+
+
+def error(text: str) -> str:
+    """Return a message about what went wrong."""
+    return f'<p class="cb-error" role="alert">{escape(text)}</p>'
+
+
+def status(text: str, ready: bool) -> str:
+    """Return what the model is doing, or its name once it is loaded."""
+    return f'<p class="cb-status" role="status">{"Model" if ready else ""} <b>{escape(text)}</b></p>'
+
+
+def answer(exchange: Exchange | None) -> str:
+    """Return an answer's numbers, its bar, and its sources as cards."""
+    if exchange is None:
+        return hint("Ask a question, and the documents its answer rests on are shown here.")
+    if not exchange.hits:
+        return hint("This answer has no sources." if exchange.outcome != "answering" else "Looking for sources…")
+    parts = [numbers_and_bar(exchange)]
+    if exchange.outcome == "stopped" and exchange.fate is None:
+        parts.append(hint("Stopped before its end, so the engine reports no numbers."))
+    parts += [hint(note) for note in exchange.notes]
+    fates = {} if exchange.fate is None else {fate.id: fate for fate in exchange.fate.chunks}
+    cards = [_card(number, source, fates.get(source.id)) for number, source in enumerate(exchange.sources, 1)]
+    return "".join(parts) + f'<div class="cb-cards">{"".join(cards)}</div>'
+
+
+def numbers_and_bar(exchange: Exchange) -> str:
+    """Return what an answer took, and what became of its prompt; nothing before the answer's end."""
+    if exchange.generation is None or exchange.fate is None:
+        return ""
+    done = exchange.generation
+    why = hint(f"No stored KV was used: {done.reason}.") if done.mode == "prefill" else ""
+    return _numbers(done, exchange.retrieve_s) + bar(exchange.fate, legend=True) + why
+
+
+def _numbers(done: Generation, retrieve_s: float) -> str:
+    usage = done.usage
+    chosen = f", {done.policy} {done.ratio:.0%}" if done.policy is not None and done.ratio is not None else ""
+    rows = [
+        ("first token", seconds(done.timings.ttft_s)),
+        ("prompt", f"{usage.prompt_tokens:,} tokens"),
+        ("computed", f"{usage.computed_tokens:,} tokens"),
+        ("method", done.mode + chosen),
+        ("search", seconds(retrieve_s)),
+    ]
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows)
+    return f'<dl class="cb-numbers">{cells}</dl>'
+
+
+def bar(fate: PromptFate, legend: bool = False) -> str:
+    """Return a bar of the prompt's tokens by fate; with a legend that says the same in numbers."""
+    counts = {name: max(0, getattr(fate, name)) for name in _FATES}
+    total = sum(counts.values()) or 1
+    there = {name: count for name, count in counts.items() if count}
+    said = ", ".join(f"{name} {count:,}" for name, count in there.items())
+    pieces = "".join(
+        f'<span class="cb-{name}" style="flex-grow:{count / total:.5f}" title="{name}: {count:,} tokens"></span>'
+        for name, count in there.items()
+    )
+    drawn = f'<div class="cb-bar" role="img" aria-label="Prompt tokens: {said}">{pieces}</div>'
+    if not legend:
+        return drawn
+    lines = "".join(
+        f'<li><i class="cb-{name}"></i><b>{count:,}</b> {name} <small>{_FATES[name]}</small></li>'
+        for name, count in there.items()
+    )
+    return f'{drawn}<ul class="cb-legend">{lines}</ul>'
+
+
+def _card(number: int, source: Source, fate: ChunkFate | None) -> str:
+    score = "came along" if source.score is None else f"score {source.score:.2f}"
+    said = ""
+    if fate is not None:
+        said = f'<span class="cb-tag cb-{fate.fate}">{fate.fate}</span>'
+        if fate.fate == "reused" and fate.recomputed is not None:
+            said += f"<small>{len(fate.recomputed):,} of {fate.tokens:,} tokens recomputed</small>"
+        else:
+            said += f"<small>{fate.tokens:,} tokens</small>"
+    name = escape(Path(source.path).name)
+    return (
+        f'<details class="cb-card"><summary><b>{number}</b> {name} <small>chunk {source.ordinal}, {score}</small> '
+        f'<span class="cb-fate">{said}</span></summary><div class="cb-text">{escape(source.text)}</div></details>'
+    )
+
+
+def comparison(rows: Sequence[tuple[str, Generation, PromptFate]], of: int) -> str:
+    """Return the methods' answers to one question side by side; ``of`` is how many there will be."""
+    if not rows:
+        return hint("Answering by full recompute…")
+    full = rows[0][1]
+    slowest = max(done.timings.ttft_s for _, done, _ in rows) or 1
+    lines = []
+    for name, done, fate in rows:
+        same = "" if done is full else "same answer" if done.text.strip() == full.text.strip() else "another answer"
+        mark = f'<span class="cb-{"same" if same == "same answer" else "other"}">{same}</span>' if same else ""
+        lines.append(
+            f'<section class="cb-method"><h4>{escape(name)} {mark}</h4><p class="cb-text">{escape(done.text.strip())}</p>'
+            f'<div class="cb-time"><span style="width:{100 * done.timings.ttft_s / slowest:.1f}%"></span></div>'
+            f"<small>first token {seconds(done.timings.ttft_s)}, {done.usage.computed_tokens:,} of "
+            f"{done.usage.prompt_tokens:,} tokens computed</small>{bar(fate)}</section>"
+        )
+    waiting = "" if len(rows) == of else hint(f"{len(rows)} of {of} methods have answered…")
+    return f'<div class="cb-methods">{"".join(lines)}</div>{waiting}'
+
+
+def files(states: Iterable[FileState]) -> str:
+    """Return how far each file is."""
+    lines = "".join(
+        f'<li class="cb-{each.state}"><b>{escape(each.name)}</b> <span>{_STATES[each.state]}</span> '
+        f"<small>{escape(each.note)}</small></li>"
+        for each in states
+    )
+    return f'<ul class="cb-files" aria-live="polite">{lines}</ul>' if lines else ""
+
+
+def document_choices(documents: Sequence[IndexedDocument]) -> list[tuple[str, str]]:
+    """Return what is chosen among to delete documents: label and path."""
+    return [(f"{Path(each.path).name} ({counted(each.chunks, 'chunk')})", each.path) for each in documents]

@@ -1,0 +1,74 @@
+"""`cacheblend ui`: what the command line hands to the page; the page itself is tested in tests/ui."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from cacheblend_rag.ui.workspace import Choices
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Choices, int, bool]]:
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        "cacheblend_rag.ui.launch.serve", lambda choices, port, browser: calls.append((choices, port, browser))
+    )
+    return calls
+
+
+def test_without_options_it_is_the_bundled_model_and_documents(
+    run: Callable[..., Result], served: list[tuple[Choices, int, bool]], home: Path
+) -> None:
+    result = run("ui")
+    assert result.exit_code == 0, result.stderr
+    assert "http://127.0.0.1:7860" in result.stderr
+    choices, port, browser = served[0]
+    assert (port, browser) == (7860, True)
+    assert choices.seed is not None and (choices.seed / "ship-logs.md").is_file()
+    assert choices.first().parent == home and choices.first().name.startswith("demo-")
+    assert choices.home == home / "collections"
+
+
+def test_options_mean_what_they_mean_everywhere(
+    run: Callable[..., Result], served: list[tuple[Choices, int, bool]], tmp_path: Path
+) -> None:
+    run("ui", "--store", tmp_path, "--port", 8123, "--no-browser", "--k", 3, "--ratio", 0.2, "--max-tokens", 9)
+    choices, port, browser = served[0]
+    assert (choices.first(), choices.seed, port, browser) == (tmp_path, None, 8123, False)
+    assert (choices.k, choices.settings.ratio, choices.sampling.max_tokens) == (3, 0.2, 9)
+
+
+def test_a_value_out_of_range_is_refused_before_anything_is_served(
+    run: Callable[..., Result], served: list[tuple[Choices, int, bool]]
+) -> None:
+    result = run("ui", "--ratio", 2)
+    assert result.exit_code == 2 and "ratio is 2.0" in result.stderr and not served
+
+
+def test_options_of_a_server_and_a_model_do_not_mix(
+    run: Callable[..., Result], served: list[Any], tmp_path: Path
+) -> None:
+    from cacheblend_rag.errors import InputError
+
+    run("ui", "--server", "http://127.0.0.1:9", "--device", "cpu", "--store", tmp_path)
+    with pytest.raises(InputError, match="--device does not go with --server"):
+        served[0][0].load_engine(tmp_path)
+
+
+@pytest.mark.slow
+def test_neither_the_command_line_nor_the_page_waits_for_torch() -> None:
+    code = "import sys, cacheblend_rag.cli, cacheblend_rag.ui.launch; print('gradio' in sys.modules, 'torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "False False\n"
+    )
+    pytest.importorskip("gradio", reason="Gradio is not installed; make setup installs it")
+    code = "import sys, cacheblend_rag.ui.page; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,93 @@
+"""What a test does with a page, in words: by the names that people and screen readers see."""
+
+from __future__ import annotations
+
+import os
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import Locator, Page, expect
+
+SHOTS = os.environ.get("CACHEBLEND_SCREENSHOTS")
+LONG_MS = 120_000
+expect.set_options(timeout=30_000)  # a busy machine is no fault
+
+
+class Tab:
+    """One tab of the page."""
+
+    def __init__(self, page: Page, url: str):
+        self.page = page
+        self.elsewhere: list[str] = []
+        page.on("request", lambda request: self._note(request.url, url))
+        page.goto(url)
+
+    def _note(self, requested: str, own: str) -> None:
+        if not requested.startswith((own, "data:", "blob:")):
+            self.elsewhere.append(requested)
+
+    @property
+    def question(self) -> Locator:
+        return self.page.locator("#cb-question textarea")
+
+    @property
+    def chat(self) -> Locator:
+        return self.page.locator("#cb-chat")
+
+    @property
+    def answers(self) -> Locator:
+        return self.chat.locator(".bot.message, .message.bot")
+
+    def ready(self, model: str = "") -> Tab:
+        """Wait until the model is loaded."""
+        expect(self.page.locator("#cb-status")).to_contain_text(f"Model {model}".strip(), timeout=LONG_MS)
+        return self
+
+    def begin(self, question: str) -> Tab:
+        """Ask, and do not wait for the answer."""
+        self.question.fill(question)
+        self.question.press("Enter")
+        return self
+
+    def ask(self, question: str) -> str:
+        """Ask, wait for the answer's end, and return it."""
+        before = self.answers.count()
+        self.begin(question)
+        expect(self.answers).to_have_count(before + 1, timeout=LONG_MS)
+        self.idle()
+        return self.answers.last.inner_text().strip()
+
+    def idle(self) -> Tab:
+        """Wait until nothing is being answered."""
+        expect(self.page.locator("#cb-question .submit-button")).to_be_visible(timeout=LONG_MS)
+        return self
+
+    def stop(self) -> Tab:
+        self.page.locator("#cb-question .stop-button").click()
+        return self
+
+    def panel(self, name: str) -> Tab:
+        self.page.get_by_role("tab", name=name).click()
+        return self
+
+    def drop(self, *files: Path) -> Tab:
+        self.page.locator("#cb-upload input[type=file]").set_input_files([str(file) for file in files])
+        return self
+
+    def documents(self) -> Locator:
+        return self.page.locator("#cb-documents label")
+
+    def shot(self, name: str) -> Tab:
+        """Keep a picture for the documentation, where one is asked for."""
+        if SHOTS:
+            picture = Image.open(BytesIO(self.page.screenshot(animations="disabled")))
+            picture.save(Path(SHOTS) / f"{name}.webp", quality=80, method=6)
+        return self
+
+
+def overflow(page: Page) -> int:
+    """Return by how many pixels the page is wider than its window."""
+    found: Any = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    return int(found)

@@ -1,0 +1,93 @@
+"""A real Chromium, and pages served by a scripted engine or the bundled model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cacheblend_rag.ui.workspace import Choices, Workspace
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.ui.browser import Tab
+
+NEEDED = bool(os.environ.get("CACHEBLEND_NEEDS_BROWSER"))
+if NEEDED:  # fails where the modules here would skip themselves
+    import gradio  # noqa: F401
+    import playwright  # noqa: F401
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the user's own profiles and stores out of the tests, and the network, too."""
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests of this folder; closed behind them, since its loop would be in the way of async tests."""
+    if CHROMIUM is None:
+        reason = "the tests of the page need Chromium; make browser installs it"
+        pytest.fail(reason) if NEEDED else pytest.skip(reason)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_tab(browser: Browser) -> Iterator[Callable[..., Tab]]:
+    """Open a page in a window of its own, or beside another tab in the same one (``beside=tab``)."""
+    from tests.ui.browser import Tab
+
+    contexts = []
+
+    def open_it(url: str, beside: Tab | None = None, **options: Any) -> Tab:
+        if beside is None:
+            contexts.append(browser.new_context(**{"viewport": {"width": 1400, "height": 900}, **options}))
+        context = contexts[-1] if beside is None else beside.page.context
+        return Tab(context.new_page(), url)
+
+    yield open_it
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[str, Workspace]]]:
+    """Serve a page; closed behind the test."""
+    from cacheblend_rag.ui.launch import serve as launch
+
+    served: list[Workspace] = []
+
+    def serve_it(choices: Choices) -> tuple[str, Workspace]:
+        url, workspace = launch(choices, free_port(), browser=False, block=False)
+        served.append(workspace)
+        return url, workspace
+
+    yield serve_it
+    import gradio
+
+    for workspace in served:
+        workspace.close()
+    gradio.close_all()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port

@@ -1,0 +1,150 @@
+"""The page on the bundled model and documents: numbers that must be true."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed; make setup installs it")
+pytest.importorskip("gradio", reason="Gradio is not installed; make setup installs it")
+
+from playwright.sync_api import expect
+
+from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.ui.launch import serve as launch
+from cacheblend_rag.ui.workspace import Choices
+from tests.ui.browser import LONG_MS, Tab, overflow
+from tests.ui.conftest import free_port
+
+pytestmark = pytest.mark.slow
+
+CROSS = next(question for question in bundled_questions() if question.kind == "cross")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A page as `cacheblend ui` opens it without options; indexed once for all tests here."""
+    home = tmp_path_factory.mktemp("home")
+    choices = Choices(
+        load_engine=lambda store: TransformersEngine(store=store),
+        first=lambda: home / "example",
+        home=home / "collections",
+        seed=bundled_corpus(),
+        sampling=SamplingParams(max_tokens=48),
+    )
+    address, workspace = launch(choices, free_port(), browser=False, block=False)
+    yield address
+    import gradio
+
+    workspace.close()
+    gradio.close_all()
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_an_answer_shows_its_sources_and_what_became_of_every_token(url: str, open_tab: Any) -> None:
+    tab: Tab = open_tab(url)
+    tab.page.get_by_text(CROSS.question, exact=True).wait_for()  # offered as an example
+    tab.ready("bundled")
+    assert tab.ask(CROSS.question).rstrip(".") == CROSS.answer
+    sources = tab.page.locator("#cb-sources")
+    expect(sources.locator("details")).to_have_count(6)
+    assert set(sources.locator(".cb-tag").all_inner_texts()) == {"exact", "reused"}
+    bar = sources.get_by_role("img").get_attribute("aria-label") or ""
+    fates = {name: number(count) for name, count in re.findall(r"(\w+) ([\d,]+)", bar)}
+    prompt = number(re.search(r"([\d,]+) tokens", sources.locator(".cb-numbers").inner_text()).group(1))  # type: ignore[union-attr]
+    assert set(fates) == {"exact", "reused", "recomputed", "text"} and sum(fates.values()) == prompt
+    of_cards = re.findall(r"([\d,]+) of [\d,]+ tokens recomputed", sources.inner_text())
+    assert sum(map(number, of_cards)) == fates["recomputed"] > 50
+    tab.shot("ui-answer")
+
+
+def test_a_document_without_stored_kv_is_missing_once_and_reused_then(url: str, open_tab: Any, tmp_path: Path) -> None:
+    tab: Tab = open_tab(url).ready()
+    tab.page.get_by_role("button", name="New collection").click()
+    name = tab.page.locator("#cb-new-collection").get_by_role("textbox")
+    name.fill("mine")
+    name.press("Enter")
+    expect(tab.page.locator("#cb-collection input")).to_have_value("mine")
+    documents = [tmp_path / f"{topic}.md" for topic in ("tower", "bridge", "mill")]
+    for document in documents:
+        document.write_text(f"The {document.stem} was built long ago. It stands by the river, and people like it.\n")
+    tab.drop(*documents)
+    expect(tab.page.locator("#cb-progress li.cb-done")).to_have_count(3, timeout=LONG_MS)
+    tab.ask("What stands by the river?")
+    tags = tab.page.locator("#cb-sources .cb-tag")
+    assert tags.all_inner_texts() == ["exact", "reused", "reused"]
+    tab.shot("ui-documents")
+
+
+def test_compare_answers_by_every_method_and_computes_what_each_promises(url: str, open_tab: Any) -> None:
+    tab: Tab = open_tab(url).ready()
+    tab.ask(CROSS.question)
+    tab.panel("Compare").page.locator("#cb-compare").click()
+    methods = tab.page.locator(".cb-method")
+    expect(methods).to_have_count(4, timeout=LONG_MS)
+    found = {}
+    for method in methods.all():
+        name = method.locator("h4").inner_text().splitlines()[0]
+        computed, prompt = map(number, re.findall(r"([\d,]+) of ([\d,]+) tokens", method.inner_text())[0])
+        found[re.split(r" (?:same|another)", name)[0]] = (method.locator("p").first.inner_text(), computed, prompt)
+    full, prefix, reuse, blend = (found[n] for n in ("full recompute", "prefix caching", "full KV reuse", "blend"))
+    assert full[0].rstrip(".") == blend[0].rstrip(".") == CROSS.answer != reuse[0]
+    assert full[1] == full[2] > prefix[1] > blend[1] > reuse[1]
+    tab.shot("ui-compare")
+
+
+def test_why_marks_as_many_tokens_as_were_recomputed_and_a_higher_ratio_marks_more(url: str, open_tab: Any) -> None:
+    tab: Tab = open_tab(url).ready()
+    tab.ask(CROSS.question)
+    tab.panel("Why").page.locator("#cb-why").click()
+    reasons = tab.page.locator("#cb-reasons")
+    expect(reasons.locator(".cb-key")).to_be_visible(timeout=LONG_MS)
+    first = marked(reasons)
+    assert first > 50
+    assert len("".join(reasons.locator(".cb-tokens .cb-marked").all_inner_texts())) > first  # marks are on words
+    reasons.locator(".cb-key").evaluate("element => element.scrollIntoView()")
+    tab.shot("ui-why")
+    tab.page.get_by_label("Model's own ratio").uncheck()
+    ratio = tab.page.locator("#cb-ratio input[type=number]")
+    ratio.fill("0.3")
+    ratio.press("Enter")
+    tab.page.get_by_label("measured in this prompt").check()
+    tab.page.locator("#cb-why").click()
+    expect(reasons.locator(".cb-key")).to_contain_text("(measured in this prompt)", timeout=LONG_MS)
+    assert marked(reasons) > 3 * first
+
+
+def marked(reasons: Any) -> int:
+    """Return how many tokens the legend says were recomputed, which must be what the bar says."""
+    shown = number(re.search(r"recomputed ([\d,]+) tokens", reasons.locator(".cb-key").inner_text()).group(1))  # type: ignore[union-attr]
+    assert f"recomputed {shown:,}" in (reasons.get_by_role("img").get_attribute("aria-label") or "")
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"), [("phone", 390, "light"), ("phone-dark", 390, "dark"), ("dark", 1400, "dark")]
+)
+def test_all_panels_fit_phones_and_dark_screens(url: str, open_tab: Any, name: str, width: int, scheme: str) -> None:
+    tab: Tab = open_tab(url, viewport={"width": width, "height": 860}, color_scheme=scheme).ready()
+    tab.ask(CROSS.question)
+    tab.shot(f"ui-{name}")
+    assert overflow(tab.page) <= 0
+    tab.panel("Compare").page.locator("#cb-compare").click()
+    expect(tab.page.locator(".cb-method")).to_have_count(4, timeout=LONG_MS)
+    assert overflow(tab.page) <= 0
+    tab.page.locator(".cb-methods").scroll_into_view_if_needed()
+    tab.shot(f"ui-{name}-compare")
+    tab.panel("Why").page.locator("#cb-why").click()
+    expect(tab.page.locator(".cb-key")).to_be_visible(timeout=LONG_MS)
+    assert overflow(tab.page) <= 0
+    tab.page.locator(".cb-key").evaluate("element => element.scrollIntoView()")
+    tab.shot(f"ui-{name}-why")

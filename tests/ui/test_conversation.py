@@ -1,0 +1,115 @@
+"""Conversations and rendering without a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.ui import render
+from cacheblend_rag.ui.collections import Collection, FileState
+from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
+from cacheblend_rag.ui.why import token_texts
+from cacheblend_rag.ui.workspace import Choices
+from tests.ui.scripted import ScriptedEngine
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def collection(tmp_path: Path) -> Collection:
+    notes = tmp_path / "<b>notes.md"
+    notes.write_text("The harbour <script>alert(1)</script> lies below.")
+    collection = Collection(tmp_path / "store", RagPipeline(ScriptedEngine(), tmp_path / "store", chunk_tokens=64))
+    collection.pipeline.index([notes])
+    return collection
+
+
+@pytest.fixture
+def choices(tmp_path: Path) -> Choices:
+    return Choices(lambda _: ScriptedEngine(), lambda: tmp_path, tmp_path, sampling=SamplingParams(8))
+
+
+def test_a_failed_answer_is_no_turn_and_a_stopped_one_is(collection: Collection, choices: Choices) -> None:
+    conversation = Conversation(collection=collection.name)
+    engine = collection.pipeline.engine
+    assert isinstance(engine, ScriptedEngine)
+    engine.failure = ValueError("odd")
+    failed = list(conversation.ask("One?", collection, choices))[-1]
+    assert failed.outcome == "failed" and "Unexpected ValueError: odd. This is a bug" in failed.text
+    engine.failure = None
+    for exchange in conversation.ask("Two?", collection, choices):
+        if "word2" in exchange.text:
+            conversation.stop()
+    assert exchange.outcome == "stopped" and exchange.text.endswith("word2") and exchange.fate is None
+    done = list(conversation.ask("Three?", collection, choices))[-1]
+    assert done.outcome == "done" and done.fate is not None
+    assert [turn.question for turn in conversation.turns()] == ["Two?", "Three?"]
+    conversation.collection = "another"
+    assert conversation.turns() == []
+
+
+def test_a_new_question_ends_the_answer_before_it(collection: Collection, choices: Choices) -> None:
+    conversation = Conversation(collection=collection.name)
+    first = conversation.ask("One?", collection, choices)
+    next(first), next(first), next(first)
+    list(conversation.ask("Two?", collection, choices))
+    assert [e.outcome for e in first][-1] == "stopped"
+    assert [each.outcome for each in conversation.exchanges] == ["stopped", "done"]
+    with pytest.raises(InputError, match="not in this conversation"):
+        conversation.back_to(2)
+    assert conversation.back_to(0) == "One?" and conversation.exchanges == []
+
+
+def test_nothing_from_documents_models_or_files_is_html_of_its_own(collection: Collection, choices: Choices) -> None:
+    conversation = Conversation(collection=collection.name)
+    done = list(conversation.ask("<i>Who?", collection, choices))[-1]
+    assert done.generation is not None and done.fate is not None
+    shown = (
+        render.answer(done)
+        + render.comparison([("<u>", done.generation, done.fate)], 1)
+        + render.files([FileState("<b>x", "skipped", "<b>")])
+        + render.error("<b>")
+        + render.status("<b>", True)
+    )
+    assert not [tag for tag in ("<script", "<b>notes", "<b>x", "<i>W", "<u>") if tag in shown]
+    assert "&lt;script&gt;alert(1)" in shown
+
+
+def test_tabs_forget_those_not_seen_for_longest_and_keep_none_without_a_name() -> None:
+    tabs = Tabs()
+    first = tabs.get("first")
+    first.exchanges.append(Exchange("Who?", "store"))
+    for number in range(199):
+        tabs.get(str(number))
+    assert tabs.get("first") is first
+    for number in range(300, 499):
+        tabs.get(str(number))
+    assert tabs.get("first") is first
+    for number in range(500, 701):
+        tabs.get(str(number))
+    assert tabs.get("first") is not first
+    assert tabs.get("") is not tabs.get("")
+
+
+def test_the_pieces_of_a_chunks_tokens_are_its_text(any_tokenizer: object) -> None:
+    engine = ScriptedEngine(tokenizer=any_tokenizer)
+    text = "Ships' logs: naïve café — 東京 🙂\n\n| a | b |"
+    chunk = make_chunk(text, engine.tokenizer)
+    assert "".join(token_texts(engine, chunk)) == text
+    assert len(token_texts(engine, chunk)) == len(chunk.token_ids)
+
+
+def test_files_indexed_twice_at_once_are_all_there(collection: Collection, tmp_path: Path) -> None:
+    files = [tmp_path / f"{n}.txt" for n in range(4)]
+    for file in files:
+        file.write_text(f"Note of {file.stem}.")
+    one, two = collection.add(files[:2]), collection.add(files[2:])
+    next(one), next(two)
+    states = [*list(two)[-1], *list(one)[-1]]
+    assert {(state.name, state.state) for state in states} == {(file.name, "done") for file in files}
+    assert len(collection.documents()) == 5

@@ -1,0 +1,295 @@
+"""The page in a real browser, with an engine that does what each test tells it to."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed; make setup installs it")
+pytest.importorskip("gradio", reason="Gradio is not installed; make setup installs it")
+
+from playwright.sync_api import expect
+
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import ServerError
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.ui.workspace import Choices
+from tests.ui.browser import Tab, overflow
+from tests.ui.scripted import ScriptedEngine
+
+pytestmark = pytest.mark.slow
+
+NOTES = "The Marlow observatory was founded in 1911. Its director is Ada Brenmoor.\n\nThe harbour <b>lies</b> below it."
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    file = tmp_path / "notes.md"
+    file.write_text(NOTES)
+    return file
+
+
+@pytest.fixture
+def choices(tmp_path: Path, engine: ScriptedEngine, notes: Path) -> Choices:
+    """A page on a collection with one document."""
+    store = tmp_path / "store"
+    with RagPipeline(engine, store, chunk_tokens=24) as pipeline:
+        pipeline.index([notes])
+    return choices_for(engine, store)
+
+
+def choices_for(engine: BlendEngine, store: Path, load: Callable[[Path], BlendEngine] | None = None) -> Choices:
+    return Choices(load or (lambda _: engine), lambda: store, store.parent / "collections", sampling=SamplingParams(32))
+
+
+def test_the_page_is_there_before_the_model_is_and_a_question_waits_for_it(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    loaded = threading.Event()
+
+    def load(_: Path) -> BlendEngine:
+        loaded.wait()
+        return engine
+
+    url, _ = serve(choices_for(engine, choices.first(), load))
+    tab: Tab = open_tab(url)
+    expect(tab.page.locator("#cb-status")).to_contain_text("Loading the model")
+    tab.begin("Who is the director?")
+    expect(tab.answers.last).to_contain_text("Waiting for the model")
+    loaded.set()
+    expect(tab.answers.last).to_contain_text("About Who is the director?")
+    tab.ready("fake").idle()
+    assert tab.elsewhere == []  # fonts, scripts and counters included
+
+
+def test_an_answer_is_streamed_and_stop_ends_it_where_it_is(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    engine.free = False
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready().begin("Who?")
+    engine.let(3)
+    expect(tab.answers.last).to_contain_text("word2")
+    expect(tab.answers.last).not_to_contain_text("word3")
+    expect(tab.page.locator("#cb-sources")).to_contain_text("notes.md")  # the sources are there before the answer is
+    tab.stop()
+    tab.idle()
+    engine.let(10)
+    expect(tab.answers.last).to_contain_text("word2 (stopped)")
+    expect(tab.page.locator("#cb-sources")).to_contain_text("Stopped before its end")
+    assert "word4" in tab.ask("And then?")  # what was let through serves the next question
+    assert engine.closed_streams == 2
+
+
+def test_escape_stops_and_a_slash_goes_to_the_question(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    engine.free = False
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready()
+    tab.page.locator("#cb-new").focus()
+    tab.page.keyboard.press("/")
+    expect(tab.question).to_be_focused()
+    tab.page.keyboard.type("Who?")
+    tab.page.keyboard.press("Enter")
+    engine.let(2)
+    expect(tab.answers.last).to_contain_text("word1")
+    tab.page.keyboard.press("Escape")
+    tab.idle()
+    engine.let(1)
+    expect(tab.answers.last).to_contain_text("(stopped)")
+    card = tab.page.locator("#cb-sources summary").first
+    card.focus()
+    tab.page.keyboard.press("Enter")
+    expect(tab.page.locator("#cb-sources .cb-text").first).to_be_visible()
+
+
+def test_a_tab_keeps_its_conversation_when_it_is_loaded_again_and_shares_it_with_no_other(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    url, _ = serve(choices)
+    one: Tab = open_tab(url).ready()
+    one.ask("First of one")
+    two: Tab = open_tab(url, beside=one).ready()
+    expect(two.answers).to_have_count(0)
+    engine.free = False
+    one.begin("Second of one")
+    two.begin("First of two")
+    engine.let(40)
+    for tab, asked, other in ((one, "Second of one", "of two"), (two, "First of two", "of one")):
+        expect(tab.answers.last).to_contain_text(f"About {asked}")
+        tab.idle()
+        expect(tab.chat).not_to_contain_text(other)
+    one.page.reload()
+    expect(one.answers).to_have_count(2)
+    expect(one.answers.last).to_contain_text("About Second of one")
+    expect(one.page.locator("#cb-sources")).to_contain_text("notes.md")
+    one.page.locator("#cb-new").click()
+    expect(one.answers).to_have_count(0)
+    expect(two.answers).to_have_count(1)
+
+
+def test_a_follow_up_is_answered_in_the_context_of_what_was_said(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready()
+    tab.ask("Who is the director of the observatory?")
+    tab.ask("And since when?")
+    assert re.search(
+        r"Question: Who is the director of the observatory\?\s*Answer: About Who.* word6\s+Question: And since when\?",
+        engine.asked[-1],
+        re.DOTALL,
+    )
+
+
+def test_retry_asks_again_and_an_edited_question_replaces_what_followed(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready()
+    tab.ask("One")
+    tab.ask("Two")
+    engine.words = 3
+    tab.page.get_by_role("button", name="Retry").last.click()
+    expect(tab.answers.last).to_have_text(re.compile(r"^\s*About Two word1 word2 word3\s*$"))
+    tab.idle()
+    expect(tab.answers).to_have_count(2)
+    assert [text.count("Question: Two") for text in engine.asked] == [0, 1, 1]
+    tab.page.get_by_role("button", name="Edit").first.click()
+    box = tab.chat.locator("textarea")
+    box.fill("Three")
+    tab.page.get_by_role("button", name="Submit").first.click()
+    expect(tab.answers.last).to_contain_text("About Three")
+    expect(tab.answers).to_have_count(1)
+
+
+def test_the_conversation_is_saved_as_markdown(serve: Any, open_tab: Any, choices: Choices) -> None:
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready()
+    tab.ask("Who is the director?")
+    with tab.page.expect_download() as saved:
+        tab.page.locator("#cb-export").click()
+    text = Path(saved.value.path()).read_text()
+    assert "## Who is the director?\n\nAbout Who is the director? word1" in text
+    assert "1. notes.md, chunk 0" in text
+
+
+def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
+    serve: Any, open_tab: Any, tmp_path: Path, choices: Choices
+) -> None:
+    ships, empty, image = tmp_path / "ships.txt", tmp_path / "empty.txt", tmp_path / "harbour.png"
+    ships.write_text("The Ivory Anchor sails at dawn. Her cargo is salt.")
+    empty.touch()
+    image.write_bytes(b"\x89PNG")
+    url, workspace = serve(choices)
+    tab: Tab = open_tab(url).ready().drop(ships, empty, image)
+    progress = tab.page.locator("#cb-progress li")
+    expect(progress.nth(0)).to_contain_text("indexed")
+    expect(progress.nth(0)).to_contain_text("chunk")
+    expect(progress.nth(1)).to_contain_text("it is empty")
+    expect(progress.nth(2)).to_contain_text("its type (.png) is not among")
+    expect(tab.documents()).to_have_count(2)
+    kept = workspace.collections().first / "documents"
+    assert [file.name for file in kept.iterdir()] == ["ships.txt"]
+    tab.ask("What does the Ivory Anchor carry?")
+    expect(tab.page.locator("#cb-sources")).to_contain_text("ships.txt")
+    (kept / "ships.txt").write_text("The Ivory Anchor has been sold.")
+    tab.page.locator("#cb-reindex").click()
+    expect(progress.filter(has_text="ships.txt")).to_contain_text("indexed")
+    expect(progress.filter(has_text="notes.md")).to_contain_text("unchanged")
+    tab.documents().filter(has_text="ships.txt").locator("input").check()
+    tab.page.locator("#cb-delete").click()
+    expect(tab.documents()).to_have_count(1)
+    assert list(kept.iterdir()) == []
+
+
+def test_collections_are_made_and_chosen_each_with_its_own_documents(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready()
+    tab.page.get_by_role("button", name="New collection").click()
+    name = tab.page.locator("#cb-new-collection").get_by_role("textbox")
+    name.fill("../ships")
+    name.press("Enter")
+    expect(tab.page.locator("#cb-progress")).to_contain_text("without /")
+    name.fill("ships")
+    name.press("Enter")
+    collection = tab.page.locator("#cb-collection input")
+    expect(collection).to_have_value("ships")
+    expect(tab.documents()).to_have_count(0)
+    answer = tab.ask("What does she carry?")
+    assert "Nothing is indexed in the collection 'ships' yet. Drop files" in answer
+    other: Tab = open_tab(url).ready()  # another tab stays where it is, and can go there
+    expect(other.page.locator("#cb-collection input")).to_have_value("store")
+    collection.click()
+    tab.page.get_by_role("option", name="store").click()
+    expect(tab.documents()).to_have_count(1)
+    assert tab.ask("Who?").startswith("About Who?")
+    assert len(engine.asked) == 1
+
+
+def test_a_server_that_is_down_is_named_and_tried_again(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    down = [True]
+
+    def load(_: Path) -> BlendEngine:
+        if down[0]:
+            raise ServerError("No server answers at http://localhost:8000/v1. Start one with `cacheblend serve`.")
+        return engine
+
+    url, _ = serve(choices_for(engine, choices.first(), load))
+    tab: Tab = open_tab(url)
+    expect(tab.page.get_by_role("alert")).to_contain_text("Start one with `cacheblend serve`")
+    assert "No server answers" in tab.ask("Who?")
+    down[0] = False
+    tab.page.locator("#cb-try-again").click()
+    tab.ready()
+    expect(tab.page.locator("#cb-try-again")).to_be_hidden()
+    engine.failure = ServerError("The server went away.")  # and while it answers
+    assert tab.ask("Who?") == "Not answered. The server went away."
+    engine.failure = None
+    assert tab.ask("Who?").startswith("About Who?")
+
+
+def test_a_collection_of_another_model_says_which_model_it_wants(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices, notes: Path
+) -> None:
+    with RagPipeline(ScriptedEngine(name="other"), choices.home / "theirs", chunk_tokens=24) as pipeline:
+        pipeline.index([notes])
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready()
+    tab.page.locator("#cb-collection input").click()
+    tab.page.get_by_role("option", name="theirs").click()
+    expect(tab.page.locator("#cb-progress")).to_contain_text("was made for the model other")
+    expect(tab.page.locator("#cb-collection input")).to_have_value("store")
+    assert tab.ask("Who?").startswith("About Who?")
+
+
+@pytest.mark.parametrize("width", [360, 768, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_a_phone_and_follows_the_systems_colours(
+    serve: Any, open_tab: Any, choices: Choices, width: int, scheme: str
+) -> None:
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url, viewport={"width": width, "height": 800}, color_scheme=scheme).ready()
+    if width < 768:
+        expect(tab.page.locator("#cb-side")).not_to_be_in_viewport(ratio=0.5)  # documents would cover the conversation
+    tab.ask("Who is the director of the observatory, whose name is long enough to be broken into lines?")
+    tab.page.locator("#cb-sources summary").first.click()
+    assert overflow(tab.page) <= 0
+    background = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == (scheme == "dark"), background
