@@ -5,7 +5,7 @@ It writes nothing into the paged cache, so it may run tokens that have no pages 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from vllm.forward_context import set_forward_context
 
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV
 
@@ -28,16 +29,16 @@ class WatchedPass:
         self,
         paged: PagedModel,
         ids: torch.Tensor,
-        block_ids: Sequence[int],
+        pages: Pages,
         before_layer: Callable[[int], None],
         watch_from: int,
     ):
-        """Run tokens of the prompt ``ids``, ``[prompt tokens]``, the first of which have their KV in ``block_ids``.
+        """Run tokens of the prompt ``ids``, ``[prompt tokens]``, the first of which have their KV in ``pages``.
 
         Args:
             paged: The model.
             ids: Token ids.
-            block_ids: Pages of the first positions, or of all.
+            pages: Those of the first positions, or of all.
             before_layer: Called with each layer's index before its pages are read.
             watch_from: The first watched position.
 
@@ -45,24 +46,23 @@ class WatchedPass:
             InputError: The model's attention is not the plain one.
         """
         for attention in paged.attention:
-            if any(getattr(attention.impl, name, None) is not None for name in ("sinks", "alibi_slopes")):
+            if getattr(attention.impl, "alibi_slopes", None) is not None:
                 raise InputError(
                     "The attention of this model cannot be watched in vLLM; choose a policy that does not need it, such as "
                     "static or hkvd."
                 )
-        self._paged, self._ids, self._blocks = paged, ids, block_ids
+        self._paged, self._ids, self._pages = paged, ids, pages
         self._before_layer, self._watch_from = before_layer, watch_from
         self._computed: list[list[tuple[torch.Tensor, LayerKV]]] = [[] for _ in paged.attention]
         self._total = torch.zeros(len(ids), device=paged.device)
-        self._positions = self._slots = torch.empty(0, dtype=torch.int64)
+        self._positions = torch.empty(0, dtype=torch.int64)
         self._watched = 0
 
     @torch.inference_mode()
     def run(self, positions: torch.Tensor) -> None:
         """Run the tokens at ascending ``positions``, ``[tokens]``; every later call's lie behind them."""
         paged = self._paged
-        placed = min(int(positions[-1]) + 1, len(self._blocks) * paged.block_size)
-        self._positions, self._slots = positions, paged.slots(self._blocks, torch.arange(placed))
+        self._positions = positions
         with (
             # Without metadata vLLM's attention does nothing, and without slots it stores nothing.
             set_forward_context(None, paged.config, num_tokens=len(positions), slot_mapping={}, skip_compiled=True),
@@ -93,36 +93,52 @@ class WatchedPass:
         given = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))
         query, key, value = (t.view(len(self._positions), -1, module.head_size) for t in given[:3])
         self._computed[layer].append((self._positions, LayerKV(key.transpose(0, 1), value.transpose(0, 1))))
-        return self._attend(module.impl, query, self._visible(layer)).to(output.dtype).view_as(output)
+        window = self._paged.window(layer)
+        first = 0 if window is None else max(0, int(self._positions[0]) - window + 1)
+        kv = self._visible(layer, first)
+        return self._attend(module.impl, query, kv, first, window).to(output.dtype).view_as(output)
 
-    def _visible(self, layer: int) -> LayerKV:
-        """Return the KV of all positions up to the last one that runs, in fp32: the pages', and over it what this computed."""
-        placed = self._paged.read(layer, self._slots)
-        count = int(self._positions[-1]) + 1
-        kv = LayerKV(*(t.new_empty(t.shape[0], count, t.shape[2], dtype=torch.float32) for t in placed))
+    def _visible(self, layer: int, first: int) -> LayerKV:
+        """Return the KV of position ``first`` to the last that runs, in fp32: the pages', and over it what this computed."""
+        group, end = self._paged.group_of[layer], int(self._positions[-1]) + 1
+        in_pages = max(first, min(end, len(self._pages[group]) * self._paged.block_size))
+        placed = self._paged.read(layer, self._paged.slots(group, self._pages, torch.arange(first, in_pages)))
+        kv = LayerKV(*(t.new_empty(t.shape[0], end - first, t.shape[2], dtype=torch.float32) for t in placed))
         for whole, part in zip(kv, placed, strict=True):
             whole[:, : part.shape[1]] = part
         for positions, fresh in self._computed[layer]:
+            seen = positions >= first
             for whole, part in zip(kv, fresh, strict=True):
-                whole[:, positions] = part.float()
+                whole[:, positions[seen] - first] = part[:, seen].float()
         return kv
 
-    def _attend(self, impl: Any, query: torch.Tensor, kv: LayerKV) -> torch.Tensor:
-        """Return the attention ``[tokens, heads, head_dim]`` of ``query``, shaped like it, in fp32; sum up the watched part."""
+    def _attend(self, impl: Any, query: torch.Tensor, kv: LayerKV, first: int, window: int | None) -> torch.Tensor:
+        """Return the attention ``[tokens, heads, head_dim]`` of ``query``, shaped like it, in fp32; sum up the watched part.
+
+        ``kv`` is that of the positions from ``first`` on; a token sees no more than ``window`` of them, itself included.
+        """
         count, heads, dim = query.shape
         kv_heads, groups = kv.k.shape[0], heads // kv.k.shape[0]
         query = query.float().view(count, kv_heads, groups, dim).transpose(0, 1)
         out = query.new_empty(count, kv_heads, groups, dim)
         for begin in range(0, count, _BLOCK):
             at = self._positions[begin : begin + _BLOCK]
-            seen = int(at[-1]) + 1
+            seen = int(at[-1]) + 1 - first
             shape = (kv_heads, len(at), groups, seen)
             scores = query[:, begin : begin + _BLOCK].flatten(1, 2) @ kv.k[:, :seen].transpose(1, 2) * impl.scale
             if cap := getattr(impl, "logits_soft_cap", None):
                 scores = (scores / cap).tanh() * cap
-            hidden = torch.arange(seen, device=at.device) > at[:, None]
-            weights = scores.view(shape).masked_fill(hidden[None, :, None], float("-inf")).softmax(-1)
-            self._total[:seen] += weights[:, at >= self._watch_from].sum((0, 1, 2))
+            keys = torch.arange(first, first + seen, device=at.device)
+            hidden = keys > at[:, None]
+            if window is not None:
+                hidden |= keys <= at[:, None] - window
+            scores = scores.view(shape).masked_fill(hidden[None, :, None], float("-inf"))
+            if (sinks := getattr(impl, "sinks", None)) is not None:
+                # One more score for each head, which takes its share of the attention and gives nothing.
+                sinks = sinks.float().view(kv_heads, 1, groups, 1).expand(*shape[:3], 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            weights = scores.softmax(-1)[..., :seen]
+            self._total[first : first + seen] += weights[:, at >= self._watch_from].sum((0, 1, 2))
             part = weights.flatten(1, 2) @ kv.v[:, :seen]
             out[begin : begin + _BLOCK] = part.view(kv_heads, len(at), groups, dim).transpose(0, 1)
         return out

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cacheblend_rag.blending.rope import CosSin
+from cacheblend_rag.engines.vllm.metadata import PassMetadata, gaps
+from cacheblend_rag.engines.vllm.pages import NO_PAGE, MissingPageError, Pages, page_groups
 from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class StopForward(Exception):  # noqa: N818  (a signal, not an error)
 
 
 class PagedModel:
-    """The loaded model and its paged KV cache. A sequence is a list of block ids; position ``p`` is slot ``p`` of it."""
+    """The loaded model and its paged KV cache. A sequence is its pages, for each KV cache group: position ``p`` is slot ``p``."""
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class PagedModel:
     ):
         """Wrap the worker's model."""
         self.model, self.device, self.config = model, device, vllm_config
-        self.names = list(kv_caches)
+        # They come group by group.
+        self.names = sorted(kv_caches, key=extract_layer_index)
         self.num_layers = len(self.names)
         self._caches = kv_caches
         self.attention = [vllm_config.compilation_config.static_forward_context[name] for name in self.names]
@@ -50,37 +52,51 @@ class PagedModel:
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
         self.block_size = int(vllm_config.cache_config.block_size)
+        self.num_blocks = int(kv_cache_config.num_blocks)
+        self.groups = page_groups(kv_cache_config)
+        self.group_of = [
+            next(i for i, group in enumerate(kv_cache_config.kv_cache_groups) if name in group.layer_names)
+            for name in self.names
+        ]
         scheduler = vllm_config.scheduler_config
         self._max_tokens = int(scheduler.max_num_batched_tokens)
         # GPU backends have buffers for so many sequences; the CPU's has none, and a second segment reads all weights again.
         self._max_runs = self._max_tokens if current_platform.is_cpu() else int(scheduler.max_num_seqs)
         self._before_layer: Callable[[int], None] | None = None
-        with set_current_vllm_config(vllm_config):
-            self._builders = [
-                (
-                    group.layer_names,
-                    self._layer(group.layer_names[0])
-                    .get_attn_backend()
-                    .get_builder_cls()(group.kv_cache_spec, group.layer_names, vllm_config, device),
-                )
-                for group in kv_cache_config.kv_cache_groups
-            ]
+        self._metadata = PassMetadata(
+            dict(zip(self.names, self.attention, strict=True)), vllm_config, kv_cache_config, device
+        )
 
     @property
     def kernel_block_size(self) -> int:
         """Tokens in a page as the attention kernel sees it; some kernels split the scheduler's blocks."""
         return int(self._caches[self.names[0]].shape[2])
 
-    def _layer(self, name: str) -> Any:
-        return self.attention[self.names.index(name)]
-
     # The paged cache.
 
-    def slots(self, block_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
-        """Return the cache slots ``[tokens]`` (int64, on the CPU) of positions of a sequence."""
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a token sees in ``layer``, itself included; None if all before it."""
+        return getattr(self.attention[layer], "sliding_window", None)
+
+    def slots(self, group: int, pages: Pages, positions: torch.Tensor) -> torch.Tensor:
+        """Return the cache slots ``[tokens]`` (int64, on the CPU) of positions of a sequence, in the layers of ``group``.
+
+        Raises:
+            MissingPageError: A position has no page: what vLLM keeps in place of one must be neither read nor written.
+        """
         positions = positions.cpu()
-        blocks = torch.as_tensor(block_ids, dtype=torch.int64)
-        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+        blocks = torch.as_tensor(pages[group], dtype=torch.int64)
+        index = positions // self.block_size
+        if len(index) and (int(index.max()) >= len(blocks) or bool((blocks[index] == NO_PAGE).any())):
+            raise MissingPageError(
+                f"not all positions from {int(positions.min())} to {int(positions.max())} have pages"
+            )
+        return blocks[index] * self.block_size + positions % self.block_size
+
+    def check_pages(self, pages: Pages, start: int, end: int) -> None:
+        """Make sure that positions ``start`` to ``end`` have pages, and what the first of them sees; raises as :meth:`slots`."""
+        for index, group in enumerate(self.groups):
+            self.slots(index, pages, torch.arange(group.first_visible(start), end))
 
     def write(self, layer: int, kv: LayerKV, slots: torch.Tensor) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, through the backend's own update, whatever its layout."""
@@ -145,7 +161,7 @@ class PagedModel:
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        block_ids: Sequence[int],
+        pages: Pages,
         before_layer: Callable[[int], None],
         stop_layer: int | None = None,
         rotate_by: int = 0,
@@ -155,7 +171,7 @@ class PagedModel:
         Args:
             ids: Token ids.
             positions: Where they stand; they see the sequence's keys up to their own position.
-            block_ids: The sequence.
+            pages: The sequence.
             before_layer: Called with each layer's index before it writes or reads KV.
             stop_layer: Layer at which to stop.
             rotate_by: Added to the positions for RoPE alone.
@@ -163,14 +179,8 @@ class PagedModel:
         Returns:
             The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
         """
-        slots = self.slots(block_ids, positions).to(self.device)
-        metadata: dict[str, Any] = {}
-        slot_mapping: dict[str, torch.Tensor] = {}
-        common = self._metadata(positions.cpu(), block_ids, slots)
-        for names, builder in self._builders:
-            built = builder.build(common_prefix_len=0, common_attn_metadata=common)
-            for name in names:
-                metadata[name], slot_mapping[name] = built, slots
+        slots = [self.slots(group, pages, positions).to(self.device) for group in range(len(self.groups))]
+        metadata, slot_mapping = self._metadata.build(positions, pages, slots)
         stops = stop_layer is not None
         with (
             set_forward_context(
@@ -212,33 +222,6 @@ class PagedModel:
         finally:
             handle.remove()
 
-    def _metadata(
-        self, positions: torch.Tensor, block_ids: Sequence[int], slots: torch.Tensor
-    ) -> CommonAttentionMetadata:
-        """Describe each run of neighbouring positions as one request on the same blocks: its causal mask is the exact one."""
-        count = len(positions)
-        breaks = torch.nonzero(_gaps(positions)).flatten() + 1
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), breaks])
-        ends = torch.cat([breaks, torch.tensor([count])])
-        query_starts = torch.cat([starts, ends[-1:]]).to(torch.int32)
-        lengths = (positions[ends - 1] + 1).to(torch.int32)
-        table = torch.tensor(block_ids, dtype=torch.int32)[None].repeat(len(starts), 1)
-        return CommonAttentionMetadata(
-            query_start_loc=query_starts.to(self.device),
-            query_start_loc_cpu=query_starts,
-            seq_lens=lengths.to(self.device),
-            num_reqs=len(starts),
-            num_actual_tokens=count,
-            max_query_len=int((ends - starts).max()),
-            max_seq_len=int(lengths.max()),
-            block_table_tensor=table.to(self.device),
-            slot_mapping=slots,
-            causal=True,
-            positions=positions.to(self.device),
-            is_prefilling=torch.ones(len(starts), dtype=torch.bool),
-            seq_lens_cpu_upper_bound=lengths,
-        )
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[vocab]`` of the last hidden state, on every rank."""
         from vllm.distributed import get_tp_group
@@ -275,13 +258,8 @@ def cut(positions: torch.Tensor, max_tokens: int, max_runs: int) -> list[torch.T
 
 def _runs(slots: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
     """Cut ``slots`` where neighbours end and where a page of ``size`` does."""
-    cuts = torch.nonzero(_gaps(slots) | (slots[1:] % size == 0)).flatten() + 1
+    cuts = torch.nonzero(gaps(slots) | (slots[1:] % size == 0)).flatten() + 1
     return torch.tensor_split(slots, cuts)
-
-
-def _gaps(values: torch.Tensor) -> torch.Tensor:
-    """Say of every value but the first whether it does not follow the one before it."""
-    return values[1:] != values[:-1] + 1
 
 
 def _stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

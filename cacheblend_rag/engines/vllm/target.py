@@ -10,6 +10,7 @@ from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.store.kv import LayerKV
 
 
@@ -32,26 +33,27 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 class PagedTarget:
     """One prompt being blended into its blocks; a :class:`~cacheblend_rag.blending.target.BlendTarget`."""
 
-    def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], block_ids: Sequence[int]):
-        """Fill ``block_ids`` with the KV of ``token_ids``."""
-        self._paged, self.rope, self._blocks = paged, rope, tuple(block_ids)
+    def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], pages: Pages):
+        """Fill ``pages`` with the KV of ``token_ids``."""
+        self._paged, self.rope, self._pages = paged, rope, pages
         self._ids = torch.tensor(token_ids, device=paged.device)
         self.num_layers, self.device = paged.num_layers, paged.device
-        self._slots: dict[int, torch.Tensor] = {}
+        self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self.hidden: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        slots = self._slots.get(len(positions))  # the exact part alone, or all: the same positions in every layer
-        if slots is None:
-            slots = self._slots[len(positions)] = self._paged.slots(self._blocks, positions).to(self.device)
+        group = self._paged.group_of[layer]
+        key = group, len(positions)  # the exact part alone, or all: the same positions in every layer
+        if (slots := self._slots.get(key)) is None:
+            slots = self._slots[key] = self._paged.slots(group, self._pages, positions).to(self.device)
         self._paged.write(layer, kv, slots)
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        result = self._paged.forward(self._ids[positions], positions, self._blocks, before_layer, stop_layer)
+        result = self._paged.forward(self._ids[positions], positions, self._pages, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
         self.hidden = result
@@ -60,8 +62,8 @@ class PagedTarget:
     def attention(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], watch_from: int
     ) -> Generator[float, None, torch.Tensor]:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`. Nothing is written: positions without blocks may be run."""
-        watched = WatchedPass(self._paged, self._ids, self._blocks, before_layer, int(positions[watch_from]))
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`. Nothing is written: positions without pages may be run."""
+        watched = WatchedPass(self._paged, self._ids, self._pages, before_layer, int(positions[watch_from]))
         for segment in self.segments(positions):
             watched.run(segment)
             yield len(segment)

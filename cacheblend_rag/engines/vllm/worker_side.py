@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.subject import PagedSubject
 from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks, sum_over_ranks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, read_whole
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, join_tokens, read_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,6 +55,7 @@ class WorkerSide:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store")
         self._unwritten: deque[Future[None]] = deque()
         self._written: dict[str, str] = {}
+        self._parts: dict[str, list[list[LayerKV]]] = {}
 
     def bind(self, model: Any, device: torch.device) -> None:
         """Take the model and run the parity gate."""
@@ -117,6 +118,8 @@ class WorkerSide:
 
         A blend whose request was aborted ends at once: vLLM waits for it to free the blocks.
         """
+        for request_id in aborted:
+            self._parts.pop(request_id, None)
         for blend in [b for b in self._queue if b.load.request_id in aborted]:
             self._queue.remove(blend)
             blend.close()
@@ -139,6 +142,9 @@ class WorkerSide:
                 self._written[name] = f"not blended: {self.gate.reason}"
                 continue
             try:
+                if not save.complete:
+                    self._parts.setdefault(save.request_id, []).append(self._part(save))
+                    continue
                 kv = self._ranked(tokens, save) if save.rank else self._copied(save)
             except Exception as error:  # the engine and the other saves go on
                 _log.exception("KV cannot be copied out")
@@ -151,10 +157,19 @@ class WorkerSide:
                 self._unwritten.popleft().result()
             self._unwritten.append(self._writer.submit(self._write, name, tokens, kv, save.rank))
 
-    def _layers(self, save: Save) -> list[LayerKV]:
+    def _part(self, save: Save) -> list[LayerKV]:
         assert self._paged is not None
-        slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
-        return [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
+        positions = torch.arange(save.begin, save.end)
+        slots = [self._paged.slots(group, save.pages, positions) for group in range(len(save.pages))]
+        return [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
+
+    def _layers(self, save: Save) -> list[LayerKV]:
+        """Return the KV of a complete prompt from ``start`` on, with the parts that earlier steps copied out."""
+        parts = [*self._parts.pop(save.request_id, ()), self._part(save)]
+        layers = [join_tokens(layer) for layer in zip(*parts, strict=True)]
+        if (found := layers[0].k.shape[1]) != (wanted := len(save.token_ids) - save.start):
+            raise RuntimeError(f"{found} of {wanted} tokens were copied out")
+        return layers
 
     def _copied(self, save: Save) -> ChunkKV:
         return ChunkKV([LayerKV(x.k.cpu(), x.v.cpu()) for x in self._layers(save)], save.start)
@@ -247,7 +262,8 @@ class _Blend:
 
     def _fuse(self, plan: BlendPlan) -> Generator[float, None, FuseResult]:
         load, job = self.load, self.load.job
-        target = PagedTarget(self._paged, self._rope, load.token_ids, load.block_ids)
+        self._paged.check_pages(load.pages, load.start, load.end)
+        target = PagedTarget(self._paged, self._rope, load.token_ids, load.pages)
         part = plan.within(load.start, load.end)
         return fuse_stepwise(part, target, policy(job.settings.policy), job.ratio, job.schedule)
 

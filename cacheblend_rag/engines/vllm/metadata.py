@@ -1,0 +1,98 @@
+"""What vLLM's attention must be told of a pass at given positions of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+from cacheblend_rag.engines.vllm.pages import Pages
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+
+class PassMetadata:
+    """Builds attention metadata with builders of our own: vLLM's have buffers that its own steps use."""
+
+    def __init__(
+        self, layers: Mapping[str, Any], config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device
+    ):
+        """Make the builders for the attention ``layers``, by name."""
+        self._device = device
+        with set_current_vllm_config(config):
+            self._builders = [_builders(group, layers, config, device) for group in kv_cache_config.kv_cache_groups]
+
+    def build(
+        self, positions: torch.Tensor, pages: Pages, slots: Sequence[torch.Tensor]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the metadata and the slots to write to, of each layer by name.
+
+        Args:
+            positions: Ascending, ``[tokens]``.
+            pages: The sequence.
+            slots: Those of the positions, for each KV cache group, ``[tokens]``, on the device.
+        """
+        metadata: dict[str, Any] = {}
+        slot_mapping: dict[str, torch.Tensor] = {}
+        common = self._common(positions.cpu())
+        for ids, own_slots, builders in zip(pages, slots, self._builders, strict=True):
+            table = torch.tensor(ids, dtype=torch.int32)[None].repeat(common.num_reqs, 1).to(self._device)
+            own = common.replace(block_table_tensor=table, slot_mapping=own_slots)
+            for names, builder in builders:
+                built = builder.build(common_prefix_len=0, common_attn_metadata=own)
+                for name in names:
+                    metadata[name], slot_mapping[name] = built, own_slots
+        return metadata, slot_mapping
+
+    def _common(self, positions: torch.Tensor) -> CommonAttentionMetadata:
+        """Describe each run of neighbouring positions as one request on the same pages: its mask, window and all, is exact.
+
+        The pages, each group's own, are still to be filled in.
+        """
+        count = len(positions)
+        breaks = torch.nonzero(gaps(positions)).flatten() + 1
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), breaks])
+        ends = torch.cat([breaks, torch.tensor([count])])
+        query_starts = torch.cat([starts, ends[-1:]]).to(torch.int32)
+        lengths = (positions[ends - 1] + 1).to(torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=query_starts.to(self._device),
+            query_start_loc_cpu=query_starts,
+            seq_lens=lengths.to(self._device),
+            num_reqs=len(starts),
+            num_actual_tokens=count,
+            max_query_len=int((ends - starts).max()),
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=torch.empty(0),
+            slot_mapping=torch.empty(0),
+            causal=True,
+            positions=positions.to(self._device),
+            is_prefilling=torch.ones(len(starts), dtype=torch.bool),
+            seq_lens_cpu_upper_bound=lengths,
+        )
+
+
+def _builders(
+    group: KVCacheGroupSpec, layers: Mapping[str, Any], config: VllmConfig, device: torch.device
+) -> list[tuple[list[str], Any]]:
+    """Return metadata builders of our own for the layers of ``group``, one for those that share a backend and a kind of KV."""
+    shared: dict[Any, list[str]] = {}
+    for name in group.layer_names:
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.kv_cache_specs[name]
+        shared.setdefault((layers[name].get_attn_backend(), spec), []).append(name)
+    return [
+        (names, backend.get_builder_cls()(spec, names, config, device)) for (backend, spec), names in shared.items()
+    ]
+
+
+def gaps(values: torch.Tensor) -> torch.Tensor:
+    """Say of every value but the first whether it does not follow the one before it."""
+    return values[1:] != values[:-1] + 1
