@@ -59,6 +59,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield engine, model
 
 
+def test_the_gate_looks_past_the_window(engine) -> None:
+    assert "exact KV from other positions, past a window" in engine.gate.errors
+
+
 # Behind windows shorter than a chunk, layer 1 says nothing of tokens further inside: only rounding would choose half of them.
 @pytest.mark.parametrize(("ratio", "check"), [(0.0, 1), (0.15, 1), (0.15, 3), (0.5, 3)])
 def test_every_ratio_is_the_reference(engine, model, ratio: float, check: int) -> None:
