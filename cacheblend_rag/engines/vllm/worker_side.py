@@ -22,7 +22,7 @@ from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.subject import PagedSubject
 from cacheblend_rag.engines.vllm.target import all_ranks, sum_over_ranks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.kv import ChunkKV, LayerKV, read_whole
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, join_tokens, read_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,6 +51,7 @@ class WorkerSide:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store")
         self._unwritten: deque[Future[None]] = deque()
         self._written: dict[str, str] = {}
+        self._parts: dict[str, list[tuple[Save, list[LayerKV]]]] = {}
 
     def bind(self, model: Any, device: torch.device) -> None:
         """Take the model and run the parity gate."""
@@ -106,6 +107,8 @@ class WorkerSide:
 
         The blends of ``aborted`` requests end at once.
         """
+        for request_id in aborted:
+            self._parts.pop(request_id, None)
         refused = set(self._refused)
         if self._blends is None:
             return refused, refused
@@ -128,6 +131,9 @@ class WorkerSide:
                 self._written[name] = f"not blended: {self.gate.reason}"
                 continue
             try:
+                if not save.complete:
+                    self._parts.setdefault(save.request_id, []).append((save, self._part(save)))
+                    continue
                 kv = self._ranked(tokens, save) if save.rank else self._copied(save)
             except Exception as error:  # the engine and the other saves go on
                 _log.exception("KV cannot be copied out")
@@ -140,10 +146,19 @@ class WorkerSide:
                 self._unwritten.popleft().result()
             self._unwritten.append(self._writer.submit(self._write, name, tokens, kv, save.rank))
 
-    def _layers(self, save: Save) -> list[LayerKV]:
+    def _part(self, save: Save) -> list[LayerKV]:
         assert self._paged is not None
-        slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
-        return [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
+        positions = torch.arange(save.begin, save.end)
+        slots = [self._paged.slots(group, save.pages, positions) for group in range(len(save.pages))]
+        return [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
+
+    def _layers(self, save: Save) -> list[LayerKV]:
+        """Return the KV of a complete prompt from ``start`` on, with the parts that earlier steps copied out."""
+        parts = [*self._parts.pop(save.request_id, ()), (save, self._part(save))]
+        edges = [save.start, *(part.end for part, _ in parts)]
+        if [part.begin for part, _ in parts] != edges[:-1]:
+            raise RuntimeError(f"not all tokens from {save.start} to {save.end} were copied out")
+        return [join_tokens(layer) for layer in zip(*(layers for _, layers in parts), strict=True)]
 
     def _copied(self, save: Save) -> ChunkKV:
         return ChunkKV([LayerKV(x.k.cpu(), x.v.cpu()) for x in self._layers(save)], save.start)
