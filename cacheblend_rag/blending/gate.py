@@ -2,9 +2,9 @@
 
 Every model passes it before it is blended. It compares logits with the model's own full prefill in three blends of a prompt of
 random tokens: one recomputed whole (ratio 1), and two whose stored KV is exact although it was computed at other positions, one
-reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree. It also
-reports the first-token KL divergence of an ordinary 15% blend, which says how much the approximation costs on meaningless text;
-that part judges nothing.
+reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree. Where a
+layer has a short sliding window, a fourth blend is of a prompt longer than that. The gate also reports the first-token KL
+divergence of an ordinary 15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from cacheblend_rag.store.kv import ChunkKV
 # order for another shape, nothing more.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
 _CHUNK, _CHUNKS, _GAP, _QUESTION = 16, 3, 2, 6
+# Longest sliding window that the gate looks past: a prompt that is longer costs seconds on a CPU.
+_WINDOW = 512
 
 
 class GateSubject(Protocol):
@@ -34,6 +36,13 @@ class GateSubject(Protocol):
     num_layers: int
     vocab_size: int
     dtype: torch.dtype
+
+    @property
+    def window(self) -> int | None:
+        """Tokens in the smallest sliding window of a layer; None without any."""
+
+    def fits(self, tokens: int) -> bool:
+        """Return whether there is room for a prompt of ``tokens``."""
 
     def detect_rope(self) -> Rope:
         """Measure the model's rotation; raises NotRotaryError."""
@@ -83,28 +92,60 @@ def run_gate(subject: GateSubject) -> tuple[GateReport, Rope | None]:
         ), None
 
 
+class _Prompt:
+    """Chunks of random tokens with gaps between them and a question, and what is blended of it."""
+
+    def __init__(self, subject: GateSubject, rope: Rope, chunk: int):
+        self._subject, self._rope, self._chunk = subject, rope, chunk
+        generator = torch.Generator().manual_seed(0)
+        length = prompt_tokens(chunk)
+        self.ids: list[int] = torch.randint(0, subject.vocab_size, (length,), generator=generator).tolist()
+        self._starts = [i * (chunk + _GAP) for i in range(_CHUNKS)]
+
+    def full(self) -> torch.Tensor:
+        """Return the logits of the model's own full prefill."""
+        return self._subject.full_prefill(self.ids)[0]
+
+    def alone(self) -> list[ChunkKV]:
+        """Return each chunk's KV, computed by itself."""
+        whole = [self._subject.full_prefill(self.ids[s : s + self._chunk])[1] for s in self._starts]
+        return [_cut(kv, 0, self._chunk, 0) for kv in whole]
+
+    def in_context(self) -> list[ChunkKV]:
+        """Return each chunk's KV in this prompt, computed at other positions."""
+        _, shifted = self._subject.full_prefill(self.ids, offset=37)
+        return [_cut(shifted, s, s + self._chunk, 37) for s in self._starts]
+
+    def blend(self, kvs: Sequence[ChunkKV], name: str, ratio: float) -> torch.Tensor:
+        """Return the logits of a blend of ``kvs``."""
+        spans = tuple(StoredSpan(s, s + self._chunk, kv) for s, kv in zip(self._starts, kvs, strict=True))
+        target = self._subject.target(self.ids, self._rope)
+        fuse(BlendPlan(len(self.ids), (), spans, (), "gate"), target, policy(name), ratio, BlendSchedule())
+        return self._subject.logits(target)
+
+
+def prompt_tokens(chunk: int) -> int:
+    """Return the length of the gate's prompt with chunks of ``chunk`` tokens."""
+    return _CHUNKS * (chunk + _GAP) + _QUESTION
+
+
 def _compare(subject: GateSubject, rope: Rope) -> GateReport:
-    generator = torch.Generator().manual_seed(0)
-    length = _CHUNKS * (_CHUNK + _GAP) + _QUESTION
-    ids = torch.randint(0, subject.vocab_size, (length,), generator=generator).tolist()
-    starts = [i * (_CHUNK + _GAP) for i in range(_CHUNKS)]
-    want, _ = subject.full_prefill(ids)
-    _, shifted = subject.full_prefill(ids, offset=37)
-    alone = [_cut(subject.full_prefill(ids[s : s + _CHUNK])[1], 0, _CHUNK, 0) for s in starts]
-
-    def blend(kvs: Sequence[ChunkKV], name: str, ratio: float) -> torch.Tensor:
-        spans = tuple(StoredSpan(s, s + _CHUNK, kv) for s, kv in zip(starts, kvs, strict=True))
-        target = subject.target(ids, rope)
-        fuse(BlendPlan(length, (), spans, (), "gate"), target, policy(name), ratio, BlendSchedule())
-        return subject.logits(target)
-
-    in_context = [_cut(shifted, s, s + _CHUNK, 37) for s in starts]
+    prompt = _Prompt(subject, rope, _CHUNK)
+    want, alone, in_context = prompt.full(), prompt.alone(), prompt.in_context()
     errors = {
-        "ratio 1 equals the full prefill": _error(blend(alone, "hkvd", 1.0), want),
-        "exact KV from other positions, reused": _error(blend(in_context, "full-reuse", 0.0), want),
-        "exact KV from other positions, blended": _error(blend(in_context, "hkvd", 0.3), want),
+        "ratio 1 equals the full prefill": _error(prompt.blend(alone, "hkvd", 1.0), want),
+        "exact KV from other positions, reused": _error(prompt.blend(in_context, "full-reuse", 0.0), want),
+        "exact KV from other positions, blended": _error(prompt.blend(in_context, "hkvd", 0.3), want),
     }
-    kl = first_token_kl(want, blend(alone, "hkvd", 0.15))
+    kl = first_token_kl(want, prompt.blend(alone, "hkvd", 0.15))
+    window = subject.window or 0
+    chunk = window // _CHUNKS + _CHUNK  # so that the prompt is longer than the window by three of the chunks above
+    # The prompt above looks past a window of less than half its length.
+    if prompt_tokens(_CHUNK) <= 2 * window and window <= _WINDOW and subject.fits(prompt_tokens(chunk)):
+        past = _Prompt(subject, rope, chunk)
+        errors["exact KV from other positions, past a window"] = _error(
+            past.blend(past.in_context(), "hkvd", 0.3), past.full()
+        )
     limit = TOLERANCE[subject.dtype]
     failed = [f"{name}: off by {error:.2g} standard deviations" for name, error in errors.items() if not error <= limit]
     return GateReport(not failed, "; ".join(failed), errors, kl)

@@ -30,6 +30,7 @@ class Paged:
     """A paged cache on a device: one slot for each position of each sequence."""
 
     num_layers, kv_heads, head_dim = LAYERS, HEADS, DIM
+    group_of = (0,) * LAYERS
 
     def __init__(self, device: str):
         self.device = torch.device(device)
@@ -37,8 +38,8 @@ class Paged:
         self.host = torch.randn(LAYERS, 2, HEADS, SLOTS, DIM, generator=generator)
         self.pages = self.host.to(device)
 
-    def slots(self, block_ids: Any, positions: torch.Tensor) -> torch.Tensor:
-        return positions + block_ids[0]
+    def slots(self, group: int, pages: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions + pages[group][0]
 
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
         return LayerKV(*(side[:, slots] for side in self.pages[layer]))
@@ -66,7 +67,7 @@ def test_saved_pages_come_back_though_they_are_used_again_at_once(sim: str, budg
     stream.wait_stream(simulated.DEFAULT)
     before = simulated.SimulatedTensor.late_fetches
     with simulated.stream(stream), torch.inference_mode():
-        side.save([Save(ids, 0, (ids[0],)) for ids in prompts])
+        side.save([Save(str(ids), ids, 0, ((ids[0],),), False, 0, len(ids)) for ids in prompts])
         paged.pages.zero_()  # the next step
     assert simulated.SimulatedTensor.late_fetches - before == (len(prompts) if budget else 0)
     side.close()

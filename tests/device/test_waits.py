@@ -134,6 +134,8 @@ def test_a_segment_takes_no_more_tokens_than_it_may(sim: str) -> None:
 def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from cacheblend_rag.engines.vllm import paged as module
+    from cacheblend_rag.engines.vllm.groups import PageGroup
+    from cacheblend_rag.engines.vllm.metadata import PassMetadata
     from cacheblend_rag.engines.vllm.paged import PagedModel
     from cacheblend_rag.engines.vllm.pages import Pages
 
@@ -143,12 +145,14 @@ def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pyt
     paged.device, paged.block_size, paged.config, paged.attention = torch.device(sim), 16, None, []
     paged._max_tokens, paged._max_runs = 64, 8
     builder = SimpleNamespace(build=lambda common_prefix_len, common_attn_metadata: seen.append(common_attn_metadata))
-    paged._builders = [(["layer"], builder)]
+    paged.names, paged.groups, paged.group_of, paged.kernels = ["layer"], [PageGroup(16, None)], [0], None
+    paged._metadata = object.__new__(PassMetadata)
+    paged._metadata._device, paged._metadata._builders = paged.device, [[(["layer"], builder)]]
     paged.model = lambda input_ids, positions, **_: input_ids
     positions = torch.tensor([3, 4, 5, 9, 20, 21])
     before = SimulatedTensor.launches
     with waits() as count:
-        pages = Pages(paged, range(5, 8), 40)
+        pages = Pages(paged, [range(5, 8)], 40)
         first = paged.segment(positions)
         paged.forward(torch.arange(40)[first], first, pages, lambda _: None)
     assert count() == 0

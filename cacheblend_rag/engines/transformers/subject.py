@@ -20,7 +20,7 @@ class TransformersSubject:
     def __init__(self, runner: ModelRunner):
         """Wrap a runner."""
         self._runner = runner
-        self.num_layers, self.dtype = runner.num_layers, runner.dtype
+        self.num_layers, self.dtype, self.window = runner.num_layers, runner.dtype, runner.window
         self.vocab_size = int(runner.model.config.get_text_config().vocab_size)
 
     def detect_rope(self) -> Rope:
@@ -41,6 +41,10 @@ class TransformersSubject:
         cache = self._runner.new_cache(len(token_ids))
         logits = self._runner.append(torch.tensor([token_ids], device=self._runner.device), cache, offset)[0]
         return logits, ChunkKV([cache.read(i, 0, 0, len(token_ids)) for i in range(self.num_layers)], offset)
+
+    def fits(self, tokens: int) -> bool:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        return True
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""

@@ -35,13 +35,13 @@ class ModelRunner:
         self.device = torch.device(model.device)
         self.dtype: torch.dtype = model.dtype
         layer_types = getattr(config, "layer_types", None)
-        self._window: int | None = getattr(config, "sliding_window", None)
+        self.window: int | None = getattr(config, "sliding_window", None)
         # Only models that tell layers apart take one mask for each kind of layer.
         self._layer_types: Sequence[str] | None = None
         if layer_types and set(layer_types) != {"full_attention"}:
             self._layer_types = sorted(set(layer_types))
         elif layer_types or not getattr(config, "use_sliding_window", True):
-            self._window = None
+            self.window = None
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits, self._says_positions = "logits_to_keep" in parameters, "position_ids" in parameters
 
@@ -125,8 +125,8 @@ class ModelRunner:
 
         def build(kind: str) -> torch.Tensor:
             allowed = causal
-            if kind == "sliding_attention" and self._window is not None:
-                allowed = causal & (keys > positions[:, None] - self._window)
+            if kind == "sliding_attention" and self.window is not None:
+                allowed = causal & (keys > positions[:, None] - self.window)
             # Additive, since eager attention adds it.
             mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
             return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[None, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.blendable import why_not_blendable
+from cacheblend_rag.engines.vllm.groups import page_groups, unknown_kinds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,6 +16,8 @@ def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str |
     """Return why this model, run this way, cannot be blended, in words for a user; None if nothing speaks against it."""
     model, parallel = config.model_config, config.parallel_config
     text = model.hf_text_config
+    kinds = unknown_kinds(kv_cache_config)
+    sizes = {group.block_size for group in page_groups(kv_cache_config)} if not kinds else set()
     reasons = {
         "pipeline parallelism is on": parallel.pipeline_parallel_size > 1,
         "context parallelism is on": getattr(parallel, "decode_context_parallel_size", 1) > 1
@@ -26,13 +29,8 @@ def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str |
         "it uses multi-dimensional RoPE": bool(getattr(model, "uses_mrope", False)),
         "its multi-head latent attention (MLA) keeps no per-head keys": bool(model.use_mla),
         "its KV cache is quantised": config.cache_config.cache_dtype not in {"auto", str(model.dtype).split(".")[-1]},
-        "it has more than one kind of KV cache": len(kv_cache_config.kv_cache_groups) != 1,
-        "it has sliding-window layers": _has_window(config, kv_cache_config),
+        "it has no KV cache": not kv_cache_config.kv_cache_groups,
+        f"its KV cache is of a kind that is not blended ({', '.join(kinds)})": bool(kinds),
+        "the groups of its KV cache have blocks of different sizes": bool(sizes - {config.cache_config.block_size}),
     }
     return next((reason for reason, holds in reasons.items() if holds), None) or why_not_blendable(text)
-
-
-def _has_window(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    layers = config.compilation_config.static_forward_context
-    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-    return any(getattr(layers[name], "sliding_window", None) is not None for name in names if name in layers)

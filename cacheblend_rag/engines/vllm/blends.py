@@ -18,6 +18,7 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import Blended, Load, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Allowance, StepClock
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks
 from cacheblend_rag.store.kv import StoredKV
 
@@ -173,7 +174,9 @@ class _Blend:
 
     def _fuse(self, plan: BlendPlan) -> Generator[Segment, int | None, FuseResult]:
         load, job = self.load, self.load.job
-        target = PagedTarget(self._paged, self._rope, load.token_ids, load.block_ids)
+        pages = Pages(self._paged, load.pages, len(load.token_ids))
+        pages.check(load.start, load.end)
+        target = PagedTarget(self._paged, self._rope, load.token_ids, pages)
         part = plan.within(load.start, load.end)
         return fuse_stepwise(part, target, policy(job.settings.policy), job.ratio, job.schedule)
 

@@ -10,10 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm.groups import page_groups
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.versions import connector_output
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 
-class BlendConnector(KVConnectorBase_V1):
+class BlendConnector(KVConnectorBase_V1, SupportsHMA):
     """Blends chunks' stored KV into vLLM's paged cache. See docs/architecture.md, "Inside vLLM"."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
@@ -48,7 +51,9 @@ class BlendConnector(KVConnectorBase_V1):
         self._worker_steps = False
         if role is KVConnectorRole.SCHEDULER:
             self._store: KVStore = DiskStore(path)
-            self._scheduler = SchedulerSide(Entries(self._store, fingerprint, header, 0, ranks))
+            self._scheduler = SchedulerSide(
+                Entries(self._store, fingerprint, header, 0, ranks), page_groups(kv_cache_config)
+            )
         else:
             from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -71,6 +76,11 @@ class BlendConnector(KVConnectorBase_V1):
         return False
 
     # In the scheduler.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """See :meth:`SchedulerSide.bind`."""
+        assert self._scheduler is not None
+        self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         """See :meth:`SchedulerSide.new_request`."""
@@ -98,7 +108,9 @@ class BlendConnector(KVConnectorBase_V1):
         assert self._scheduler is not None
         self._scheduler.worker_output(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """See :meth:`SchedulerSide.finished`; blocks may be freed at once."""
         assert self._scheduler is not None
         return False, self._scheduler.finished(request)

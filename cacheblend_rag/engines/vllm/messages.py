@@ -124,24 +124,42 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
 
 @dataclass(frozen=True)
 class Load:
-    """Fill the positions ``start`` to ``end`` of a request's blocks by blending; ``token_ids`` is the whole prompt."""
+    """Fill the positions ``start`` to ``end`` of a request's pages by blending; ``token_ids`` is the whole prompt."""
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
     end: int
-    block_ids: tuple[int, ...]
+    pages: tuple[tuple[int, ...], ...]
     job: BlendJob
 
 
 @dataclass(frozen=True)
 class Save:
-    """Store the KV of a request's prompt from ``start`` on, or rank it; it is complete after this step."""
+    """Store the KV of a request's prompt from ``start`` on, or rank it.
 
+    Attributes:
+        request_id: The request.
+        token_ids: The whole prompt.
+        start: Where the chunk begins.
+        pages: What holds the positions ``begin`` to ``end`` after this step; of others, layers with a window may have none.
+        rank: Whether to rank.
+        begin: First position of this part; the parts of a prompt follow each other without a gap.
+        end: Behind its last position; the last part ends with the prompt.
+    """
+
+    request_id: str
     token_ids: tuple[int, ...]
     start: int
-    block_ids: tuple[int, ...]
-    rank: bool = False
+    pages: tuple[tuple[int, ...], ...]
+    rank: bool
+    begin: int
+    end: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether this is the last part."""
+        return self.end == len(self.token_ids)
 
 
 @dataclass

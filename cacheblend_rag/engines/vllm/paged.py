@@ -8,15 +8,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, moved
+from cacheblend_rag.engines.vllm.groups import BlockIds, page_groups
 from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for, pages_of
-from cacheblend_rag.engines.vllm.pages import Pages, first_part, gaps, runs_in_pages
+from cacheblend_rag.engines.vllm.metadata import PassMetadata
+from cacheblend_rag.engines.vllm.pages import Pages, first_part, gaps, runs_in_pages, slots_of
 from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class StopForward(Exception):  # noqa: N818  (a signal, not an error)
 
 
 class PagedModel:
-    """The loaded model and its paged KV cache. A sequence is a list of block ids; position ``p`` is slot ``p`` of it."""
+    """The loaded model and its paged KV cache. A sequence is its pages, for each KV cache group: position ``p`` is slot ``p``."""
 
     def __init__(
         self,
@@ -45,7 +46,8 @@ class PagedModel:
     ):
         """Wrap the worker's model."""
         self.model, self.device, self.config = model, device, vllm_config
-        self.names = list(kv_caches)
+        # They come group by group.
+        self.names = sorted(kv_caches, key=extract_layer_index)
         self.num_layers = len(self.names)
         self._caches = kv_caches
         self.attention = [vllm_config.compilation_config.static_forward_context[name] for name in self.names]
@@ -54,22 +56,21 @@ class PagedModel:
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
         self.block_size = int(vllm_config.cache_config.block_size)
+        self.num_blocks = int(kv_cache_config.num_blocks)
+        self.groups = page_groups(kv_cache_config)
+        self.group_of = [
+            next(i for i, group in enumerate(kv_cache_config.kv_cache_groups) if name in group.layer_names)
+            for name in self.names
+        ]
         scheduler = vllm_config.scheduler_config
         self._max_tokens = int(scheduler.max_num_batched_tokens)
         # GPU backends have buffers for so many sequences; the CPU's has none, and a second segment reads all weights again.
         self._max_runs = self._max_tokens if current_platform.is_cpu() else int(scheduler.max_num_seqs)
         self._before_layer: Callable[[int], None] | None = None
         self.kernels: Kernels | None = None
-        with set_current_vllm_config(vllm_config):
-            self._builders = [
-                (
-                    group.layer_names,
-                    self._layer(group.layer_names[0])
-                    .get_attn_backend()
-                    .get_builder_cls()(group.kv_cache_spec, group.layer_names, vllm_config, device),
-                )
-                for group in kv_cache_config.kv_cache_groups
-            ]
+        self._metadata = PassMetadata(
+            dict(zip(self.names, self.attention, strict=True)), vllm_config, kv_cache_config, device
+        )
 
     @property
     def kernel_block_size(self) -> int:
@@ -78,18 +79,21 @@ class PagedModel:
 
     @cached_property
     def _pages(self) -> list[LayerKV]:
-        return [pages_of(cache, bool(current_platform.is_cpu())) for cache in self._caches.values()]
-
-    def _layer(self, name: str) -> Any:
-        return self.attention[self.names.index(name)]
+        return [pages_of(self._caches[name], bool(current_platform.is_cpu())) for name in self.names]
 
     # The paged cache.
 
-    def slots(self, block_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
-        """Return the cache slots ``[tokens]`` (int64, on the CPU) of positions of a sequence."""
-        positions = positions.cpu()
-        blocks = torch.as_tensor(block_ids, dtype=torch.int64)
-        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a token sees in ``layer``, itself included; None if all before it."""
+        return getattr(self.attention[layer], "sliding_window", None)
+
+    def slots(self, group: int, block_ids: BlockIds, positions: torch.Tensor) -> torch.Tensor:
+        """Return the cache slots ``[tokens]`` (int64, on the CPU) of positions of a sequence, in the layers of ``group``.
+
+        Raises:
+            MissingPageError: A position has no page.
+        """
+        return slots_of(block_ids[group], positions.cpu(), self.block_size)
 
     def write(self, layer: int, kv: LayerKV, slots: torch.Tensor) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, through the backend's own update, whatever its layout."""
@@ -178,7 +182,8 @@ class PagedModel:
         Returns:
             The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
         """
-        slots, at = sent(pages.slots[positions], self.device), sent(positions, self.device)
+        at = sent(positions, self.device)
+        slots = [sent(pages.at(group, positions), self.device) for group in range(len(self.groups))]
         stops = stop_layer is not None
         with (
             self._attention_at(positions, at, pages, slots) as metadata,
@@ -186,7 +191,7 @@ class PagedModel:
                 metadata,
                 self.config,
                 num_tokens=len(positions),
-                slot_mapping=dict.fromkeys(self.names, slots),
+                slot_mapping=self._of_layers(slots),
                 skip_compiled=stops,
             ),
             self._stopping_at(stop_layer),
@@ -227,48 +232,20 @@ class PagedModel:
 
     @contextmanager
     def _attention_at(
-        self, positions: torch.Tensor, at: torch.Tensor, pages: Pages, slots: torch.Tensor
+        self, positions: torch.Tensor, at: torch.Tensor, pages: Pages, slots: Sequence[torch.Tensor]
     ) -> Iterator[dict[str, Any]]:
         """Choose the attention of a pass over ``positions``, ``at`` on the device; yield its metadata for each layer."""
         runs = int(gaps(positions).sum()) + 1
         if self.kernels is not None and (runs > self._max_runs or self.kernels.are_faster(len(positions), runs)):
+            scattered = [Scattered(at, table[0]) for table in pages.tables]
             with self.kernels.attending():
-                yield dict.fromkeys(self.names, Scattered(at, pages.table[0]))
-            return
-        common = self._metadata(positions, at, pages, slots)
-        metadata: dict[str, Any] = {}
-        for names, builder in self._builders:
-            metadata |= dict.fromkeys(names, builder.build(common_prefix_len=0, common_attn_metadata=common))
-        yield metadata
+                yield self._of_layers(scattered)
+        else:
+            yield self._metadata.build(positions, at, pages.tables, slots)
 
-    def _metadata(
-        self, positions: torch.Tensor, at: torch.Tensor, pages: Pages, slots: torch.Tensor
-    ) -> CommonAttentionMetadata:
-        """Describe each run of neighbouring positions as one request on the same blocks: its causal mask is the exact one.
-
-        ``at`` is ``positions`` on the device.
-        """
-        count = len(positions)
-        breaks = torch.nonzero(gaps(positions)).flatten() + 1
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), breaks])
-        ends = torch.cat([breaks, torch.tensor([count])])
-        query_starts = torch.cat([starts, ends[-1:]]).to(torch.int32)
-        lengths = (positions[ends - 1] + 1).to(torch.int32)
-        return CommonAttentionMetadata(
-            query_start_loc=sent(query_starts, self.device),
-            query_start_loc_cpu=query_starts,
-            seq_lens=sent(lengths, self.device),
-            num_reqs=len(starts),
-            num_actual_tokens=count,
-            max_query_len=int((ends - starts).max()),
-            max_seq_len=int(lengths.max()),
-            block_table_tensor=pages.table.expand(len(starts), -1).contiguous(),
-            slot_mapping=slots,
-            causal=True,
-            positions=at,
-            is_prefilling=torch.ones(len(starts), dtype=torch.bool),
-            seq_lens_cpu_upper_bound=lengths,
-        )
+    def _of_layers(self, of_groups: Sequence[Any]) -> dict[str, Any]:
+        """Return by a layer's name what ``of_groups`` holds for its group."""
+        return {name: of_groups[group] for name, group in zip(self.names, self.group_of, strict=True)}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[vocab]`` of the last hidden state, on every rank."""

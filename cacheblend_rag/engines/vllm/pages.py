@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cacheblend_rag.blending.fetch import sent
+from cacheblend_rag.engines.vllm.groups import NO_PAGE, BlockIds, MissingPageError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.paged import PagedModel
@@ -17,17 +18,57 @@ class Pages:
     """The pages of one sequence, and with them the slots of its positions: worked out once, for all layers and passes.
 
     Attributes:
-        slots: ``[positions]``, in host memory: as many as have a page, at most ``tokens``.
-        on_device: The same, on the model's device.
-        table: The block ids, ``[1, blocks]``, on the model's device.
+        on_device: For each group of layers the slots, ``[positions]``, on the model's device: as many as there are pages for,
+            at most ``tokens``. Those of a position without a page lie in the page that vLLM has in its place: :meth:`check`
+            must have found none where these are written to.
+        tables: For each group the block ids, ``[1, blocks]``, on the model's device.
     """
 
-    def __init__(self, paged: PagedModel, block_ids: Sequence[int], tokens: int):
+    def __init__(self, paged: PagedModel, block_ids: BlockIds, tokens: int):
         """Take the pages ``block_ids`` of a sequence of ``tokens``."""
-        covered = min(tokens, len(block_ids) * paged.block_size)
-        self.slots = paged.slots(block_ids, torch.arange(covered))
-        self.on_device = sent(self.slots, paged.device)
-        self.table = sent(torch.tensor(list(block_ids), dtype=torch.int32)[None], paged.device)
+        self._groups, self._size = paged.groups, paged.block_size
+        positions = torch.arange(tokens)
+        self._slots = [_slots(ids, positions[: len(ids) * self._size], self._size) for ids in block_ids]
+        self.on_device = [sent(slots, paged.device) for slots in self._slots]
+        self.tables = [sent(torch.tensor(list(ids), dtype=torch.int32)[None], paged.device) for ids in block_ids]
+
+    def at(self, group: int, positions: torch.Tensor) -> torch.Tensor:
+        """Return the slots of ``positions``, both ``[tokens]``, in host memory.
+
+        Raises:
+            MissingPageError: A position has no page: what vLLM keeps in place of one must be neither read nor written.
+        """
+        slots = self._slots[group]
+        if len(positions) and int(positions.max()) >= len(slots):
+            raise MissingPageError(f"there are pages for {len(slots)} positions, and none for {int(positions.max())}")
+        return _present(slots[positions], self._size)
+
+    def between(self, group: int, start: int, end: int) -> torch.Tensor:
+        """Return the slots of the positions from ``start`` on, up to ``end`` or the last page; raises as :meth:`at`."""
+        return _present(self._slots[group][start:end], self._size)
+
+    def check(self, start: int, end: int) -> None:
+        """Make sure that positions ``start`` to ``end`` have pages, and what the first of them sees; raises as :meth:`at`."""
+        for index, group in enumerate(self._groups):
+            self.at(index, torch.arange(group.first_visible(start), end))
+
+
+def slots_of(block_ids: Sequence[int], positions: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the slots of ``positions``, both ``[tokens]``, in pages of ``size``; raises as :meth:`Pages.at`."""
+    if len(positions) and int(positions.max()) >= len(block_ids) * size:
+        raise MissingPageError(f"there are {len(block_ids)} pages, and none for position {int(positions.max())}")
+    return _present(_slots(block_ids, positions, size), size)
+
+
+def _slots(block_ids: Sequence[int], positions: torch.Tensor, size: int) -> torch.Tensor:
+    blocks = torch.as_tensor(block_ids, dtype=torch.int64)
+    return blocks[positions // size] * size + positions % size
+
+
+def _present(slots: torch.Tensor, size: int) -> torch.Tensor:
+    if bool((slots // size == NO_PAGE).any()):
+        raise MissingPageError("vLLM keeps no pages for some of these positions: they lie before a window")
+    return slots
 
 
 def first_part(positions: torch.Tensor, max_tokens: int, max_runs: int) -> torch.Tensor:

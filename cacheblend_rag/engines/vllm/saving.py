@@ -17,7 +17,7 @@ from cacheblend_rag.engines.vllm.messages import BUSY, Save, receipt
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.target import all_ranks, sum_over_ranks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.kv import ChunkKV, LayerKV, read_whole
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, join_tokens, read_whole
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class Saver:
         self._lock = Lock()
         self._unwritten = self._uncopied_bytes = 0
         self._written: dict[str, str] = {}
+        self._parts: dict[str, list[tuple[Save, list[LayerKV]]]] = {}
 
     def bind(self, paged: PagedModel, rope: Rope) -> None:
         """Take the model, once it has passed the parity gate."""
@@ -49,7 +50,7 @@ class Saver:
         """Begin to copy prompts out of the paged cache, and hand them to the writer.
 
         Args:
-            saves: The prompts, complete in the cache.
+            saves: The prompts, or parts of them: a prompt is complete with its last part.
             refusal: Why this model's KV is not stored; empty if it is.
         """
         for save in saves:
@@ -58,12 +59,16 @@ class Saver:
             if refusal or self._paged is None:
                 self._written[name] = f"not blended: {refusal}"
                 continue
-            room = self._unwritten < UNWRITTEN and self._uncopied_bytes < _UNCOPIED_BYTES
+            room = not save.complete or (self._unwritten < UNWRITTEN and self._uncopied_bytes < _UNCOPIED_BYTES)
             # A ranking is added up over the ranks, so that all do it or none.
             if not (all_ranks(room) if save.rank else room):
                 self._written[name] = BUSY
+                self.drop(save.request_id)
                 continue
             try:
+                if not save.complete:
+                    self._parts.setdefault(save.request_id, []).append((save, self._part(save)))
+                    continue
                 kv = self._ranked(tokens, save) if save.rank else self._copied(save)
             except Exception as error:  # the engine and the other saves go on
                 _log.exception("KV cannot be copied out")
@@ -76,10 +81,23 @@ class Saver:
                 self._unwritten += 1
             self._writer.submit(self._write, name, tokens, kv, save.rank)
 
-    def _layers(self, save: Save) -> list[LayerKV]:
+    def drop(self, request_id: str) -> None:
+        """Forget the parts of a prompt that will not be complete."""
+        self._parts.pop(request_id, None)
+
+    def _part(self, save: Save) -> list[LayerKV]:
         assert self._paged is not None
-        slots = self._paged.slots(save.block_ids, torch.arange(save.start, len(save.token_ids)))
-        return [self._paged.read(i, slots) for i in range(self._paged.num_layers)]
+        positions = torch.arange(save.begin, save.end)
+        slots = [self._paged.slots(group, save.pages, positions) for group in range(len(save.pages))]
+        return [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
+
+    def _layers(self, save: Save) -> list[LayerKV]:
+        """Return the KV of a complete prompt from ``start`` on, with the parts that earlier steps copied out."""
+        parts = [*self._parts.pop(save.request_id, ()), (save, self._part(save))]
+        edges = [save.start, *(part.end for part, _ in parts)]
+        if [part.begin for part, _ in parts] != edges[:-1]:
+            raise RuntimeError(f"not all tokens from {save.start} to {save.end} were copied out")
+        return [join_tokens(layer) for layer in zip(*(layers for _, layers in parts), strict=True)]
 
     def _copied(self, save: Save) -> Callable[[], ChunkKV]:
         """Begin to copy a prompt out; return what waits for it, in the writer."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm.groups import PageGroup
+from cacheblend_rag.engines.vllm.lending import PageLender
 from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
     Blended,
@@ -23,6 +26,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ChunkKV, StoredKV
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PRESENT = ChunkKV((), 0)  # stands for an entry that only the workers will read
+# Looks at a request, about one in each engine step, after which it waits for pages no longer.
+_PATIENCE = 1000
 
 
 class _Tracked:
@@ -41,18 +47,27 @@ class _Tracked:
         self.failed = False
         self.blended: Blended | None = None
         self.end = 0
+        self.waited = 0
+        self.saved = job.start if isinstance(job, SaveJob) else 0  # how far its KV was copied out
 
 
 class SchedulerSide:
     """Runs in the scheduler's thread; reads no KV."""
 
-    def __init__(self, entries: Entries):
-        """Look for chunks in ``entries``."""
+    def __init__(self, entries: Entries, groups: Sequence[PageGroup]):
+        """Look for chunks in ``entries``; the model's KV cache consists of ``groups``."""
         self._entries = entries
+        self._lender = PageLender(groups)
+        self._loses_pages = any(group.window for group in groups)
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._saving: dict[str, tuple[Request, SaveJob]] = {}
         self._pace = Pace()
+        self._uncached: list[Request] = []
+
+    def bind(self, pool: BlockPool) -> None:
+        """Take vLLM's blocks, to lend some of them."""
+        self._lender.bind(pool)
 
     def new_request(self, request: Request) -> None:
         """Note what the client wants. Malformed options make an ordinary prefill."""
@@ -65,10 +80,19 @@ class SchedulerSide:
         if job is not None:
             self._tracked[request.request_id] = _Tracked(job)
 
-    def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return how many tokens behind the first ``computed`` a blend provides, and that it runs between steps."""
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind the first ``computed`` a blend provides, and that it runs between steps.
+
+        None means that vLLM shall ask again in its next step.
+        """
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not isinstance(tracked.job, BlendJob) or tracked.failed:
+        if tracked is None or tracked.failed:
+            return 0, False
+        if isinstance(tracked.job, SaveJob) and not self._lender.keeps(tracked.saved, computed):
+            # What the prefix cache has lacks pages that are to be copied out: this prompt is computed anew.
+            self._uncached.append(request)
+            return None, False
+        if not isinstance(tracked.job, BlendJob):
             return 0, False
         if tracked.plan is None:
             tracked.plan = self._plan(request, tracked.job)
@@ -77,7 +101,28 @@ class SchedulerSide:
         # vLLM computes the last token itself: it wants its logits.
         tracked.end = min(max((span.end for span in spans), default=0), request.num_prompt_tokens - 1)
         count = max(0, tracked.end - computed)
+        if count and (waits := self._without_pages(tracked, computed, request.num_prompt_tokens)) is not None:
+            return (None if waits else 0), False
         return count, count > 0
+
+    def _without_pages(self, tracked: _Tracked, start: int, prompt_tokens: int) -> bool | None:
+        """Return whether to wait for the pages of a blend from ``start`` on, or not to blend; None if there are enough."""
+        if not self._lender.sees_back(start, tracked.end):
+            tracked.reason = (
+                "the beginning of the prompt was in vLLM's prefix cache; the rest was computed, behind its windows"
+            )
+            return False
+        reason = self._lender.never(start, tracked.end, prompt_tokens)
+        if reason is None:
+            if self._lender.ready(start, tracked.end, prompt_tokens):
+                return None
+            # A blend that has borrowed gives back before long; for other requests' pages there is no knowing.
+            tracked.waited += not self._lender.lends
+            if tracked.waited < _PATIENCE:
+                return True
+            reason = "vLLM's KV cache was too full for the layers with a window to be blended"
+        tracked.failed, tracked.reason = True, reason
+        return False
 
     def _plan(self, request: Request, job: BlendJob) -> BlendPlan:
         def lookup(token_ids: Any) -> StoredKV | None:
@@ -94,20 +139,12 @@ class SchedulerSide:
         if isinstance(tracked.job, SaveJob):
             self._saving[request.request_id] = request, tracked.job
         elif external > 0 and tracked.job is not None:
-            ids = tuple(request.prompt_token_ids or ())
-            self._loads.append(
-                Load(
-                    request.request_id,
-                    ids,
-                    tracked.end - external,
-                    tracked.end,
-                    tuple(blocks.get_block_ids()[0]),
-                    tracked.job,
-                )
-            )
+            ids, start = tuple(request.prompt_token_ids or ()), tracked.end - external
+            pages = self._lender.complete(request.request_id, blocks.get_block_ids(), start)
+            self._loads.append(Load(request.request_id, ids, start, tracked.end, pages, tracked.job))
 
     def step(self, output: SchedulerOutput, blocks: KVCacheManager) -> StepMeta:
-        """Return the workers' tasks: new blends, and precomputed prompts that this step completes."""
+        """Return the workers' tasks: new blends, and precomputed prompts that this step completes, or whose pages may go."""
         idle = output.total_num_scheduled_tokens == 0
         meta = StepMeta(loads=self._loads, idle=idle, pace=self._pace.seconds_per_token)
         self._loads = []
@@ -115,15 +152,25 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, (request, job) in list(self._saving.items()):
-            scheduled = output.num_scheduled_tokens.get(request_id, 0)
-            if request_id in computed and computed[request_id] + scheduled >= request.num_prompt_tokens:
-                ids = tuple(request.prompt_token_ids or ())
-                meta.saves.append(Save(ids, job.start, tuple(blocks.get_block_ids(request_id)[0]), job.rank))
+            if request_id not in computed:
+                continue
+            ids, begin = tuple(request.prompt_token_ids or ()), self._tracked[request_id].saved
+            end = min(computed[request_id] + output.num_scheduled_tokens.get(request_id, 0), len(ids))
+            # Layers with a window lose pages while the prompt is computed: then each step's part is copied out.
+            if begin < end and (end == len(ids) or self._loses_pages):
+                pages = tuple(map(tuple, blocks.get_block_ids(request_id)))
+                meta.saves.append(Save(request_id, ids, job.start, pages, job.rank, begin, end))
+                self._tracked[request_id].saved = end
+            if end == len(ids):
                 del self._saving[request_id]
+        for request in self._uncached:
+            request.skip_reading_prefix_cache = True
+        self._uncached = []
         return meta
 
     def worker_output(self, output: KVConnectorOutput) -> None:
         """Take the workers' results. A blend that failed is not tried again: vLLM prefills that request itself."""
+        self._lender.take_back(output.finished_recving or ())
         meta = output.kv_connector_worker_meta
         if not isinstance(meta, WorkerMeta):
             return
@@ -138,7 +185,9 @@ class SchedulerSide:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what its output shall say."""
         self._saving.pop(request.request_id, None)
-        self._loads = [load for load in self._loads if load.request_id != request.request_id]
+        if any(load.request_id == request.request_id for load in self._loads):
+            self._loads = [load for load in self._loads if load.request_id != request.request_id]
+            self._lender.take_back([request.request_id])
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or isinstance(tracked.job, SaveJob):
             return None

@@ -9,6 +9,7 @@ import torch
 
 from cacheblend_rag.blending.rope import Rope, detect_rope
 from cacheblend_rag.blending.target import BlendTarget
+from cacheblend_rag.engines.vllm.groups import MissingPageError
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.engines.vllm.target import PagedTarget
@@ -25,8 +26,27 @@ class PagedSubject:
         self._paged = paged
         self.num_layers, self.vocab_size, self.dtype = paged.num_layers, paged.vocab_size, paged.dtype
 
-    def _blocks(self, tokens: int) -> range:
-        return range(1, 2 + -(-tokens // self._paged.block_size))
+    @property
+    def window(self) -> int | None:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        windows = [window for layer in range(self.num_layers) if (window := self._paged.window(layer)) is not None]
+        return min(windows, default=None)
+
+    def fits(self, tokens: int) -> bool:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        within_pages = len(self._paged.groups) * self._blocks(tokens) < self._paged.num_blocks
+        return within_pages and tokens < self._paged.config.model_config.max_model_len
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._paged.block_size)
+
+    def _pages(self, tokens: int) -> Pages:
+        """Return pages of its own for each group of layers: groups share the memory of a block."""
+        if not self.fits(tokens):
+            raise MissingPageError(f"vLLM's KV cache has no room for a prompt of {tokens} tokens")
+        count = self._blocks(tokens)
+        ids = [range(1 + i * count, 1 + (i + 1) * count) for i in range(len(self._paged.groups))]
+        return Pages(self._paged, ids, tokens)
 
     def detect_rope(self) -> Rope:
         """Run the same tokens at two offsets and see how their keys moved."""
@@ -38,16 +58,20 @@ class PagedSubject:
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
-        positions = torch.arange(len(token_ids))
-        pages = Pages(self._paged, self._blocks(len(token_ids)), len(token_ids))
-        hidden = self._paged.forward(torch.tensor(token_ids), positions, pages, _nothing, rotate_by=offset)
-        assert isinstance(hidden, torch.Tensor)
-        kv = ChunkKV([self._paged.read(layer, pages.slots) for layer in range(self.num_layers)], offset)
-        return self._paged.logits(hidden), kv
+        ids, rest = torch.tensor(token_ids), torch.arange(len(token_ids))
+        pages = self._pages(len(token_ids))
+        hidden: Any = None
+        while len(rest):
+            part = self._paged.segment(rest)
+            hidden = self._paged.forward(ids[part], part, pages, _nothing, rotate_by=offset)
+            rest = rest[len(part) :]
+        slots = [pages.between(group, 0, len(ids)) for group in range(len(self._paged.groups))]
+        layers = [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
+        return self._paged.logits(hidden), ChunkKV(layers, offset)
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
-        return PagedTarget(self._paged, rope, token_ids, self._blocks(len(token_ids)))
+        return PagedTarget(self._paged, rope, token_ids, self._pages(len(token_ids)))
 
     def logits(self, target: Any) -> torch.Tensor:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""

@@ -33,17 +33,17 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 class PagedTarget:
     """One prompt being blended into its blocks; a :class:`~cacheblend_rag.blending.target.BlendTarget`."""
 
-    def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], block_ids: Sequence[int]):
-        """Fill ``block_ids`` with the KV of ``token_ids``."""
-        self._paged, self.rope = paged, rope
+    def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], pages: Pages):
+        """Fill ``pages`` with the KV of ``token_ids``."""
+        self._paged, self.rope, self._pages = paged, rope, pages
         self._ids = torch.tensor(token_ids)
-        self._pages = Pages(paged, block_ids, len(self._ids))
         self.num_layers, self.device = paged.num_layers, paged.device
         self.hidden: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        self._paged.place(layer, kv, move, self._pages.on_device[positions])
+        slots = self._pages.on_device[self._paged.group_of[layer]]
+        self._paged.place(layer, kv, move, slots[positions])
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None

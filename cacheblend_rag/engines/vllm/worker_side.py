@@ -101,6 +101,8 @@ class WorkerSide:
 
         The blends of ``aborted`` requests end at once.
         """
+        for request_id in aborted:
+            self.saver.drop(request_id)
         refused = set(self._refused)
         if self._blends is None:
             return refused, refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -10,3 +11,18 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+@pytest.fixture
+def engine(case: tuple[Any, Any]) -> Any:
+    """The engine of a file's case, as if it had just been started; ``case`` is a file's own."""
+    from tests.engines.vllm.engines import clear
+
+    clear(case[0])
+    return case[0]
+
+
+@pytest.fixture
+def model(case: tuple[Any, Any]) -> Any:
+    """The model of a file's case on transformers."""
+    return case[1]

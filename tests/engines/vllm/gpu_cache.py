@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from cacheblend_rag.engines.vllm import paged
+from cacheblend_rag.engines.vllm import metadata, paged
+from cacheblend_rag.engines.vllm.pages import Pages
 
 NAMES = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 32, 16, 12
@@ -27,8 +29,8 @@ BACKENDS = {
 }
 
 
-def allocate(layout: KVCacheLayout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return each layer's cache, by vLLM's own arithmetic, all blocks of all layers in one allocation."""
+def allocate(layout: KVCacheLayout, dtype: torch.dtype) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """Return groups and each layer's cache, by vLLM's own arithmetic, all blocks of all layers in one allocation."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, dtype=dtype)
     config = SimpleNamespace(
         attention_config=SimpleNamespace(hisparse_config=None),
@@ -41,7 +43,7 @@ def allocate(layout: KVCacheLayout, dtype: torch.dtype) -> dict[str, torch.Tenso
     memory = BLOCKS * len(NAMES) * spec.page_size_bytes
     groups = get_kv_cache_config_from_groups(config, [KVCacheGroupSpec(NAMES, spec)], memory)  # type: ignore[arg-type]
     assert groups.num_blocks == BLOCKS
-    return allocate_kv_cache(groups, torch.device("cpu"), layout)
+    return groups, allocate_kv_cache(groups, torch.device("cpu"), layout)
 
 
 def scatter(
@@ -52,12 +54,23 @@ def scatter(
     values[slots // BLOCK, slots % BLOCK] = value
 
 
+class Describing:
+    """A backend's metadata builder that only hands on what it is told."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        return common_attn_metadata
+
+
 class Layer(SimpleNamespace):
     """An attention layer of vLLM: its own update of the cache, the backend's attention left out."""
 
     def __init__(self, backend: str, cache: torch.Tensor, **impl: Any):
         cls = BACKENDS[backend][0]
         own = cls.__new__(cls)
+        named = type("Backend", (), {"get_name": lambda: backend, "get_builder_cls": lambda: Describing})
         vars(own).update(
             attn_type="decoder",
             head_size=DIM,
@@ -77,7 +90,7 @@ class Layer(SimpleNamespace):
             sliding_window=None,
             _k_scale=None,
             _v_scale=None,
-            get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend),
+            get_attn_backend=lambda: named,
         )
 
 
@@ -92,8 +105,8 @@ def paged_model(
     _, module, update = BACKENDS[backend]
     monkeypatch.setattr(module, update, scatter, raising=False)
     monkeypatch.setattr(paged, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setattr(paged, "set_current_vllm_config", lambda _: nullcontext())
-    caches = allocate(layout, dtype)
+    monkeypatch.setattr(metadata, "set_current_vllm_config", lambda _: nullcontext())
+    groups, caches = allocate(layout, dtype)
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=dtype, get_vocab_size=lambda: 10),
         cache_config=SimpleNamespace(block_size=BLOCK),
@@ -103,5 +116,10 @@ def paged_model(
             pass_config=SimpleNamespace(fuse_attn_quant=False),
         ),
     )
-    groups = SimpleNamespace(kv_cache_groups=[])
     return paged.PagedModel(None, torch.device("cpu"), config, groups, caches)  # type: ignore[arg-type]
+
+
+def described(model: paged.PagedModel, block_ids: Sequence[int], positions: torch.Tensor) -> Any:
+    """Return what the model tells its backend of a pass over ``positions``."""
+    pages = Pages(model, [block_ids], int(positions[-1]) + 1)
+    return model._metadata.build(positions, positions, pages.tables, [pages.at(0, positions)])[NAMES[0]]

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -142,7 +143,8 @@ class Engine:
             runs, self._steps = self._steps, object.__new__(worker.BlendWorker)
 
     def _connector(self, config: Any, role: Any) -> Any:
-        return connector.BlendConnector(config, role, SimpleNamespace(kv_cache_groups=[]))
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        return connector.BlendConnector(config, role, KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)]))
 
     def request(self, name: str, params: Any = None) -> Any:
         """Make a request known that blends, or does what `params` say."""
@@ -186,5 +188,5 @@ class Engine:
 
     def finish(self, request: Any) -> dict[str, Any]:
         """End a request; return what its output says of the blend."""
-        _, params = self._scheduler.request_finished(request, [])
+        _, params = self._scheduler.request_finished_all_groups(request, ([],))
         return (params or {}).get(PARAMS, {})

@@ -18,7 +18,7 @@ from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.store.kv import LayerKV
 from tests.engines.kernels.interpreter import interpret
 from tests.engines.kernels.test_attention import dense
-from tests.engines.vllm.gpu_cache import BACKENDS, BLOCK, DIM, HEADS, KV_HEADS, LAYOUTS, NAMES, paged_model
+from tests.engines.vllm.gpu_cache import BACKENDS, BLOCK, DIM, HEADS, KV_HEADS, LAYOUTS, NAMES, described, paged_model
 
 TABLE = (7, 3, 9, 1)
 
@@ -50,7 +50,7 @@ def test_what_a_backend_writes_is_read_back_and_no_layer_touches_another(
 ) -> None:
     model = paged_model(monkeypatch, backend, layout, dtype)
     assert model.kernel_block_size == BLOCK
-    slots = model.slots(TABLE, torch.tensor([0, 5, 15, 16, 40, 41, 63]))
+    slots = model.slots(0, [TABLE], torch.tensor([0, 5, 15, 16, 40, 41, 63]))
     want = [random_kv(len(slots), layer, dtype) for layer in range(len(NAMES))]
     for layer, kv in enumerate(want):
         model.write(layer, kv, slots)
@@ -72,7 +72,7 @@ def test_the_kernels_place_and_attend_in_every_layout(
     kernels = model.find_kernels()
     assert kernels is not None
     positions = torch.arange(60)
-    slots = model.slots(TABLE, positions)
+    slots = model.slots(0, [TABLE], positions)
     angles = torch.randn(50, DIM // 2, generator=torch.Generator().manual_seed(5))
     move = Move(Rotation(angles.cos(), angles.sin()), "half", 10)
     layers = [random_kv(60, layer) for layer in range(len(NAMES))]
@@ -117,15 +117,15 @@ def test_segments_are_cut_by_runs_only_where_each_run_is_a_request(
 ) -> None:
     model = paged_model(monkeypatch, "FLASH_ATTN", LAYOUTS[0])
     scattered = torch.arange(0, 100, 2)
-    assert [len(part) for part in model.segments(scattered)] == [4] * 12 + [2]
+    assert len(model.segment(scattered)) == 4
     model.kernels = model.find_kernels()
-    assert [len(part) for part in model.segments(scattered)] == [50]
-    assert [len(part) for part in model.segments(torch.arange(100))] == [64, 36]
+    assert len(model.segment(scattered)) == 50
+    assert len(model.segment(torch.arange(100))) == 64
 
 
 def runs(model: PagedModel, *bounds: tuple[int, int]) -> Any:
     positions = torch.cat([torch.arange(*pair) for pair in bounds])
-    return model._metadata(positions, TABLE, model.slots(TABLE, positions))
+    return described(model, TABLE, positions)
 
 
 def test_vllm_counts_single_tokens_before_the_first_longer_run_as_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

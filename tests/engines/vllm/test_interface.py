@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
 import cacheblend_rag.engines.vllm as package
 from cacheblend_rag.engines.vllm import versions
 from cacheblend_rag.engines.vllm.connector import BlendConnector
@@ -118,28 +120,36 @@ def test_the_fields_that_are_read_and_written_are_there() -> None:
         for name, field in fields(CommonAttentionMetadata).items()
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
-    assert needed <= given_to("CommonAttentionMetadata") <= fields(CommonAttentionMetadata).keys()
+    assert needed <= given_to("CommonAttentionMetadata", "metadata.py") <= fields(CommonAttentionMetadata).keys()
 
 
-def given_to(name: str) -> set[str]:
-    """The keywords of the one call of ``name`` in our code."""
-    source = ast.parse((ROOT / "engines" / "vllm" / "paged.py").read_text(encoding="utf-8"))
-    calls = [n for n in ast.walk(source) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == name]
-    return {str(keyword.arg) for keyword in calls[-1].keywords}
+def given_to(name: str, file: str) -> set[str]:
+    """The keywords of the last call of ``name``, a function or a method, in a file of ours."""
+    source = ast.parse((ROOT / "engines" / "vllm" / file).read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(source) if isinstance(n, ast.Call)]
+    named = [n for n in calls if name in (getattr(n.func, "id", ""), getattr(n.func, "attr", ""))]
+    return {str(keyword.arg) for keyword in named[-1].keywords}
 
 
 def test_the_forward_context_takes_what_a_pass_of_ours_gives() -> None:
     from vllm.forward_context import set_forward_context
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-    assert given_to("set_forward_context") <= inspect.signature(set_forward_context).parameters.keys()
-    assert given_to_build() <= inspect.signature(AttentionMetadataBuilder.build).parameters.keys()
+    assert given_to("set_forward_context", "paged.py") <= inspect.signature(set_forward_context).parameters.keys()
+    assert given_to("build", "metadata.py") <= inspect.signature(AttentionMetadataBuilder.build).parameters.keys()
 
 
-def given_to_build() -> set[str]:
-    source = ast.parse((ROOT / "engines" / "vllm" / "paged.py").read_text(encoding="utf-8"))
-    calls = [n for n in ast.walk(source) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "build"]
-    return {str(keyword.arg) for keyword in calls[-1].keywords}
+def test_the_blocks_that_a_blend_borrows_can_be_borrowed() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    assert issubclass(BlendConnector, SupportsHMA)
+    assert {"bind_gpu_block_pool", "request_finished_all_groups"} <= set(dir(BlendConnector.__base__)) | set(
+        dir(SupportsHMA)
+    )
+    assert {"get_num_free_blocks", "get_new_blocks", "free_blocks"} <= set(dir(BlockPool))
+    assert list(inspect.signature(BlockPool.get_new_blocks).parameters)[:2] == ["self", "num_blocks"]
+    assert callable(KVCacheManager.get_block_ids)
 
 
 @pytest.mark.parametrize("backend", ["flash_attn", "flashinfer", "triton_attn", "cpu_attn"])

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, zip_longest
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +17,13 @@ from hypothesis import strategies as st
 from cacheblend_rag.blending.auto import TextRange
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import InputError
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
-from tests.engines.vllm.engines import FULL, SHAPE, VOCABULARY, clear, first_logprobs, save_model, start
+from tests.engines.vllm.engines import FULL, SHAPE, VOCABULARY, first_logprobs, save_model, start
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
-# A soft cap on scores, which the transformers engine cannot watch, and no window, which vLLM does not blend.
+# A soft cap on scores, which the transformers engine cannot watch, and no window.
 _CAPPED = {
     "head_dim": 32,
     "attn_logit_softcapping": 1.0,
@@ -56,17 +54,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = save_model(config(), directory)
     with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
         yield engine, model
-
-
-@pytest.fixture
-def engine(case: tuple[Any, Any]) -> Any:
-    clear(case[0])
-    return case[0]
-
-
-@pytest.fixture
-def model(case: tuple[Any, Any]) -> Any:
-    return case[1]
 
 
 def want(model: Any, ratio: float, missing: tuple[int, ...] = ()) -> torch.Tensor:
@@ -281,11 +268,3 @@ def test_doctor_says_where_a_blends_time_goes(engine) -> None:
     tokens = {kind: done for kind, (done, _) in found.cost.passes.items() if kind != "prefill"}
     assert tokens == {"dense": pytest.approx(stale / found.layers), "sparse": pytest.approx(round(0.15 * stale))}
     assert found.cost.full_s > 0 < found.cost.blend_s
-
-
-def test_attention_with_sinks_is_not_watched() -> None:
-    from cacheblend_rag.engines.vllm.attention import WatchedPass
-
-    layer = SimpleNamespace(impl=SimpleNamespace(sinks=torch.zeros(4)))
-    with pytest.raises(InputError, match="cannot be watched"):
-        WatchedPass(SimpleNamespace(attention=[layer]), torch.arange(9), [1], lambda layer: None, 5)

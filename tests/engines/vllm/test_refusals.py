@@ -11,6 +11,8 @@ from transformers import LlamaConfig
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm import worker_side
 from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
@@ -40,14 +42,17 @@ def configured(parallel: dict[str, Any] | None = None, model: dict[str, Any] | N
         "parallel_config": SimpleNamespace(**_PARALLEL | (parallel or {})),
         "lora_config": None,
         "speculative_config": None,
-        "cache_config": SimpleNamespace(cache_dtype="auto"),
-        "compilation_config": SimpleNamespace(static_forward_context={}),
+        "cache_config": SimpleNamespace(cache_dtype="auto", block_size=16),
     }
     return SimpleNamespace(**config | top)
 
 
-def groups(count: int = 1) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[])] * count)
+_SHAPE = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+def groups(*specs: Any) -> Any:
+    given = specs or (FullAttentionSpec(block_size=16, **_SHAPE),)
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[], kv_cache_spec=spec) for spec in given])
 
 
 def test_an_ordinary_model_is_not_refused() -> None:
@@ -63,7 +68,7 @@ def test_an_ordinary_model_is_not_refused() -> None:
         (configured({"data_parallel_size": 2}, {"is_moe": True}), "mixture of experts and data parallelism"),
         (configured(model={"use_mla": True}), "MLA"),
         (configured(model={"uses_mrope": True}), "multi-dimensional RoPE"),
-        (configured(cache_config=SimpleNamespace(cache_dtype="fp8")), "quantised"),
+        (configured(cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16)), "quantised"),
         (configured(lora_config=object()), "LoRA"),
         (configured(speculative_config=object()), "speculative"),
     ],
@@ -72,8 +77,26 @@ def test_what_cannot_be_blended_is_named(config: Any, reason: str) -> None:
     assert reason in str(why_not_in_vllm(config, groups()))
 
 
-def test_several_kinds_of_kv_cache_are_named() -> None:
-    assert "more than one kind" in str(why_not_in_vllm(configured(), groups(2)))
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        (
+            (FullAttentionSpec(block_size=16, **_SHAPE), SlidingWindowSpec(block_size=16, **_SHAPE, sliding_window=4)),
+            None,
+        ),
+        ((ChunkedLocalAttentionSpec(block_size=16, **_SHAPE, attention_chunk_size=8),), "ChunkedLocalAttention"),
+        ((FullAttentionSpec(block_size=16, **_SHAPE, attention_chunk_size=8),), "ChunkedLocalAttention"),
+        ((MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float32,)),), "Mamba"),
+        ((SlidingWindowSpec(block_size=8, **_SHAPE, sliding_window=4),), "different sizes"),
+    ],
+)
+def test_kinds_of_kv_cache_that_a_blend_cannot_fill_are_named(specs: Any, reason: str | None) -> None:
+    found = why_not_in_vllm(configured(), groups(*specs))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_a_model_without_a_kv_cache_is_named() -> None:
+    assert "no KV cache" in str(why_not_in_vllm(configured(), SimpleNamespace(kv_cache_groups=[])))  # type: ignore[arg-type]
 
 
 def test_a_kernel_that_splits_blocks_is_named_with_the_flag_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,14 +35,15 @@ class Paged:
     """A paged cache of two layers; reading a prompt of one token fails."""
 
     num_layers, kv_heads = 2, 2
+    group_of = (0, 1)
 
-    def slots(self, block_ids: Any, positions: torch.Tensor) -> torch.Tensor:
-        return positions
+    def slots(self, group: int, pages: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions + 100 * group
 
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
         if len(slots) == 1:
             raise RuntimeError("out of memory")
-        return LayerKV(torch.zeros(2, len(slots), 4), torch.zeros(2, len(slots), 4))
+        return LayerKV(*(slots[None, :, None].expand(2, -1, 4).float(),) * 2)
 
 
 class HeldUp(MemoryStore):
@@ -66,7 +67,11 @@ def worker(store: MemoryStore) -> WorkerSide:
 
 
 def saves(count: int, tokens: int = 5) -> list[Save]:
-    return [Save(tuple(range(n, n + tokens)), 0, (0,), False) for n in range(count)]
+    return [save(tuple(range(n, n + tokens)), 0, tokens) for n in range(count)]
+
+
+def save(ids: tuple[int, ...], begin: int, end: int, start: int = 0) -> Save:
+    return Save(f"request-{ids[0]}", ids, start, ((1,), (2,)), False, begin, end)
 
 
 def test_a_write_that_fails_is_said_and_the_worker_goes_on() -> None:
@@ -148,6 +153,42 @@ def test_where_the_gate_fails_with_the_kernels_it_runs_without(monkeypatch: pyte
     report, _ = worker_side._gate(paged)  # type: ignore[arg-type]
     assert (report.passed, report.reason) == ((False, "off by 9") if passing == "never" else (True, ""))
     assert paged.kernels == ("the kernels" if passing == "with them" else None)
+
+
+def test_parts_copied_out_in_several_steps_are_stored_as_one() -> None:
+    side, ids = worker(MemoryStore()), tuple(range(40, 52))
+    for begin, end in ((3, 5), (5, 10), (10, 12)):
+        assert not side.saver.take_written()
+        side.save([save(ids, begin, end, start=3)])
+    side.close()
+    assert list(side.saver.take_written().values()) == [""]
+    kv = side._entries.get(ids[3:], 2, 2)
+    assert kv is not None
+    for layer in range(2):
+        assert kv.layer(layer).k[0, :, 0].tolist() == [100 * layer + position for position in range(3, 12)]
+
+
+def test_a_prompt_of_which_a_part_is_lost_is_not_stored() -> None:
+    store = MemoryStore()
+    side, ids = worker(store), tuple(range(40, 52))
+    side.save([save(ids, 3, 5, start=3)])
+    side.take_finished({"request-40"})  # it was aborted; another with its name begins in the middle
+    side.save([save(ids, 5, 12, start=3)])
+    side.close()
+    assert "not all tokens" in next(iter(side.saver.take_written().values()))
+    assert not list(store.entries())
+
+
+@pytest.mark.parametrize("parts", [((4, 12),), ((3, 6), (9, 12)), ((3, 6), (3, 6), (9, 12))])
+def test_a_prompt_whose_parts_do_not_follow_each_other_is_not_stored(parts: tuple[tuple[int, int], ...]) -> None:
+    """As if vLLM asked for one step's saves twice and for the next one's never: as many tokens, but not the same."""
+    store = MemoryStore()
+    side, ids = worker(store), tuple(range(40, 52))
+    for begin, end in parts:
+        side.save([save(ids, begin, end, start=3)])
+    side.close()
+    assert "not all tokens" in next(iter(side.saver.take_written().values()))
+    assert not list(store.entries())
 
 
 def test_ranks_share_the_machines_memory() -> None:

@@ -17,7 +17,7 @@ def main() -> None:
 
     from tests.engines.kernels.pages import scattered
     from tests.engines.kernels.test_attention import dense
-    from tests.engines.vllm.gpu_cache import DIM, HEADS, LAYOUTS, paged_model
+    from tests.engines.vllm.gpu_cache import DIM, HEADS, LAYOUTS, described, paged_model
     from tests.engines.vllm.test_gpu_cache import TABLE, random_kv
 
     assert HAS_TRITON
@@ -25,8 +25,8 @@ def main() -> None:
         for layout in LAYOUTS[:2]:
             model = paged_model(monkeypatch, "TRITON_ATTN", layout)
             kv, positions = random_kv(60, 0), scattered(60, 20)
-            model.write(0, kv, model.slots(TABLE, torch.arange(60)))
-            common = model._metadata(positions, TABLE, model.slots(TABLE, positions))
+            model.write(0, kv, model.slots(0, [TABLE], torch.arange(60)))
+            common = described(model, TABLE, positions)
             assert common.num_reqs > 5
             query = torch.randn(len(positions), HEADS, DIM, generator=torch.Generator().manual_seed(1))
             out = torch.empty_like(query)

@@ -1,0 +1,53 @@
+"""What the parity gate must see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from cacheblend_rag.blending.gate import TOLERANCE, run_gate
+from cacheblend_rag.engines.transformers.attention import Queries
+from cacheblend_rag.engines.transformers.subject import TransformersSubject
+from cacheblend_rag.engines.transformers.target import ModelRunner
+from tests.blending.families import _BASE, make_model
+
+PAST = "exact KV from other positions, past a window"
+
+
+def gate(window: int | None, subject: type[TransformersSubject] = TransformersSubject) -> Any:
+    return run_gate(subject(ModelRunner(make_model(hf.MistralConfig(**_BASE, sliding_window=window)))))[0]
+
+
+def test_a_window_that_a_blend_forgets_fails_the_gate_although_its_other_prompts_are_shorter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend = Queries.attend
+
+    def forgetful(self: Any, query: Any, key: Any, value: Any, scale: Any, window: Any, **more: Any) -> Any:
+        return attend(self, query, key, value, scale, None, **more)
+
+    monkeypatch.setattr(Queries, "attend", forgetful)
+    report = gate(100)
+    assert not report.passed
+    assert [name for name, error in report.errors.items() if error > TOLERANCE[torch.float32]] == [PAST]
+
+
+@pytest.mark.parametrize(("window", "looked"), [(None, False), (20, False), (30, True), (512, True), (513, False)])
+def test_the_gate_looks_past_windows_that_cost_little(window: int | None, looked: bool) -> None:
+    report = gate(window)
+    assert report.passed, report.reason
+    assert (PAST in report.errors) is looked
+
+
+def test_where_there_is_no_room_the_gate_does_not_look_past_a_window() -> None:
+    class Small(TransformersSubject):
+        def fits(self, tokens: int) -> bool:
+            return tokens <= 150
+
+    assert PAST in gate(80, Small).errors
+    report = gate(120, Small)
+    assert report.passed
+    assert PAST not in report.errors

@@ -1,0 +1,241 @@
+"""Pages of layers with a window: vLLM's own cache manager with two groups, driven as its scheduler drives it, and no model."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm.groups import NO_PAGE, MissingPageError, PageGroup, page_groups
+from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, SaveJob
+from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import Pages
+from cacheblend_rag.engines.vllm.scheduler_side import _PATIENCE, SchedulerSide
+from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
+
+BLOCK, WINDOW, CHUNK = 4, 10, tuple(range(100, 160))
+_names = (f"request-{n}" for n in itertools.count())
+
+
+class Scheduler:
+    """What vLLM's scheduler does with its cache manager and the connector for one request at a time."""
+
+    def __init__(self, blocks: int, window: int = WINDOW):
+        init_none_hash(sha256)
+        shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+        specs = (FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=window))
+        config = KVCacheConfig(blocks, [], [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)])
+        self.manager = KVCacheManager(config, 1024, BLOCK, BLOCK, 1024)
+        self.entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
+        kv = torch.zeros(1, len(CHUNK), 8)
+        self.entries.put(CHUNK, ChunkKV([LayerKV(kv, kv)] * 2, 0), replace=False)
+        self.side = SchedulerSide(self.entries, page_groups(config))
+        self.side.bind(self.manager.block_pool)
+
+    @property
+    def free(self) -> int:
+        return self.manager.block_pool.get_num_free_blocks()
+
+    def request(self, ids: tuple[int, ...], job: BlendJob | SaveJob | None = None) -> Request:
+        params = None if job is None else {"kv_transfer_params": {PARAMS: job.to_params()}}
+        sampling = SamplingParams(max_tokens=1, extra_args=params)
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        request = Request(next(_names), list(ids), sampling, None, block_hasher=hasher)
+        self.side.new_request(request)
+        return request
+
+    def blend(self, before: int = 20, chunks: int = 1) -> Request:
+        """A prompt with the stored chunk behind ``before`` tokens, so many times."""
+        size = len(CHUNK)
+        spans = tuple((before + i * size, before + (i + 1) * size, f"chunk {i}") for i in range(chunks))
+        settings = ResolvedSettings(ratio=0.2, policy="hkvd", check_layers=(1,), reuse="chunks")
+        ids = (*range(1, before + 1), *CHUNK * chunks, *range(200, 205))
+        return self.request(ids, BlendJob(spans, settings, (1.0,), 0.2))
+
+    def admit(self, request: Request) -> int | None:
+        """Ask the connector and allocate what it promises; return its promise."""
+        found, computed, _ = self.manager.get_computed_blocks(request)
+        count, _ = self.side.matched_tokens(request, computed)
+        if count:
+            taken = self.manager.allocate_slots(
+                request, 0, computed, found, num_external_computed_tokens=count, delay_cache_blocks=True
+            )
+            assert taken is not None
+            self.side.allocated(request, self.manager.get_blocks(request.request_id), count)
+            request.num_computed_tokens = computed + count
+        return count
+
+    def step(self, request: Request | None = None, computed: int = 0, scheduled: int = 0) -> Any:
+        """Return what the workers are told in a step that computes ``scheduled`` tokens of a request."""
+        ids = [] if request is None else [request.request_id]
+        cached = SimpleNamespace(req_ids=ids, num_computed_tokens=[computed] * len(ids))
+        output = SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=dict.fromkeys(ids, scheduled),
+            total_num_scheduled_tokens=scheduled,
+        )
+        return self.side.step(output, self.manager)  # type: ignore[arg-type]
+
+    def prefill(self, request: Request, each: int) -> list[Any]:
+        """Compute a prompt in steps of ``each`` tokens at the most; return what is saved."""
+        found, computed, _ = self.manager.get_computed_blocks(request)
+        count, _ = self.side.matched_tokens(request, computed)
+        if count is None:
+            self.step()
+            return self.prefill(request, each)
+        saves = []
+        while computed < request.num_prompt_tokens:
+            scheduled = min(each, request.num_prompt_tokens - computed)
+            first = request.num_computed_tokens == 0
+            hits = (computed, found) if first else (0, None)
+            assert self.manager.allocate_slots(request, scheduled, *hits) is not None
+            if first:
+                self.side.allocated(request, self.manager.get_blocks(request.request_id), 0)
+            saves += self.step(request, computed, scheduled).saves
+            computed += scheduled
+            request.num_computed_tokens = computed
+        return saves
+
+    def ended(self, request: Request) -> None:
+        self.side.worker_output(KVConnectorOutput(finished_recving={request.request_id}))
+
+
+def test_vllm_gives_no_pages_for_what_lies_before_the_window_of_the_end() -> None:
+    scheduler = Scheduler(100)
+    request = scheduler.request(tuple(range(80)))
+    scheduler.manager.allocate_slots(request, 0, num_external_computed_tokens=80, delay_cache_blocks=True)
+    everything, windowed = scheduler.manager.get_blocks(request.request_id).get_block_ids()
+    assert NO_PAGE not in everything
+    assert windowed[:17] == [NO_PAGE] * 17, "vLLM keeps more than it did: then nothing need be lent"
+
+
+def test_a_blend_has_pages_for_every_position_and_gives_the_lent_ones_back() -> None:
+    scheduler = Scheduler(100)
+    request = scheduler.blend()
+    before = scheduler.free
+    assert scheduler.admit(request) == 80
+    (load,) = scheduler.step().loads
+    used = [page for pages in load.pages for page in pages]
+    assert all(len(pages) * BLOCK >= 80 and NO_PAGE not in pages for pages in load.pages)
+    assert len(set(used)) == len(used)
+    assert before - scheduler.free == len(used)
+    scheduler.ended(request)
+    own = [page for pages in scheduler.manager.get_blocks(request.request_id).get_block_ids() for page in pages]
+    assert before - scheduler.free == sum(page != NO_PAGE for page in own) < len(used)
+    scheduler.ended(request)  # once is enough
+    scheduler.manager.free(request)
+    assert scheduler.free == before
+
+
+def test_blends_borrow_one_after_the_other_and_one_that_needs_nothing_waits_for_none() -> None:
+    scheduler = Scheduler(200)
+    first, second = scheduler.blend(), scheduler.blend(before=24)
+    assert scheduler.admit(first) == 80
+    for _ in range(_PATIENCE + 1):
+        assert scheduler.admit(second) is None
+    wide = Scheduler(200, window=1000)
+    assert [wide.admit(wide.blend()), wide.admit(wide.blend(before=24))] == [80, 84]
+    scheduler.ended(first)
+    assert scheduler.admit(second) == 84
+
+
+def test_a_prompt_that_can_never_have_its_pages_is_prefilled_and_the_answer_says_why() -> None:
+    scheduler = Scheduler(40)  # 22 blocks for all of the prompt in one group, as many in the other
+    request = scheduler.blend()
+    assert scheduler.admit(request) == 0
+    outcome = (scheduler.side.finished(request) or {})[PARAMS]
+    assert outcome["end"] == 0
+    assert "44 of vLLM's blocks" in outcome["reason"]
+
+
+def test_a_blend_waits_for_other_requests_pages_but_not_for_ever() -> None:
+    scheduler = Scheduler(70)
+    other = scheduler.request(tuple(range(300, 360)))
+    assert scheduler.manager.allocate_slots(other, 60) is not None
+    request = scheduler.blend()
+    assert [scheduler.admit(request) for _ in range(_PATIENCE)] == [None] * (_PATIENCE - 1) + [0]
+    assert "too full" in (scheduler.side.finished(request) or {})[PARAMS]["reason"]
+    patient = scheduler.blend(before=21)
+    assert scheduler.admit(patient) is None
+    scheduler.manager.free(other)
+    assert scheduler.admit(patient) == 81
+
+
+def test_behind_a_prefix_hit_whose_window_is_gone_vllm_computes_the_rest() -> None:
+    scheduler = Scheduler(300, window=3)
+    first = scheduler.blend()
+    assert scheduler.admit(first) == 80
+    scheduler.ended(first)
+    scheduler.manager.cache_blocks(first, 80)
+    again, longer = scheduler.blend(), scheduler.blend(chunks=2)
+    assert scheduler.admit(again) == 0  # all of it is there
+    assert scheduler.manager.get_computed_blocks(longer)[1] == 80, (
+        "what was blended should be found in the prefix cache"
+    )
+    assert scheduler.admit(longer) == 0
+    outcome = (scheduler.side.finished(longer) or {})[PARAMS]
+    assert outcome["end"] == 140
+    assert "prefix cache" in outcome["reason"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 30), st.integers(0, 69), st.lists(st.integers(1, 70)))
+def test_precomputed_kv_is_copied_out_before_its_pages_go(each: int, window: int, start: int, warm: list[int]) -> None:
+    scheduler = Scheduler(300, window)
+    ids = tuple(range(300, 370))
+    for length in warm:  # of a prompt that begins like this one, some is in the prefix cache
+        other = scheduler.request(ids[:length])
+        scheduler.prefill(other, each)
+        scheduler.manager.free(other)
+    request = scheduler.request(ids, SaveJob(start))
+    saves = scheduler.prefill(request, each)
+    assert [save.begin for save in saves] == [start, *(save.end for save in saves[:-1])]
+    assert [save.complete for save in saves] == [False] * (len(saves) - 1) + [True]
+    for save in saves:
+        for pages in save.pages:
+            assert NO_PAGE not in pages[save.begin // BLOCK : -(-save.end // BLOCK)]
+
+
+def test_a_position_without_a_page_is_neither_read_nor_written() -> None:
+    paged: Any = SimpleNamespace(block_size=BLOCK, groups=[PageGroup(BLOCK, None)], device=torch.device("cpu"))
+    ids = [[7, NO_PAGE, 9]]
+    pages = Pages(paged, ids, 13)
+    for slots in (lambda at: PagedModel.slots(paged, 0, ids, at), lambda at: pages.at(0, at)):
+        assert slots(torch.tensor([1, 8])).tolist() == [29, 36]
+        for position in (4, 12):
+            with pytest.raises(MissingPageError, match="pages"):
+                slots(torch.tensor([1, position]))
+    assert pages.between(0, 8, 13).tolist() == [36, 37, 38, 39]
+    with pytest.raises(MissingPageError, match="pages"):
+        pages.between(0, 7, 9)
+
+
+def test_before_a_blend_writes_the_pages_of_every_group_are_looked_at() -> None:
+    groups = [PageGroup(BLOCK, None), PageGroup(BLOCK, 5)]
+    paged: Any = SimpleNamespace(block_size=BLOCK, groups=groups, device=torch.device("cpu"))
+    pages = Pages(paged, [[7, 8, 9, 10], [NO_PAGE, 11, 12, 13]], 16)
+    assert [slots[-1] for slots in (x.tolist() for x in pages.on_device)] == [43, 55]
+    assert [table.tolist() for table in pages.tables] == [[[7, 8, 9, 10]], [[NO_PAGE, 11, 12, 13]]]
+    pages.check(8, 16)  # the token at 8 looks back to 4
+    for start, end in ((7, 16), (8, 17)):
+        with pytest.raises(MissingPageError, match="pages"):
+            pages.check(start, end)

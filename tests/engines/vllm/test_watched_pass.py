@@ -1,0 +1,101 @@
+"""Attention of our own in place of vLLM's, against the definition: windows, soft caps, sinks, several segments."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from cacheblend_rag.engines.vllm.attention import WatchedPass
+from cacheblend_rag.engines.vllm.groups import PageGroup
+from cacheblend_rag.engines.vllm.pages import Pages
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.kv import LayerKV
+
+HEADS, KV_HEADS, DIM, PROMPT, IN_PAGES = 6, 2, 8, 200, 150
+
+
+class Paged:
+    """A model of one layer whose pages hold the first positions; its layer's attention is watched."""
+
+    block_size, groups, group_of, device = 10, (PageGroup(10, None),), (0,), torch.device("cpu")
+
+    def __init__(self, kv: LayerKV, window: int | None, **impl: Any):
+        self.kv, self._window = kv, window
+        impl = {"scale": 0.3, "sinks": None, "logits_soft_cap": None, **impl}
+        self.attention = [SimpleNamespace(impl=SimpleNamespace(**impl), num_heads=HEADS, head_size=DIM)]
+
+    def window(self, layer: int) -> int | None:
+        return self._window
+
+    def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
+        return LayerKV(
+            *(t[:, slots - self.block_size] for t in self.kv)
+        )  # the first page stands for those that are not there
+
+
+def defined(q: torch.Tensor, kv: LayerKV, at: int, paged: Paged) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention ``[heads, dim]`` of one token at position ``at``, and its weights ``[heads, prompt]``, number by number."""
+    out, weights = torch.zeros(HEADS, DIM), torch.zeros(HEADS, PROMPT)
+    impl = paged.attention[0].impl
+    for head in range(HEADS):
+        keys, values = (t[head // (HEADS // KV_HEADS)] for t in kv)
+        seen = [p for p in range(at + 1) if paged._window is None or p > at - paged._window]
+        scores = [float(q[head] @ keys[p]) * impl.scale for p in seen]
+        if impl.logits_soft_cap:
+            scores = [math.tanh(s / impl.logits_soft_cap) * impl.logits_soft_cap for s in scores]
+        total = sum(math.exp(s) for s in scores)
+        if impl.sinks is not None:
+            total += math.exp(float(impl.sinks[head]))
+        for p, score in zip(seen, scores, strict=True):
+            weights[head, p] = math.exp(score) / total
+            out[head] += weights[head, p] * values[p]
+    return out, weights
+
+
+@pytest.mark.parametrize(
+    ("window", "impl"),
+    [
+        (None, {}),
+        (7, {}),
+        (60, {"logits_soft_cap": 1.5}),
+        (None, {"sinks": torch.linspace(-1, 3, HEADS)}),
+        (33, {"sinks": torch.linspace(-1, 3, HEADS)}),
+        (500, {}),
+    ],
+)
+def test_attention_is_what_it_is_defined_to_be(window: int | None, impl: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv = LayerKV(*(torch.randn(KV_HEADS, PROMPT, DIM, generator=generator) for _ in range(2)))
+    queries = torch.randn(PROMPT, HEADS, DIM, generator=generator)
+    stored = LayerKV(*(t.clone() for t in kv))
+    segments = [torch.cat([torch.arange(30, 32), torch.arange(80, 90)]), torch.arange(140, 190), torch.arange(190, 200)]
+    for segment in segments:  # their stored KV, where there is some, must not be looked at
+        for tensor in stored:
+            tensor[:, segment] = torch.nan
+    paged = Paged(stored, window, **impl)
+    pages = Pages(paged, [range(1, 1 + IN_PAGES // 10)], PROMPT)  # type: ignore[arg-type]
+    watched = WatchedPass(paged, torch.arange(PROMPT), pages, lambda layer: None, 140)  # type: ignore[arg-type]
+    total, count = torch.zeros(PROMPT), 0
+    for segment in segments:
+        watched._at = watched._positions = segment
+        given = [queries[segment], *(t[:, segment].transpose(0, 1) for t in kv)]
+        got = watched._replace(0, paged.attention[0], tuple(t.flatten(1) for t in given), {}, given[0].flatten(1))
+        watched._watched += int((segment >= 140).sum())
+        for row, position in zip(got.view(-1, HEADS, DIM), segment.tolist(), strict=True):
+            want, weights = defined(queries[position], kv, position, paged)
+            torch.testing.assert_close(row, want, atol=1e-5, rtol=0)
+            if position >= 140:
+                total, count = total + weights.sum(0), count + 1
+    torch.testing.assert_close(watched.mean(), total / (HEADS * count), atol=1e-6, rtol=0)
+
+
+def test_attention_by_distance_is_not_watched() -> None:
+    layer = SimpleNamespace(impl=SimpleNamespace(alibi_slopes=[0.5]))
+    with pytest.raises(InputError, match="cannot be watched"):
+        WatchedPass(SimpleNamespace(attention=[layer]), torch.arange(9), [[1]], lambda layer: None, 5)  # type: ignore[arg-type]
