@@ -81,7 +81,7 @@ def first_part(positions: torch.Tensor, max_tokens: int, max_runs: int) -> torch
 def runs_in_pages(slots: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
     """Cut ``slots`` where neighbours end and where a page of ``size`` does."""
     cuts = torch.nonzero(gaps(slots) | (slots[1:] % size == 0)).flatten() + 1
-    return torch.tensor_split(slots, cuts)
+    return torch.tensor_split(slots, cuts) if len(slots) else ()
 
 
 def gaps(values: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from cacheblend_rag.blending.rope import Move, Rotation, moved
 from cacheblend_rag.engines.vllm.kernels import Scattered
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.store.kv import LayerKV
 from tests.engines.kernels.interpreter import interpret
 from tests.engines.kernels.test_attention import dense
@@ -90,6 +91,19 @@ def test_the_kernels_place_and_attend_in_every_layout(
             )
         want = dense(query, *moved(kv, move), asked, 0.2)
         assert (out - want).abs().max() < 1e-5
+
+
+def test_each_layer_attends_and_is_written_in_the_pages_of_its_own_group(
+    monkeypatch: pytest.MonkeyPatch, interpreted: None
+) -> None:
+    model = paged_model(monkeypatch, "FLASH_ATTN", LAYOUTS[0])
+    model.kernels, model.groups, model.group_of = model.find_kernels(), model.groups * 2, [0, 1, 0]
+    pages, positions = Pages(model, [TABLE, TABLE[::-1]], 60), torch.tensor([3, 20, 41])
+    slots = [pages.at(group, positions) for group in range(2)]
+    with model._attention_at(positions, positions, pages, slots) as metadata:
+        tables = [metadata[name].table.tolist() for name in NAMES]
+    assert tables == [list(TABLE), list(TABLE[::-1]), list(TABLE)]
+    assert [x.tolist() for x in model._of_layers(slots).values()] == [[115, 52, 153], [19, 148, 57], [115, 52, 153]]
 
 
 def test_vllms_own_attention_is_back_when_a_pass_ends_or_fails(

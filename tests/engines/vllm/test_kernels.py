@@ -19,17 +19,27 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed
 SCENE = Scene(chunk_tokens=(50, 40, 61), question=9)
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+_MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+_WINDOWS = {"head_dim": 32, "sliding_window": 40, "layer_types": _MIXED}
+# Each with the layer to check: behind windows as short as these, layer 1 says too little.
+CASES: dict[str, tuple[Any, int]] = {
+    "qwen3": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), 1),
+    "gemma3, pages in two groups": (lambda: hf.Gemma3TextConfig(**SHAPE, **_WINDOWS), 3),
+}
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, int]]:
+    config, check = CASES[request.param]
     directory = tmp_path_factory.mktemp("model")
-    model = save_model(hf.Qwen3Config(**SHAPE, head_dim=32), directory)
+    model = save_model(config(), directory)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to the worker
         store = tmp_path_factory.mktemp("store")
         # Compiled, as on a GPU: vLLM calls attention outside of what is compiled. The pass to the check layer is eager.
         with start(directory, store, header=SCENE.header, enforce_eager=False) as engine:
-            yield engine, model
+            yield engine, model, check
 
 
 def count_launches(worker: Any) -> tuple[int, int]:
@@ -52,19 +62,19 @@ def launches(engine: Any) -> tuple[int, int]:
     return found
 
 
-def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any]) -> None:
-    engine, model = case
+def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any, int]) -> None:
+    engine, model, check = case
     assert engine.gate.passed, engine.gate.reason
     full = first_logprobs(engine, SCENE.prompt, FULL)
     engine.precompute(SCENE.chunks)
     layers = SHAPE["num_hidden_layers"]
     launches(engine)
     for ratio in (0.15, 0.5):
-        got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=ratio, check_layers=(1,)))
-        want = reference.blend(model, SCENE.header, SCENE.parts(), ratio).logits.float().log_softmax(-1)
+        got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=ratio, check_layers=(check,)))
+        want = reference.blend(model, SCENE.header, SCENE.parts(), ratio, (check,)).logits.float().log_softmax(-1)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
         assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
         # Every layer's stored KV is placed once; the selected tokens are scattered, the dense pass before them is not.
         assert launches(engine) == (layers, layers)
-    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=1.0, check_layers=(1,)))
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=1.0, check_layers=(check,)))
     torch.testing.assert_close(got, full, atol=1e-4, rtol=0)

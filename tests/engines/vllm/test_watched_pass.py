@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.groups import PageGroup
+from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV
@@ -99,3 +100,11 @@ def test_attention_by_distance_is_not_watched() -> None:
     layer = SimpleNamespace(impl=SimpleNamespace(alibi_slopes=[0.5]))
     with pytest.raises(InputError, match="cannot be watched"):
         WatchedPass(SimpleNamespace(attention=[layer]), torch.arange(9), [[1]], lambda layer: None, 5)  # type: ignore[arg-type]
+
+
+def test_tokens_that_see_none_of_the_pages_read_nothing() -> None:
+    """As those far inside a question that is longer than a window."""
+    paged = object.__new__(PagedModel)
+    vars(paged)["_pages"] = [LayerKV(*(torch.ones(3, KV_HEADS, 4, DIM) for _ in range(2)))]
+    assert [t.shape for t in paged.read(0, torch.arange(0))] == [(KV_HEADS, 0, DIM)] * 2
+    assert [t.shape for t in paged.read(0, torch.arange(2, 9))] == [(KV_HEADS, 7, DIM)] * 2
