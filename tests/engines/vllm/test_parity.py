@@ -22,7 +22,7 @@ from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
 from tests.engines.vllm.engines import FULL, SHAPE, VOCABULARY, first_logprobs, save_model, start
 
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64}
 # A soft cap on scores, which the transformers engine cannot watch, and no window.
 _CAPPED = {
     "head_dim": 32,
