@@ -96,7 +96,7 @@ class Event:
         self._stream.run(self._end)
 
     def synchronize(self) -> None:
-        SimulatedTensor.waits += 1
+        _count_wait(True)
         self.run()
         HOST.learn(self.known)
 
@@ -159,7 +159,7 @@ class SimulatedTensor(torch.Tensor):
     copies: ClassVar[int] = 0
     """Copies from the host to the device so far."""
     waits: ClassVar[int] = 0
-    """How often the host has waited for the device so far."""
+    """How often the host's main thread has waited for the device so far; threads that load may wait."""
     launches: ClassVar[int] = 0
     """Operations that the device was given so far, views among them."""
     late_fetches: ClassVar[int] = 0
@@ -205,7 +205,7 @@ class SimulatedTensor(torch.Tensor):
             current_stream().run()  # in order: what was queued on this stream comes first
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         _refuse_strangers(func, tensors)
-        SimulatedTensor.waits += _waits(func, args, kwargs)
+        _count_wait(_waits(func, args, kwargs))
         SimulatedTensor.launches += 1
         _access(func, args, kwargs)
         if func in _TO_HOST:
@@ -247,6 +247,11 @@ _COUNTS = {
     torch.ops.aten.masked_select.default,
 }
 _INDICES = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
+
+
+def _count_wait(waits: bool) -> None:
+    if threading.current_thread() is threading.main_thread():
+        SimulatedTensor.waits += waits
 
 
 def _waits(func: Any, args: Any, kwargs: Any) -> bool:
@@ -315,7 +320,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             _garbage(to)
         here.queue.append(lambda: to.copy_(of))
         return target
-    SimulatedTensor.waits += (up or down) and not non_blocking
+    _count_wait((up or down) and not non_blocking)
     here.run()
     to.copy_(of)
     if down:
