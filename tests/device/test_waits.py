@@ -108,7 +108,7 @@ def test_a_blend_announces_that_it_will_wait_and_has_not_waited_before(sim: str)
         assert count() == 1
 
 
-@pytest.mark.parametrize(("name", "most"), [("static", 40), ("hkvd", 70)])
+@pytest.mark.parametrize(("name", "most"), [("static", 80), ("hkvd", 80)])
 def test_what_the_device_is_given_does_not_grow_with_the_prompt(sim: str, name: str, most: int) -> None:
     counts = []
     for chunk in (40, 160):
