@@ -71,7 +71,7 @@ class PromptInspector:
             for layer, true in enumerate(full.layers):
                 placed = loader.layer(layer)
                 assert placed is not None
-                for side, fresh, stale in zip(found, true, placed.kv, strict=True):
+                for side, fresh, stale in zip(found, true, placed.moved().kv, strict=True):
                     side.append((fresh[:, placed.positions].float() - stale.float()).square().sum((0, 2)).cpu())
         return torch.stack(found[0]), torch.stack(found[1])
 

@@ -183,7 +183,7 @@ class PromptMeasurement:
                 placed = loader.layer(layer)
                 assert placed is not None
                 fresh = LayerKV(true.k[:, placed.positions], true.v[:, placed.positions])
-                rows.append(kv_deviation(fresh, placed.kv))
+                rows.append(kv_deviation(fresh, placed.moved().kv))
                 sizes.append(kv_deviation(fresh, LayerKV(torch.zeros_like(fresh.k), torch.zeros_like(fresh.v))).mean())
         return torch.stack(rows).cpu(), torch.stack(sizes).cpu()
 
