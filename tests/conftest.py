@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tests.server.running import RunningServer
 
 # Without a GPU, Triton's interpreter runs the kernels. Triton wants to know when it is imported, and vLLM imports it; what the
-# tests start must not know: there, blends do without kernels.
+# tests start must not know: there, blends do without kernels. A run that was itself told to interpret goes on so.
 INTERPRETED = find_spec("triton") is not None and not Path("/dev/nvidiactl").exists()
-if INTERPRETED:
+if INTERPRETED and "TRITON_INTERPRET" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language  # noqa: F401
 

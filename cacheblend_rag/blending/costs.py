@@ -72,7 +72,7 @@ class ComputeCost:
     def __post_init__(self) -> None:
         """Refuse what no model takes."""
         parts = (self.fixed_s, self.per_token_s, self.per_pair_s)
-        if not all(part >= 0 and isfinite(part) for part in parts) or not any(parts[1:]):
+        if not all(part >= 0 and isfinite(part) for part in parts) or not any(parts):
             raise InputError(f"{self} describes no model: a pass takes time, and none of its parts is negative.")
 
     def seconds(self, tokens: float, context: int) -> float:

@@ -53,6 +53,7 @@ class Rope:
         self._tables = tuple(tables)
         self.table_of_layer = tuple(table_of_layer)
         self.layout_of_layer = tuple(layout_of_layer)
+        self._columns: dict[int, slice] = {}  # by table: found out at first use, since a device must be waited for
 
     def rotations(self, source: torch.Tensor, target: torch.Tensor) -> list[Rotation]:
         """Return one delta rotation per table, to be reused by all layers.
@@ -61,7 +62,10 @@ class Rope:
             source: Positions ``[tokens]`` the keys were computed at.
             target: Positions ``[tokens]`` they are wanted at.
         """
-        return [_delta(table, source, target) for table in self._tables]
+        for index, table in enumerate(self._tables):
+            if index not in self._columns:
+                self._columns[index] = _distinct_columns(table, source.device)
+        return [_delta(table, self._columns[index], source, target) for index, table in enumerate(self._tables)]
 
     def move(self, layer: int, rotations: Sequence[Rotation], first: int = 0) -> Move | None:
         """Return how the keys of ``layer`` move, those before token ``first`` excepted; None if they have no positions."""
@@ -79,15 +83,16 @@ def moved(kv: LayerKV, move: Move | None) -> LayerKV:
     return kv if move is None else LayerKV(apply_rotation(kv.k, move.rotation, move.layout, move.first), kv.v)
 
 
-def _half_table(x: torch.Tensor) -> torch.Tensor:
-    """Return the ``rotated_dims / 2`` distinct columns of a table that repeats each, side by side or pairwise."""
-    half = x.shape[-1] // 2
-    return x[:, :half] if torch.equal(x[:, :half], x[:, half:]) else x[:, 0::2]
+def _distinct_columns(table: CosSin, device: torch.device) -> slice:
+    """Return where the ``rotated_dims / 2`` distinct columns of a table are that repeats each, side by side or pairwise."""
+    cos, _ = table(torch.arange(1, 8, device=device))  # at position 0 all columns are alike
+    half = cos.shape[-1] // 2
+    return slice(0, half) if torch.equal(cos[:, :half], cos[:, half:]) else slice(0, None, 2)
 
 
-def _delta(table: CosSin, source: torch.Tensor, target: torch.Tensor) -> Rotation:
-    cos_o, sin_o = (_half_table(x) for x in table(source))
-    cos_n, sin_n = (_half_table(x) for x in table(target))
+def _delta(table: CosSin, columns: slice, source: torch.Tensor, target: torch.Tensor) -> Rotation:
+    cos_o, sin_o = (x[:, columns] for x in table(source))
+    cos_n, sin_n = (x[:, columns] for x in table(target))
     # YaRN scales cos and sin: dividing by the squared norm leaves a pure rotation.
     norm = cos_o.square() + sin_o.square()
     return Rotation((cos_n * cos_o + sin_n * sin_o) / norm, (sin_n * cos_o - cos_n * sin_o) / norm)
@@ -129,7 +134,7 @@ def detect_rope(
     Raises:
         NotRotaryError: For some layer no candidate fits.
     """
-    deltas = [_delta(table, source, target) for table in tables]
+    deltas = [_delta(table, _distinct_columns(table, source.device), source, target) for table in tables]
     chosen: list[tuple[int, Layout]] = []
     for layer, (old, new) in enumerate(zip(keys_at_source, keys_at_target, strict=True)):
         best: tuple[float, int, Layout] = (_relative_error(old, new), 0, "none")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import nnls
 
 from cacheblend_rag.bench.bandwidth import (
     measure_device_copy,
@@ -48,19 +49,13 @@ def measure_prefills(engine: TransformersEngine) -> dict[int, float]:
 
 
 def fit_compute(measured_s: dict[int, float]) -> ComputeCost:
-    """Return the cost whose prefills of some lengths take as long as measured, or nearly so where a part came out negative."""
+    """Return the cost, of parts that are not negative, whose prefills of some lengths come nearest to what was measured."""
     tokens = np.array(sorted(measured_s), np.float64)
     seconds = np.array([measured_s[int(count)] for count in tokens])
     terms = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1)
     # Relative errors, so that the short lengths count as much as the long ones.
-    kept = [0, 1, 2]
-    while True:
-        found, *_ = np.linalg.lstsq(terms[:, kept] / seconds[:, None], np.ones_like(seconds), rcond=None)
-        if (found >= 0).all() or len(kept) == 1:
-            break
-        kept.remove(kept[int(found.argmin())])
-    parts = dict(zip(kept, found.tolist(), strict=True))
-    return ComputeCost(*(max(0.0, parts.get(part, 0.0)) for part in range(3)))
+    parts, _ = nnls(terms / seconds[:, None], np.ones_like(seconds))
+    return ComputeCost(*parts.tolist())
 
 
 def _prefill_s(engine: TransformersEngine, count: int) -> float:

@@ -240,11 +240,11 @@ def _wrapped(out: Any, inputs: list[torch.Tensor]) -> Any:
     return SimulatedTensor(out)
 
 
-_TO_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
-_COUNTS = {
+_TO_HOST = {
     torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
     torch.ops.aten.masked_select.default,
+    torch.ops.aten.nonzero.default,
 }
 _INDICES = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
 
@@ -262,7 +262,7 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
     if func in _INDICES:
         indices = [index for index in args[1] if index is not None]
         return any(i.dtype is torch.bool or not isinstance(i, SimulatedTensor) for i in indices)
-    return func in _COUNTS
+    return func in _TO_HOST
 
 
 def _refuse_strangers(func: Any, tensors: list[torch.Tensor]) -> None:
