@@ -2,10 +2,10 @@
 
 Every model passes it before it is blended. It compares logits with the model's own full prefill in three blends of a prompt of
 random tokens: one recomputed whole (ratio 1), and two whose stored KV is exact although it was computed at other positions, one
-reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree: up to a few times what
-the model's own prefill differs by at other positions, where only rounding does. Where a
-layer has a short sliding window, a fourth blend is of a prompt longer than that. The gate also reports the first-token KL
-divergence of an ordinary 15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
+reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree. They may
+differ by a few times what the model's own prefill differs by at other positions, where only rounding does. Where a layer has a
+short sliding window, a fourth blend is of a prompt longer than that. The gate also reports the first-token KL divergence of an
+ordinary 15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
 """
 
 from __future__ import annotations
@@ -72,12 +72,14 @@ class GateReport:
         reason: Why not, in words; empty if passed.
         errors: Largest logit difference of each check, in standard deviations of the logits.
         first_token_kl: KL divergence, in nats, of the first token's distribution: full prefill against a 15% blend.
+        limit: The largest difference allowed.
     """
 
     passed: bool
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     first_token_kl: float | None = None
+    limit: float | None = None
 
 
 def run_gate(subject: GateSubject) -> tuple[GateReport, Rope | None]:
@@ -152,7 +154,7 @@ def _compare(subject: GateSubject, rope: Rope) -> GateReport:
     limit = TOLERANCE[subject.dtype]
     limit = min(limit, max(_ROUNDINGS * _error(elsewhere, want), _LEAST * limit))
     failed = [f"{name}: off by {error:.2g} standard deviations" for name, error in errors.items() if not error <= limit]
-    return GateReport(not failed, "; ".join(failed), errors, kl)
+    return GateReport(not failed, "; ".join(failed), errors, kl, limit)
 
 
 def first_token_kl(want: torch.Tensor, got: torch.Tensor) -> float:

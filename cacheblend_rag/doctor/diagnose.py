@@ -11,7 +11,6 @@ from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_rea
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.fusor import BlendSchedule
-from cacheblend_rag.blending.gate import TOLERANCE
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.doctor.costs import fit_compute, measure_prefills
@@ -59,7 +58,7 @@ class Diagnosis:
     blended: bool
     reason: str
     gate_errors: dict[str, float]
-    gate_tolerance: float
+    gate_limit: float | None
     first_token_kl: float | None
     rotation: list[RotationGroup]
     policy: str
@@ -116,7 +115,7 @@ def diagnose(
         blended=blended,
         reason=engine.gate.reason,
         gate_errors=engine.gate.errors,
-        gate_tolerance=TOLERANCE[engine.runner.dtype],
+        gate_limit=engine.gate.limit,
         first_token_kl=engine.gate.first_token_kl,
         rotation=rotation_groups(engine.rope) if engine.rope is not None else [],
         policy=engine.profile.policy,

@@ -68,7 +68,7 @@ def test_a_bad_option_is_named_with_exit_code_2_and_without_a_traceback(run, arg
 def test_doctor_reports_gate_rotation_profile_bandwidth_and_an_estimate(run, model_dir, tmp_path):
     found = as_json(run("doctor", "--model", model_dir, "--store", tmp_path, "--json"))
     assert found["blended"] is True
-    assert max(found["gate_errors"].values()) < found["gate_tolerance"]
+    assert max(found["gate_errors"].values()) < found["gate_limit"]
     assert found["rotation"] == [{"layers": [0, 1, 2, 3], "layout": "half", "table": 0}]
     assert found["profile_origin"].startswith("defaults")
     assert {"ram copy", "disk read, cold", "disk read, warm"} <= found["bandwidth"].keys()
