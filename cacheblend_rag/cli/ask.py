@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.bundled import left_to_bundled, warn_if_not_bundled
 from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
 from cacheblend_rag.cli.engines import open_pipeline
 from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, QuestionOptions, SamplingOptions, takes_groups
@@ -37,6 +38,8 @@ def index(
     as_json: options.AsJSON = False,
 ) -> None:
     """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped."""
+    if left_to_bundled(model):
+        warn_if_not_bundled(paths)
     with (
         open_pipeline(
             model,

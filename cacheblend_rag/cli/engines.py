@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.cli import options
+from cacheblend_rag.cli.bundled import left_to_bundled, warn_if_indexed_for_bundled_model
 from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.cli.output import status
 
@@ -129,6 +130,8 @@ def open_pipeline(
     if must_exist and not ChunkIndex.exists(path):
         # Said at once: a wrong path should not cost the loading of a model.
         raise StoreError(f"Nothing is indexed in {path}. Run `cacheblend index FILES --store DIR` first.")
+    if must_exist and left_to_bundled(chosen):
+        warn_if_indexed_for_bundled_model(path)
     with open_any_engine(chosen, path, budgets) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 

@@ -14,6 +14,7 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.bundled import left_to_bundled, warn_of_bundled_model
 from cacheblend_rag.cli.engines import open_engine, open_vllm
 from cacheblend_rag.cli.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds, table
@@ -86,6 +87,8 @@ class EvalOptions:
         from cacheblend_rag.evaluation.evaluate import EvalSettings
         from cacheblend_rag.evaluation.prepare import Preparation
 
+        if self.dataset != "demo" and left_to_bundled(self.model):
+            warn_of_bundled_model()
         return EvalSettings(
             self.dataset,
             self.data,

@@ -9,6 +9,7 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.bundled import left_to_bundled, warn_of_bundled_model
 from cacheblend_rag.cli.demo import demo_store_name
 from cacheblend_rag.cli.engines import open_any_engine
 from cacheblend_rag.cli.groups import QuestionOptions, SamplingOptions, takes_groups
@@ -50,5 +51,7 @@ def ui(
         sampling=how.sampling.params(),
         settings=how.blend.settings(),
     )
+    if how.store is not None and left_to_bundled(how.model):
+        warn_of_bundled_model()
     typer.echo(f"Opening http://127.0.0.1:{port} (Ctrl-C ends it)", err=True)
     serve(chosen, port, browser=not no_browser)
