@@ -36,11 +36,13 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def indexed(directory: Path, file: Path, model: str) -> Path:
-    with ChunkIndex.open(directory, IndexConfig(ModelFingerprint("0" * 32, model))) as index:
-        with index._database.transaction():
-            digest = file_digest(file)
-            assert digest is not None
-            index._database.replace_document(str(file), digest, [Chunk("0" * 32, "text", (1,))], {})
+    with (
+        ChunkIndex.open(directory, IndexConfig(ModelFingerprint("0" * 32, model))) as index,
+        index._database.transaction(),
+    ):
+        digest = file_digest(file)
+        assert digest is not None
+        index._database.replace_document(str(file), digest, [Chunk("0" * 32, "text", (1,))], {})
     return directory
 
 
