@@ -7,7 +7,21 @@ import sys
 
 import typer
 
-from cacheblend_rag.cli import ask, bench, chat, controller, demo, doctor, eval, serve, store, sweeps, ui
+from cacheblend_rag.cli import (
+    ask,
+    bench,
+    chat,
+    controller,
+    demo,
+    doctor,
+    documents,
+    eval,
+    index,
+    serve,
+    store,
+    sweeps,
+    ui,
+)
 from cacheblend_rag.cli.app import app
 
 __all__ = [
@@ -18,7 +32,9 @@ __all__ = [
     "controller",
     "demo",
     "doctor",
+    "documents",
     "eval",
+    "index",
     "main",
     "serve",
     "store",

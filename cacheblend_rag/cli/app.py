@@ -13,6 +13,9 @@ from typer.core import TyperGroup
 from cacheblend_rag import __version__
 from cacheblend_rag.errors import CacheBlendError
 
+INTERRUPTED_EXIT_CODE = 130
+"""What a shell gives a command that Ctrl-C has ended."""
+
 
 class _Group(TyperGroup):
     """Shows the library's own errors as they are, with their exit code."""
@@ -23,6 +26,9 @@ class _Group(TyperGroup):
         except CacheBlendError as error:
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            typer.echo("\nStopped.", err=True)
+            raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
 app = typer.Typer(

@@ -143,7 +143,10 @@ def evict(
 
 @store.command()
 def rm(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin.")],
+    ids: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin: 6 characters at least."),
+    ],
     directory: options.Store = None,
 ) -> None:
     """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""

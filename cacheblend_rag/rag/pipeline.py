@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -65,6 +66,7 @@ class RagPipeline:
             raise InputError(f"follow is {follow}; give 0 or more.")
         self.engine, self.instruction = engine, instruction
         self._k, self._follow = k, follow
+        self._indexing = threading.Lock()
         if isinstance(store, ChunkIndex):
             self.chunks = store
         else:
@@ -80,8 +82,12 @@ class RagPipeline:
     def index(
         self, paths: Iterable[str | Path], progress: Callable[[IndexProgress], None] | None = None
     ) -> IndexReport:
-        """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`."""
-        return index_documents(self.engine, self.chunks, paths, progress)
+        """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`.
+
+        Threads take turns; while another process is indexing into the same directory, it is a :class:`StoreError`.
+        """
+        with self._indexing:
+            return index_documents(self.engine, self.chunks, paths, progress)
 
     def remove(self, path: str | Path) -> None:
         """Take a document out of the index, and with it the KV of chunks that no other document holds.

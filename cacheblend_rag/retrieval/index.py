@@ -18,6 +18,7 @@ from cacheblend_rag.retrieval.search import VectorSearch
 __all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexConfig", "IndexStats", "IndexedDocument"]
 
 _PAGE = 256
+_LAST = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,10 @@ class ChunkIndex:
         if chunk is None:
             raise UnknownChunkError(f"There is no chunk {chunk_id} in the index {self.directory}.")
         return chunk
+
+    def chunks_of(self, path: str) -> list[Chunk]:
+        """Return a document's chunks in order; none where it is not in the index."""
+        return [chunk for _, chunk in self._database.chunks_between(path, 0, _LAST)]
 
     def search(self, question: str, k: int) -> list[Hit]:
         """Return the ``k`` chunks nearest to the question, best first.

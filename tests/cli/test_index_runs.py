@@ -1,0 +1,157 @@
+"""What `index` says and leaves behind when it runs, fails, is stopped, or is not alone. No model: a fake engine indexes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from cacheblend_rag.cli import output
+from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.errors import ModelError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.rag.locking import indexing_alone
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store import open_store
+from tests.cli.conftest import as_json
+from tests.fake_engine import FakeEngine
+from tests.retrieval import index_workers
+
+Run = Callable[..., Result]
+
+
+class Engine(FakeEngine):
+    """Stops where a test tells it to."""
+
+    stop: BaseException | None = None
+
+    def precompute(self, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
+        for chunk in chunks:
+            if self.stop is not None and "STOP" in chunk.text:
+                raise self.stop
+            super().precompute([chunk], progress)
+        return PrecomputeReport(len(chunks), 0, sum(len(chunk.token_ids) for chunk in chunks))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
+    """The engine that every command gets, in front of the store it names."""
+
+    class Mine(Engine):
+        pass
+
+    monkeypatch.setattr(
+        "cacheblend_rag.cli.engines.open_any_engine",
+        lambda chosen, store, budgets: Mine(open_store(store, *budgets.nbytes())),
+    )
+    monkeypatch.setattr(Embedder, "load", staticmethod(index_workers.load))
+    return Mine
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def index(run: Run, engine: type[Engine], documents: Path, store: Path) -> Callable[..., Result]:
+    def invoke(*more: object) -> Result:
+        return run("index", documents, "--store", store, "--model", "fake", "--chunk-tokens", 24, *more)
+
+    return invoke
+
+
+def test_it_says_beforehand_how_much_there_is_to_do_and_whether_it_fits(index):
+    first = index()
+    assert "To index: 2 documents, " in first.stderr
+    said = re.search(r"Their KV will take about ([\d.]+) KiB; .* left for it", first.stderr)
+    stored = re.search(r"KV  +([\d.]+) KiB stored", first.stdout)
+    assert said and stored and 0.5 < float(said[1]) / float(stored[1]) < 2
+    assert "To index" not in index().stderr
+
+
+def test_it_warns_of_a_budget_that_is_too_small_before_it_is_used_up(index, engine, documents):
+    (documents / "zzz.txt").write_text("The word STOP behind everything else.")
+    engine.stop = KeyboardInterrupt()
+    stopped = index("--disk-budget", 8_000)
+    assert "but the store's budget has only 7.8 KiB left" in stopped.stderr and "--disk-budget" in stopped.stderr
+    assert stopped.stderr.index("has only") < stopped.stderr.index("Stopped.")
+
+
+def test_ctrl_c_says_what_is_kept_and_the_next_run_goes_on(index, engine, documents, store):
+    text = "\n\n".join(f"Part {n} of the log of the ship, which goes on and on." for n in range(8))
+    (documents / "zzz.txt").write_text(text + "\n\nHere is the word STOP.")
+    engine.stop = KeyboardInterrupt()
+    stopped = index()
+    assert stopped.exit_code == 130
+    assert "2 of 3 documents are indexed, and the KV of " in stopped.stderr and "chunks of zzz.txt" in stopped.stderr
+    assert "Run the same command again to go on" in stopped.stderr
+    engine.stop = None
+    again = as_json(index("--json"))
+    assert [Path(path).name for path in again["added"]] == ["zzz.txt"] and len(again["unchanged"]) == 2
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_run_that_fails_leaves_no_empty_store_behind(index, engine, documents, store, made):
+    (documents / "aaa.txt").write_text("STOP")
+    engine.stop = ModelError("no memory")
+    if made:
+        store.mkdir()
+    assert index().exit_code == 4
+    assert store.exists() == made and not (made and any(store.iterdir()))
+
+
+def test_nothing_but_unusable_files_leaves_no_store_behind(run, engine, store, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    assert run("index", tmp_path / "empty.txt", "--store", store, "--model", "fake").exit_code == 2
+    assert not store.exists()
+
+
+def test_a_path_that_does_not_exist_is_refused_before_a_model_is_loaded(run, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
+    result = run("index", tmp_path / "nowhere.md", "--store", store, "--model", "fake")
+    assert result.exit_code == 2 and "nowhere.md" in result.stderr and not store.exists()
+
+
+def test_what_was_there_before_a_failed_run_stays(index, engine, documents, store):
+    index()
+    (documents / "aaa.txt").write_text("STOP")
+    engine.stop = ModelError("no memory")
+    assert index().exit_code == 4
+    with ChunkIndex.open(store) as opened:
+        assert len(opened.documents()) == 2
+
+
+def test_a_second_run_on_the_same_index_is_refused_before_a_model_is_loaded(index, store, monkeypatch):
+    index()
+    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
+    with indexing_alone(store):
+        result = index()
+    assert result.exit_code == 3 and "Another run is indexing into" in result.stderr
+
+
+def test_a_second_run_that_comes_while_the_first_one_loads_is_refused_too(index, store, engine, documents):
+    def meanwhile(self: Engine, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
+        results.append(index())
+        return FakeEngine.precompute(self, chunks, progress)
+
+    results: list[Result] = []
+    engine.precompute = meanwhile
+    assert index().exit_code == 0
+    assert results and all(result.exit_code == 3 for result in results)
+
+
+def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
+    now = [0.0]
+    lines = output._Lines("Indexing", lambda: now[0])
+    for done in range(0, 101):
+        lines(done, 100, "big.pdf")
+        now[0] += 1.0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "Indexing big.pdf: 5 of 100, about 2 min left"
+    assert said[-1].endswith("100 of 100, about 0 s left") and len(said) == 20
