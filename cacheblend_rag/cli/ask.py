@@ -9,7 +9,8 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
+from cacheblend_rag.cli.chat import Chat
+from cacheblend_rag.cli.citations import reuse_line, source_lines
 from cacheblend_rag.cli.engines import open_pipeline
 from cacheblend_rag.cli.groups import QuestionOptions, SamplingOptions, takes_groups
 from cacheblend_rag.cli.output import print_json
@@ -32,7 +33,7 @@ def ask(
         return
     typer.echo(answer.answer)
     typer.echo()
-    for line in (*source_lines(answer), reuse_line(answer)):
+    for line in (*source_lines(answer, question), reuse_line(answer)):
         typer.echo(line)
 
 
@@ -42,7 +43,7 @@ _LONGER = QuestionOptions(sampling=SamplingOptions(max_tokens=256))
 @app.command()
 @takes_groups
 def chat(how: QuestionOptions = _LONGER) -> None:
-    """Answer questions one after another, streaming. Each is answered from the documents alone. /help lists commands."""
+    """Answer questions one after another, streaming; one may refer to those before it. /help lists commands."""
     sampling, settings = how.sampling.params(), how.blend.settings()
     with open_pipeline(how.model, how.store, how.budgets, k=how.k) as pipeline:
         Chat(pipeline, sampling, settings).run(sys.stdin.isatty())

@@ -16,7 +16,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, BlendPrompt, rag_prompt, tokenize
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, index_documents
-from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Source, Turn
+from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
@@ -189,8 +189,8 @@ class RagPipeline:
         """
         found = self._find(question, history)
         built, hits, notes = self.prompt(question, found.hits, sampling, history)
-        sources = Retrieved(hits, found.seconds).sources
-        return self._events(self.engine.stream(built, sampling, settings), sources, found.seconds, notes)
+        shown = Retrieved(hits, found.seconds)
+        return self._events(self.engine.stream(built, sampling, settings), shown, notes)
 
     def _find(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         found = self.retrieve(question, history)
@@ -199,15 +199,11 @@ class RagPipeline:
         return found
 
     @staticmethod
-    def _events(
-        stream: Iterator[StreamEvent], sources: tuple[Source, ...], seconds: float, notes: tuple[str, ...]
-    ) -> Iterator[RagEvent]:
+    def _events(stream: Iterator[StreamEvent], shown: Retrieved, notes: tuple[str, ...]) -> Iterator[RagEvent]:
         try:
-            yield RagEvent("", sources=sources)
+            yield RagEvent("", sources=shown.sources)
             for event in stream:
-                done = event.generation
-                answer = RagAnswer(done.text.strip(), sources, done, seconds, notes) if done else None
-                yield RagEvent(event.text, answer=answer)
+                yield _event(event, shown, notes)
         finally:
             close = getattr(stream, "close", None)
             if close is not None:
@@ -257,12 +253,10 @@ class RagPipeline:
         """Async twin of :meth:`stream`; the engine's own async stream ends the work when the consumer is cancelled."""
         found = await asyncio.to_thread(self._find, question, history)
         built, hits, notes = await asyncio.to_thread(self.prompt, question, found.hits, sampling, history)
-        sources = Retrieved(hits, found.seconds).sources
-        yield RagEvent("", sources=sources)
+        shown = Retrieved(hits, found.seconds)
+        yield RagEvent("", sources=shown.sources)
         async for event in self.engine.astream(built, sampling, settings):
-            done = event.generation
-            answer = RagAnswer(done.text.strip(), sources, done, found.seconds, notes) if done else None
-            yield RagEvent(event.text, answer=answer)
+            yield _event(event, shown, notes)
 
     def close(self) -> None:
         """Close the index; the engine stays open."""
@@ -275,6 +269,15 @@ class RagPipeline:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def _event(event: StreamEvent, shown: Retrieved, notes: tuple[str, ...]) -> RagEvent:
+    done = event.generation
+    if done is None:
+        return RagEvent(event.text)
+    return RagEvent(
+        event.text, answer=RagAnswer(done.text.strip(), shown.sources, done, shown.seconds, notes, shown.hits)
+    )
 
 
 def _left_out(turns: int, kept_turns: int, hits: int, kept_hits: int, window: int) -> tuple[str, ...]:

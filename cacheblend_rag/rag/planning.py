@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.prompts.chunk import Chunk
@@ -72,7 +71,7 @@ class Planner:
 
     def cut(self, document: Document) -> None:
         """Take a document on."""
-        chunks = self._cut(document.text, document.metadata)
+        chunks = self._cut(document)
         entries = self.engine.entries
         lasting = None if entries is None else entries.lasting()
         for chunk in chunks:
@@ -95,12 +94,17 @@ class Planner:
         document = load_document(cut.path)
         if isinstance(document, SkippedDocument):
             return document
-        return document.digest, self._cut(document.text, document.metadata)
+        return document.digest, self._cut(document)
 
-    def _cut(self, text: str, metadata: Mapping[str, Any]) -> list[Chunk]:
-        return list(
-            iter_chunks(text, self.engine.tokenizer, self.config.chunk_tokens, self.config.overlap, dict(metadata))
-        )
+    def _cut(self, document: Document) -> list[Chunk]:
+        size, overlap = self.config.chunk_tokens, self.config.overlap
+        chunks = iter_chunks(document.text, self.engine.tokenizer, size, overlap, document.metadata)
+        return [self._placed(document, chunk) for chunk in chunks]
+
+    @staticmethod
+    def _placed(document: Document, chunk: Chunk) -> Chunk:
+        pages = document.pages(chunk.metadata["start"], chunk.metadata["end"])
+        return replace(chunk, metadata={**chunk.metadata, **pages}) if pages else chunk
 
     def plan(self) -> IndexPlan:
         """Return what there is to do; the size of the KV is not known before some of it is stored: see :meth:`sized`."""

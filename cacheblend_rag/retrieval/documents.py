@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,24 @@ class Document:
         text: The text, its lines ended by newlines.
         digest: Content hash of the file's bytes; equal digests mean that nothing changed.
         metadata: ``source`` (the path) and, where known, ``title``, ``pages`` and ``unreadable_pages``. JSON values only.
+        page_starts: Where each page that has text begins: offset in the text, and the page's number from 1. Empty without pages.
     """
 
     path: str
     text: str
     digest: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    page_starts: Sequence[tuple[int, int]] = ()
+
+    def pages(self, start: int, end: int) -> dict[str, int]:
+        """Return on which pages a stretch of the text stands: ``page``, and ``last_page`` where it is another one."""
+        if not self.page_starts:
+            return {}
+        offsets = [offset for offset, _ in self.page_starts]
+        first, last = (
+            self.page_starts[max(0, bisect_right(offsets, at) - 1)][1] for at in (start, max(start, end - 1))
+        )
+        return {"page": first} if first == last else {"page": first, "last_page": last}
 
 
 @dataclass(frozen=True)
@@ -148,7 +161,8 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
         return SkippedDocument(name, str(error), error.blank)
     except OSError as error:
         return SkippedDocument(name, f"it cannot be read: {error.strerror or error}")
-    return Document(name, text, digest, {"source": name, **metadata})
+    starts = metadata.pop("page_starts", ())
+    return Document(name, text, digest, {"source": name, **metadata}, starts)
 
 
 def _absolute(path: Path | str) -> Path:

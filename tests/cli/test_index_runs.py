@@ -21,6 +21,7 @@ from cacheblend_rag.store import open_store
 from tests.cli.conftest import as_json
 from tests.fake_engine import FakeEngine
 from tests.retrieval import index_workers
+from tests.retrieval.test_documents import write_pdf
 
 Run = Callable[..., Result]
 
@@ -155,3 +156,12 @@ def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "Indexing big.pdf: 5 of 100, about 2 min left"
     assert said[-1].endswith("100 of 100, about 0 s left") and len(said) == 20
+
+
+def test_an_answer_from_a_pdf_cites_the_page(run, index, engine, documents, store):
+    write_pdf(documents / "book.pdf", ["Nothing of interest.", "The lighthouse keeper is called Orla Fenwick."])
+    index("--chunk-tokens", 16)
+    found = run("ask", "Who is the lighthouse keeper?", "--store", store, "--model", "fake", "--k", 20)
+    assert "book.pdf, page 2: “" in found.stdout, found.output
+    sources = as_json(run("ask", "Who?", "--store", store, "--model", "fake", "--k", 20, "--json"))["sources"]
+    assert {source["page"] for source in sources if source["path"].endswith("book.pdf")} == {1, 2}

@@ -147,6 +147,9 @@ def test_pdf_pages_become_paragraphs(tmp_path: Path) -> None:
     document = loaded(tmp_path / "a.pdf")
     assert document.text == "The harbour.\n\nThe hill."
     assert document.metadata["pages"] == 3 and document.metadata["title"] == "Harbour book"
+    hill = document.text.index("The hill")
+    assert document.pages(0, 5) == {"page": 1} and document.pages(hill, hill + 8) == {"page": 3}
+    assert document.pages(0, len(document.text)) == {"page": 1, "last_page": 3}
 
 
 def test_pdfs_without_readable_text_are_skipped_with_the_reason(tmp_path: Path) -> None:
