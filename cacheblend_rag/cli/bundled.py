@@ -41,15 +41,11 @@ def warn_if_indexed_for_bundled_model(directory: Path) -> None:
             warn_of_bundled_model()
 
 
-def warn_if_not_bundled(paths: Iterable[Path]) -> None:
-    """Say it if there are other documents than the bundled ones among these files and directories.
+def warn_if_not_bundled(files: Iterable[Path]) -> None:
+    """Say it if there are other documents than the bundled ones among these files."""
+    from cacheblend_rag.retrieval.documents import file_digest
 
-    Raises:
-        InputError: A path that does not exist.
-    """
-    from cacheblend_rag.retrieval.documents import file_digest, find_documents
-
-    if not _bundled(map(file_digest, find_documents(paths))):
+    if not _bundled(map(file_digest, files)):
         warn_of_bundled_model()
 
 

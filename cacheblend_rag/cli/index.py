@@ -26,8 +26,21 @@ if TYPE_CHECKING:
 @app.command()
 @takes_groups
 def index(
-    paths: Annotated[list[Path], typer.Argument(help="Files and directories: txt, md, html, pdf.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files and directories: text, Markdown, HTML, PDF, Word, slides, tables, JSON, source code."
+        ),
+    ],
     *,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Of directories take only files like this: '*.md', 'guides/*'. May be given several times."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out files and directories like this: 'node_modules', '*.json', 'old/*'."),
+    ] = None,
     store: options.Store = None,
     model: EngineOptions,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk (default: 512).")] = None,
@@ -46,9 +59,10 @@ def index(
     from cacheblend_rag.rag.locking import refuse_if_indexing, removed_if_left_empty
     from cacheblend_rag.retrieval.documents import find_documents
 
-    find_documents(paths)  # a path that does not exist should not cost the loading of a model
+    patterns = {"include": include or (), "exclude": exclude or ()}
+    found = find_documents(paths, **patterns)  # raises: a mistyped path should not cost the loading of a model
     if left_to_bundled(model):
-        warn_if_not_bundled(paths)
+        warn_if_not_bundled(found)
     directory = options.store_directory(store)
     refuse_if_indexing(directory)
     shown = _Shown()
@@ -69,7 +83,7 @@ def index(
             shown.show = show
             if rank is not None:
                 pipeline.engine.rank = rank
-            report = pipeline.index(paths, shown)
+            report = pipeline.index(paths, shown, **patterns)
     except KeyboardInterrupt:
         typer.echo(f"\n{shown.interrupted()}", err=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None

@@ -79,6 +79,8 @@ def index_documents(
     index: ChunkIndex,
     paths: Iterable[str | Path],
     progress: Callable[[IndexProgress], None] | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> IndexReport:
     """Bring ``index`` and the engine's KV store up to date with files and directories.
 
@@ -86,14 +88,16 @@ def index_documents(
     document enters the index in one step, after the KV of its last chunk is in the
     store: an interrupted run loses nothing, and the next one goes on where it stopped. Documents whose files have vanished
     from one of the directories leave the index, and with them the KV that no other document needs. A file that cannot be
-    read for now keeps the version indexed before.
+    read for now keeps the version indexed before. What ``include`` and ``exclude`` leave out (:func:`find_documents`) is not looked
+    at: documents indexed before stay.
 
     Raises:
         InputError: A path that does not exist.
         StoreError: The store or the index cannot be written, or another run is indexing into it. What is in them stays.
     """
     with indexing_alone(index.directory):
-        return _Run(engine, index, progress).run([Path(path) for path in paths])
+        roots = [Path(path) for path in paths]
+        return _Run(engine, index, progress).run(roots, list(find_documents(roots, include, exclude)))
 
 
 class _Run:
@@ -106,9 +110,9 @@ class _Run:
         self.at = IndexProgress("", 0, 0)
         self._sample: Chunk | None = None
 
-    def run(self, paths: Sequence[Path]) -> IndexReport:
+    def run(self, paths: Sequence[Path], found: Sequence[Path]) -> IndexReport:
         begin = time.perf_counter()
-        files = [str(file) for file in find_documents(paths)]
+        files = [str(file) for file in found]
         known = {document.path: document.digest for document in self.index.documents()}
         for number, file in enumerate(files):
             self._tell(IndexProgress(file, number, len(files)))

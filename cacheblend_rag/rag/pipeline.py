@@ -80,14 +80,19 @@ class RagPipeline:
         engine.registry.add(self.chunks.chunks())
 
     def index(
-        self, paths: Iterable[str | Path], progress: Callable[[IndexProgress], None] | None = None
+        self,
+        paths: Iterable[str | Path],
+        progress: Callable[[IndexProgress], None] | None = None,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
     ) -> IndexReport:
         """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`.
 
         Threads take turns; while another process is indexing into the same directory, it is a :class:`StoreError`.
         """
         with self._indexing:
-            return index_documents(self.engine, self.chunks, paths, progress)
+            return index_documents(self.engine, self.chunks, paths, progress, include, exclude)
 
     def remove(self, path: str | Path) -> None:
         """Take a document out of the index, and with it the KV of chunks that no other document holds.
@@ -224,10 +229,15 @@ class RagPipeline:
         return answer
 
     async def aindex(
-        self, paths: Iterable[str | Path], progress: Callable[[IndexProgress], None] | None = None
+        self,
+        paths: Iterable[str | Path],
+        progress: Callable[[IndexProgress], None] | None = None,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
     ) -> IndexReport:
         """Async twin of :meth:`index`, off the event loop."""
-        return await asyncio.to_thread(self.index, list(paths), progress)
+        return await asyncio.to_thread(self.index, list(paths), progress, include=include, exclude=exclude)
 
     async def aask(
         self,

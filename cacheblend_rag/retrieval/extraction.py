@@ -39,7 +39,8 @@ _TIGHT = frozenset({"li", "tr", "dt", "dd"})
 """Blocks that follow each other without an empty line."""
 _CELLS = frozenset({"td", "th"})
 _PREFIXES = {"li": "- ", **{f"h{level}": "#" * level + " " for level in range(1, 7)}}
-_DROPPED = ("title", "noscript", "svg", "iframe")
+# What belongs to the site and not to the page: every page of it would hold the same.
+_DROPPED = ("title", "noscript", "svg", "iframe", "nav", "footer", "script", "style", "template")
 _SPACES = re.compile(r"\s+")
 
 
@@ -57,7 +58,7 @@ class UnusableFileError(Exception):
 
 
 def plain_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Decode a text or Markdown file; see :func:`decode`."""
+    """Decode a text file: prose, Markdown, reStructuredText or source code; see :func:`decode`."""
     return decode(data), {}
 
 
@@ -97,8 +98,8 @@ def _checked(text: str) -> str:
 def html_text(data: bytes) -> tuple[str, dict[str, Any]]:
     """Return what a reader sees of a page, and its title.
 
-    Headings become Markdown headings and list items Markdown items; an empty line stands between blocks. Scripts and
-    styles are dropped.
+    Headings become Markdown headings and list items Markdown items; an empty line stands between blocks. Scripts, styles,
+    navigation and footers are dropped.
 
     Raises:
         UnusableFileError: See :func:`decode`.
