@@ -88,8 +88,8 @@ def index_documents(
     document enters the index in one step, after the KV of its last chunk is in the
     store: an interrupted run loses nothing, and the next one goes on where it stopped. Documents whose files have vanished
     from one of the directories leave the index, and with them the KV that no other document needs. A file that cannot be
-    read for now keeps the version indexed before. What ``include`` and ``exclude`` leave out (:func:`find_documents`) is not looked
-    at: documents indexed before stay.
+    read for now keeps the version indexed before. What ``include`` and ``exclude`` leave out (:func:`find_documents`) is not
+    looked at: documents indexed before stay.
 
     Raises:
         InputError: A path that does not exist.

@@ -25,8 +25,8 @@ MAX_PARSED_BYTES = 16 << 20
 """The limit for HTML, JSON and tables, whose parsed form takes many times the memory of the file."""
 
 _CODE = (
-    ".bash .c .cc .cpp .cs .css .cu .cxx .erl .ex .exs .go .h .hpp .hs .hxx .java .jl .js .jsx .kt .lua .m .ml .mjs .php .pl .proto .ps1 "
-    ".py .pyi .r .rb .rs .scala .sh .sql .swift .tf .ts .tsx .vue .zig .cfg .ini .toml .yaml .yml"
+    ".bash .c .cc .cpp .cs .css .cu .cxx .erl .ex .exs .go .h .hpp .hs .hxx .java .jl .js .jsx .kt .lua .m .ml .mjs .php .pl "
+    ".proto .ps1 .py .pyi .r .rb .rs .scala .sh .sql .swift .tf .ts .tsx .vue .zig .cfg .ini .toml .yaml .yml"
 )
 _LOADERS = {
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst", *_CODE.split()), plain_text),

@@ -165,3 +165,9 @@ def test_an_answer_from_a_pdf_cites_the_page(run, index, engine, documents, stor
     assert "book.pdf, page 2: “" in found.stdout, found.output
     sources = as_json(run("ask", "Who?", "--store", store, "--model", "fake", "--k", 20, "--json"))["sources"]
     assert {source["page"] for source in sources if source["path"].endswith("book.pdf")} == {1, 2}
+
+
+def test_patterns_choose_what_is_indexed(index):
+    assert [Path(p).name for p in as_json(index("--json", "--include", "*.md"))["added"]] == ["observatory.md"]
+    found = as_json(index("--json", "--exclude", "*.md"))
+    assert [Path(p).name for p in found["added"]] == ["ships.txt"] and not found["removed"]
