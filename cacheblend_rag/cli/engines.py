@@ -45,6 +45,7 @@ def open_vllm(
 
     Raises:
         InputError: An option that vLLM has no use for.
+        ModelError: vLLM is missing, or does not start; the message says why in a few lines.
     """
     from cacheblend_rag.errors import InputError
 
@@ -55,15 +56,22 @@ def open_vllm(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with status("Starting vLLM"):
         from cacheblend_rag.engines.vllm import VLLMEngine
+        from cacheblend_rag.engines.vllm.starting import StartError, StartLog
 
-        return VLLMEngine(
-            chosen.model,
-            store=store,
-            header=header,
-            dtype=chosen.dtype,
-            ram_budget=ram_budget,
-            disk_budget=disk_budget,
-        )
+        log = StartLog()
+        try:
+            with log:
+                return VLLMEngine(
+                    chosen.model,
+                    store=store,
+                    header=header,
+                    dtype=chosen.dtype,
+                    ram_budget=ram_budget,
+                    disk_budget=disk_budget,
+                )
+        except StartError as error:
+            why = log.why(error.cause, " (flags named here are those of `cacheblend serve`)")
+            raise StartError(error.model, error.cause, why) from error
 
 
 def open_server(chosen: EngineOptions) -> RemoteEngine:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from cacheblend_rag.errors import ModelError
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # "(EngineCore pid=12) ERROR 11-22 05:44:41 [core.py:12] " in front of every line of a record.
 _PREFIX = re.compile(r"^(?:\([^()]+\) ?)?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d: ,.-]+\[[^\]]+\] ?)?")
@@ -40,6 +42,24 @@ _ADVICE: Final = (
     (r"requires Triton", "Set VLLM_USE_V2_MODEL_RUNNER=0, or install Triton."),
     (r"[Mm]odel architectures? .*not supported", "This vLLM does not know the model; a newer one may."),
 )
+
+
+FAILURES: Final = (RuntimeError, ValueError, TypeError, OSError, AssertionError)
+"""What vLLM raises where it cannot start."""
+
+
+class StartError(ModelError):
+    """vLLM did not start.
+
+    Attributes:
+        model: The model's name.
+        cause: What vLLM raised.
+    """
+
+    def __init__(self, model: str, cause: BaseException, why: str):
+        """Say why, in words."""
+        super().__init__(f"vLLM does not start with {model!r}: {why}")
+        self.model, self.cause = model, cause
 
 
 class StartLog:
@@ -96,10 +116,13 @@ class StartLog:
             os.write(self._terminal[number], line)
         self.file.unlink(missing_ok=True)
 
-    def why(self, error: BaseException) -> str:
-        """Return why the start failed and what to do about it: the cause in the log, else ``error``; call it afterwards."""
+    def why(self, error: BaseException, further: str = "") -> str:
+        """Return why the start failed and what to do about it: the cause in the log, else ``error``; call it afterwards.
+
+        ``further`` ends the sentence that says where the whole log is.
+        """
         lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return f"{explain(lines, str(error))}\nvLLM's whole log is in {self.file}; --verbose shows it."
+        return f"{explain(lines, str(error))}\nvLLM's whole log is in {self.file}{further}."
 
     def _forward(self, ends: dict[int, int], descriptor: int) -> None:
         """Hand on, line by line, what arrives from vLLM's processes, until the last of them is gone."""
