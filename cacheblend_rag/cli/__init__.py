@@ -22,7 +22,7 @@ from cacheblend_rag.cli import (
     sweeps,
     ui,
 )
-from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.app import UNEXPECTED_EXIT_CODE, app
 
 __all__ = [
     "app",
@@ -41,8 +41,6 @@ __all__ = [
     "sweeps",
     "ui",
 ]
-
-UNEXPECTED_EXIT_CODE = 70
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from typer.core import TyperGroup
 from cacheblend_rag import __version__
 from cacheblend_rag.errors import CacheBlendError
 
+UNEXPECTED_EXIT_CODE = 70
+"""A bug, in the words of sysexits.h: EX_SOFTWARE."""
 INTERRUPTED_EXIT_CODE = 130
 """What a shell gives a command that Ctrl-C has ended."""
 
@@ -38,6 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Answer questions over your documents with a faster first token: reuse every chunk's KV cache, recompute the few "
     "tokens that matter.",
+    epilog="Exit codes: 0 done, 1 another error, 2 a file, flag or argument that cannot be used, 3 the store, 4 the model, "
+    f"5 the server, {UNEXPECTED_EXIT_CODE} a bug, {INTERRUPTED_EXIT_CODE} Ctrl-C.",
 )
 
 

@@ -12,7 +12,7 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.chat import Chat
 from cacheblend_rag.cli.citations import reuse_line, source_lines
 from cacheblend_rag.cli.engines import open_pipeline
-from cacheblend_rag.cli.groups import QuestionOptions, SamplingOptions, takes_groups
+from cacheblend_rag.cli.groups import CONVERSATION, QuestionOptions, takes_groups
 from cacheblend_rag.cli.output import print_json
 
 
@@ -37,12 +37,9 @@ def ask(
         typer.echo(line)
 
 
-_LONGER = QuestionOptions(sampling=SamplingOptions(max_tokens=256))
-
-
 @app.command()
 @takes_groups
-def chat(how: QuestionOptions = _LONGER) -> None:
+def chat(how: QuestionOptions = CONVERSATION) -> None:
     """Answer questions one after another, streaming; one may refer to those before it. /help lists commands."""
     sampling, settings = how.sampling.params(), how.blend.settings()
     with open_pipeline(how.model, how.store, how.budgets, k=how.k) as pipeline:

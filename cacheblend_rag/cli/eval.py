@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,9 +54,6 @@ Kinds = Annotated[
     ),
 ]
 ChunkTokens = Annotated[int, typer.Option(min=16, help="Most tokens in a chunk.", rich_help_panel=_DATA)]
-Engine = Annotated[
-    Literal["transformers", "vllm"], typer.Option(help="Which engine to evaluate.", rich_help_panel="Model")
-]
 Out = Annotated[
     Path,
     typer.Option(help="Directory for answers, numbers and report; a later run of the same settings goes on there."),
@@ -67,7 +64,7 @@ Out = Annotated[
 class EvalOptions:
     """What is evaluated: a model, on a data set, with a blend."""
 
-    engine: Engine = "transformers"
+    engine: options.Engine = "transformers"
     model: ModelOptions = field(default_factory=ModelOptions)
     dataset: Dataset = "demo"
     data: Data = None
@@ -183,6 +180,7 @@ def figures(
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of each point of figures 15 and 17.")] = 3,
     out: Out = Path("report"),
+    as_json: options.AsJSON = False,
 ) -> None:
     """Make the paper's figures for a model: PNG, SVG and CSV of each, and one HTML page. Goes on where it stopped."""
     settings = what.settings()
@@ -191,7 +189,7 @@ def figures(
 
         with progress("Figures") as show:
             page = make_figures(Context(engine, settings, out, repeat), parse_numbers(only), show)
-    typer.echo(page)
+    print_json({"report_file": str(page)}) if as_json else typer.echo(page)
 
 
 def _split_names(text: str) -> tuple[str, ...]:

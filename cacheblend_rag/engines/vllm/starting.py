@@ -82,7 +82,7 @@ class StartLog:
         """Take stdout and stderr, which the processes that are started inherit."""
         descriptor, name = tempfile.mkstemp(prefix="cacheblend-vllm-", suffix=".log")
         self.file = Path(name)
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
             os.environ.setdefault("VLLM_LOGGING_COLOR", "1")
         ends: dict[int, int] = {}
         for stream in (sys.stdout, sys.stderr):
