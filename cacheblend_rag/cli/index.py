@@ -109,6 +109,8 @@ class _Shown:
             self.show(at.documents_done, at.documents, f"(reading {name})")
             return
         self._tell(at.plan)
+        if at.embedded:
+            name = f"{name} (embedding, {at.embedded:,} of {at.chunks:,})"
         if at.plan.chunks:
             self.show(at.planned_done, at.plan.chunks, name)
 

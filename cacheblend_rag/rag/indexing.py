@@ -29,6 +29,7 @@ class IndexProgress:
         chunks: Chunks of the document at hand; 0 while the documents are read and cut, before anything is computed.
         plan: What there is to compute, once all documents are cut.
         planned_done: How many of the plan's chunks are done, in all documents.
+        embedded: Chunks of the document at hand that were embedded for retrieval, which comes last.
     """
 
     path: str
@@ -38,6 +39,7 @@ class IndexProgress:
     chunks: int = 0
     plan: IndexPlan | None = None
     planned_done: int = 0
+    embedded: int = 0
 
 
 @dataclass
@@ -121,7 +123,9 @@ class _Run:
         self.at = replace(self.at, plan=self.planner.plan())
         for number, document in enumerate(documents, len(files) - len(documents)):
             self._tell(
-                replace(self.at, path=document.path, documents_done=number, chunks_done=0, chunks=document.count)
+                replace(
+                    self.at, path=document.path, documents_done=number, chunks_done=0, chunks=document.count, embedded=0
+                )
             )
             self._put(document, known.get(document.path))
         for path in _vanished(known.keys() - set(files), paths):
@@ -184,7 +188,7 @@ class _Run:
             self.report.without_kv.update(result.failed)
             if self.at.plan is not None and batch[-1] is self._sample:
                 self._tell(replace(self.at, plan=self.planner.sized(self.at.plan, batch[-1])))
-        self._forget(self.index.add(document.path, digest, chunks))
+        self._forget(self.index.add(document.path, digest, chunks, self._embedded))
         (self.report.added if known is None else self.report.changed).append(document.path)
         self.report.chunks += len(chunks)
 
@@ -206,6 +210,9 @@ class _Run:
     def _count(self, chunks: int) -> None:
         at = self.at
         self._tell(replace(at, chunks_done=at.chunks_done + chunks, planned_done=at.planned_done + chunks))
+
+    def _embedded(self, chunks: int) -> None:
+        self._tell(replace(self.at, embedded=self.at.embedded + chunks))
 
     def _remove(self, path: str) -> None:
         self._forget(self.index.delete(path))

@@ -18,6 +18,7 @@ from cacheblend_rag.retrieval.search import VectorSearch
 __all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexConfig", "IndexStats", "IndexedDocument"]
 
 _PAGE = 256
+_EMBEDDED_AT_ONCE = 32
 _LAST = (1 << 63) - 1
 
 
@@ -101,13 +102,20 @@ class ChunkIndex:
         """A value that is another one after every change, by this process or by others."""
         return self._database.generation()
 
-    def add(self, document_path: str, digest: str, chunks: Iterable[Chunk]) -> list[str]:
+    def add(
+        self,
+        document_path: str,
+        digest: str,
+        chunks: Iterable[Chunk],
+        progress: Callable[[int], None] | None = None,
+    ) -> list[str]:
         """Index a document in one transaction, in place of what was indexed under that path.
 
         Args:
             document_path: Identity of the document.
             digest: Content hash, for :meth:`digest_of`.
             chunks: Its chunks in order.
+            progress: Called with the number of chunks embedded since its last call.
 
         Returns:
             Ids of the chunks that no document holds any more.
@@ -123,7 +131,8 @@ class ChunkIndex:
             with self._database.transaction(write=False):
                 name = self._embedding()
                 present = self._database.embedded(distinct)
-            self._embed(name, [c for c in distinct.values() if c.id not in present and c.id not in known], known)
+            missing = [c for c in distinct.values() if c.id not in present and c.id not in known]
+            self._embed(name, missing, known, progress)
             with self._database.transaction():
                 if self._embedding() != name:
                     known.clear()  # another process has rebuilt the index with another model meanwhile
@@ -261,7 +270,7 @@ class ChunkIndex:
         known: dict[str, Vectors],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        for page in _pages(chunks):
+        for page in _pages(chunks):  # small ones: a large document is minutes of work
             known.update(zip((c.id for c in page), self._load(name).texts([c.text for c in page]), strict=True))
             if progress is not None:
                 progress(len(page))
@@ -271,7 +280,7 @@ def _pages(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     page: list[Chunk] = []
     for chunk in chunks:
         page.append(chunk)
-        if len(page) == _PAGE:
+        if len(page) == _EMBEDDED_AT_ONCE:
             yield page
             page = []
     if page:

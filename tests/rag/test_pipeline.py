@@ -82,7 +82,8 @@ def test_indexing_reports_documents_chunks_and_tokens(pipeline: RagPipeline, eng
     assert report.chunks == len(list(pipeline.chunks.chunks())) == stored(engine) == len(engine.registry)
     assert report.tokens == sum(len(c.token_ids) for c in pipeline.chunks.chunks())
     assert seen[-1].documents_done == seen[-1].documents == 4
-    assert max(p.chunks_done for p in seen) == max(p.chunks for p in seen) > 1
+    assert max(p.chunks_done for p in seen) == max(p.chunks for p in seen) == max(p.embedded for p in seen) > 1
+    assert seen[-1].plan is not None and seen[-1].planned_done == seen[-1].plan.chunks == report.chunks
 
 
 def test_unchanged_documents_are_left_alone_and_changed_ones_replaced(
