@@ -56,7 +56,7 @@ def index(
 
     Ctrl-C loses nothing that was stored: the same command goes on from there.
     """
-    from cacheblend_rag.rag.locking import refuse_if_indexing, removed_if_left_empty
+    from cacheblend_rag.rag.locking import indexing_into
     from cacheblend_rag.retrieval.documents import find_documents
 
     patterns = {"include": include or (), "exclude": exclude or ()}
@@ -64,11 +64,10 @@ def index(
     if left_to_bundled(model):
         warn_if_not_bundled(found)
     directory = options.store_directory(store)
-    refuse_if_indexing(directory)
     shown = _Shown()
     try:
         with (
-            removed_if_left_empty(directory),
+            indexing_into(directory),
             open_pipeline(
                 model,
                 store,

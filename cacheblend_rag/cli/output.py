@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ def progress(label: str) -> Iterator[Callable[[float, int, str], None]]:
     Yields a function of how much is done, of how much, and what is at hand.
     """
     if not sys.stderr.isatty():
-        yield _Lines(label)
+        with _Lines(label).said() as lines:
+            yield lines
         return
     from rich.console import Console
     from rich.progress import (
@@ -80,25 +82,46 @@ def progress(label: str) -> Iterator[Callable[[float, int, str], None]]:
 
 
 class _Lines:
-    """Progress for a log: a line every few seconds, with the time that is left at the rate so far."""
+    """Progress for a log: a line every few seconds, also while nothing moves, with the time left at the rate so far."""
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic):
         self._label, self._clock = label, clock
-        self._said = clock()
+        self._at: tuple[float, int, str] | None = None
         self._begin: tuple[int, float, float] | None = None  # of how much, and how much was done when
 
     def __call__(self, done: float, total: int, at: str) -> None:
-        now = self._clock()
         if self._begin is None or self._begin[0] != total:
-            self._begin = (total, done, now)
-        if now - self._said < _SECONDS_A_LINE:
-            return
-        self._said = now
+            self._begin = (total, done, self._clock())
+        self._at = (done, total, at)
+
+    def line(self) -> str | None:
+        """Return how far it is in words; None before anything is known."""
+        if self._at is None or self._begin is None:
+            return None
+        done, total, at = self._at
         _, done_then, then = self._begin
-        left = (
-            f", about {_minutes((total - done) * (now - then) / (done - done_then))} left" if done > done_then else ""
-        )
-        typer.echo(f"{self._label} {at}: {done:,.0f} of {total:,}{left}", err=True)
+        line = f"{self._label} {at}: {done:,.0f} of {total:,}"
+        if done == done_then:
+            return line
+        return f"{line}, about {_minutes((total - done) * (self._clock() - then) / (done - done_then))} left"
+
+    def say_until(self, over: threading.Event) -> None:
+        """Write a line every few seconds until ``over`` is set."""
+        while not over.wait(_SECONDS_A_LINE):
+            if (line := self.line()) is not None:
+                typer.echo(line, err=True)
+
+    @contextmanager
+    def said(self) -> Iterator[_Lines]:
+        """Write lines while the block runs."""
+        over = threading.Event()
+        thread = threading.Thread(target=self.say_until, args=(over,), name="progress", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            over.set()
+            thread.join()
 
 
 def _minutes(left: float) -> str:

@@ -95,6 +95,7 @@ def index_documents(
 
     Raises:
         InputError: A path that does not exist.
+        ModelError: The embedding model cannot be loaded.
         StoreError: The store or the index cannot be written, or another run is indexing into it. What is in them stays.
     """
     with indexing_alone(index.directory):
@@ -120,6 +121,8 @@ class _Run:
             self._tell(IndexProgress(file, number, len(files)))
             self._read(file, known.get(file))
         documents = self.planner.documents
+        if documents:
+            self.index.load_embedder()  # one that cannot be loaded is told before the KV is computed
         self.at = replace(self.at, plan=self.planner.plan())
         for number, document in enumerate(documents, len(files) - len(documents)):
             self._tell(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,12 +20,13 @@ _OURS = frozenset({LOCK_NAME, "kv", "tmp"})
 
 @contextmanager
 def indexing_alone(directory: Path) -> Iterator[None]:
-    """Keep every other run, of this process or another, from indexing into ``directory`` meanwhile.
+    """Keep every other thread and process from indexing into ``directory`` meanwhile; the thread that does may enter it again.
 
     Raises:
         StoreError: Another run is at it, or the directory cannot be written.
     """
-    lock = FileLock(directory / LOCK_NAME)
+    # A singleton: the command holds the lock while the model loads, and the pipeline takes it again.
+    lock = FileLock(directory / LOCK_NAME, is_singleton=True)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -43,31 +44,34 @@ def indexing_alone(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def refuse_if_indexing(directory: Path) -> None:
-    """Refuse at once what :func:`indexing_alone` would refuse later, when a model has been loaded for it.
+@contextmanager
+def indexing_into(directory: Path) -> Iterator[None]:
+    """Make ``directory`` where it is missing, be alone in it, and take it back if nothing was put into it.
+
+    For a command: it learns that another run is at work before it loads a model, and a run that fails, or finds nothing to
+    index, leaves no empty store behind.
 
     Raises:
-        StoreError: Another run is indexing into ``directory``.
+        StoreError: Another run is indexing into it, or it cannot be made or written.
     """
-    if (directory / LOCK_NAME).exists():
-        with indexing_alone(directory):
-            pass
-
-
-@contextmanager
-def removed_if_left_empty(directory: Path) -> Iterator[None]:
-    """Take back a store that the block has made and put nothing into: one that failed, or found nothing to index."""
     made = not directory.exists()
-    if not made and (not directory.is_dir() or any(directory.iterdir())):
-        yield  # not ours
-        return
     try:
-        yield
-    finally:
-        if directory.is_dir() and _is_empty(directory):
-            shutil.rmtree(directory)
-            if not made:
-                directory.mkdir()
+        directory.mkdir(parents=True, exist_ok=True)
+        empty = not any(directory.iterdir())
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be used as a store: {error.strerror or error}. Use another store directory."
+        ) from error
+    with indexing_alone(directory):
+        try:
+            yield
+        finally:
+            # What goes wrong here must not hide what went wrong before; an empty store does no harm.
+            with suppress(StoreError, OSError):
+                if empty and _is_empty(directory):
+                    shutil.rmtree(directory)
+                    if not made:
+                        directory.mkdir()
 
 
 def _is_empty(directory: Path) -> bool:

@@ -211,6 +211,14 @@ class ChunkIndex:
         around = self._database.chunks_between(hit.path, hit.ordinal - before, hit.ordinal + after)
         return [Hit(chunk, None, hit.path, ordinal) for ordinal, chunk in around if ordinal != hit.ordinal]
 
+    def load_embedder(self) -> None:
+        """Load the embedding model now, which the first call that needs it would do.
+
+        Raises:
+            ModelError: It cannot be loaded.
+        """
+        self._load(self._embedding())
+
     def rebuild(self, embedding: str | None = None, progress: Callable[[int], None] | None = None) -> None:
         """Embed every chunk again, with another embedding model if one is named. Searches see all old or all new.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -88,8 +90,10 @@ def test_what_is_not_indexed_is_an_input_error_and_nothing_is_removed(run, store
 
 
 def test_nothing_is_removed_while_another_run_indexes(run, store):
-    with indexing_alone(store):
+    with ThreadPoolExecutor(1) as other, ExitStack() as held:
+        other.submit(held.enter_context, indexing_alone(store)).result()
         assert run("documents", "rm", "ships.txt", "--store", store).exit_code == 3
+        other.submit(held.close).result()
     assert "ships.txt" in listed(run, store)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from typer.testing import Result
 
 from cacheblend_rag.cli import output
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.errors import ModelError
+from cacheblend_rag.errors import ModelError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.embedding import Embedder
@@ -52,6 +55,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     )
     monkeypatch.setattr(Embedder, "load", staticmethod(index_workers.load))
     return Mine
+
+
+def _enter(directory: Path) -> None:
+    with indexing_alone(directory):
+        pass
 
 
 @pytest.fixture
@@ -119,6 +127,16 @@ def test_a_path_that_does_not_exist_is_refused_before_a_model_is_loaded(run, sto
     assert result.exit_code == 2 and "nowhere.md" in result.stderr and not store.exists()
 
 
+def test_an_embedding_model_that_cannot_be_loaded_is_told_before_any_kv_is_computed(index, engine, store, monkeypatch):
+    def load(name: str) -> None:
+        raise ModelError(f"The embedding model {name!r} cannot be loaded")
+
+    monkeypatch.setattr(Embedder, "load", staticmethod(load))
+    monkeypatch.setattr(engine, "precompute", lambda *_: pytest.fail("computed"))
+    result = index("--embedding", "mistyped/model")
+    assert result.exit_code == 4 and "mistyped/model" in result.stderr and not store.exists()
+
+
 def test_what_was_there_before_a_failed_run_stays(index, engine, documents, store):
     index()
     (documents / "aaa.txt").write_text("STOP")
@@ -131,31 +149,77 @@ def test_what_was_there_before_a_failed_run_stays(index, engine, documents, stor
 def test_a_second_run_on_the_same_index_is_refused_before_a_model_is_loaded(index, store, monkeypatch):
     index()
     monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
-    with indexing_alone(store):
+    with ThreadPoolExecutor(1) as other, ExitStack() as held:
+        other.submit(held.enter_context, indexing_alone(store)).result()
         result = index()
+        other.submit(held.close).result()
     assert result.exit_code == 3 and "Another run is indexing into" in result.stderr
 
 
-def test_a_second_run_that_comes_while_the_first_one_loads_is_refused_too(index, store, engine, documents):
-    def meanwhile(self: Engine, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
-        results.append(index())
+def test_the_lock_is_held_from_the_loading_of_the_model_to_the_end(index, store, engine, monkeypatch):
+    def held() -> bool:
+        with ThreadPoolExecutor(1) as other:
+            return isinstance(other.submit(_enter, store).exception(), StoreError)
+
+    seen: list[bool] = []
+
+    def opened(chosen: Any, directory: Path, budgets: Any) -> Engine:
+        seen.append(held())
+        return engine(open_store(directory))
+
+    def precompute(self: Engine, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
+        seen.append(held())
         return FakeEngine.precompute(self, chunks, progress)
 
-    results: list[Result] = []
-    engine.precompute = meanwhile
+    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", opened)
+    monkeypatch.setattr(engine, "precompute", precompute)
     assert index().exit_code == 0
-    assert results and all(result.exit_code == 3 for result in results)
+    assert len(seen) > 1 and all(seen) and not held()
+
+
+class Ticks:
+    """Stands for the event that ends the lines: time passes, and work is done, while it is waited for."""
+
+    def __init__(self, *steps: Callable[[], None]):
+        self.steps = list(steps)
+
+    def wait(self, seconds: float) -> bool:
+        if not self.steps:
+            return True
+        self.steps.pop(0)()
+        return False
 
 
 def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
     now = [0.0]
     lines = output._Lines("Indexing", lambda: now[0])
-    for done in range(0, 101):
-        lines(done, 100, "big.pdf")
-        now[0] += 1.0
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "Indexing big.pdf: 5 of 100, about 2 min left"
-    assert said[-1].endswith("100 of 100, about 0 s left") and len(said) == 20
+
+    def work(done: int, seconds: float) -> Callable[[], None]:
+        def step() -> None:
+            now[0] += seconds
+            if done:
+                lines(done, 100, "big.pdf")
+
+        return step
+
+    begun = [work(0, 5), lambda: lines(0, 100, "big.pdf"), work(0, 5)]
+    lines.say_until(Ticks(*begun, work(5, 0), work(50, 45), work(0, 10)))
+    assert capsys.readouterr().err.splitlines() == [
+        "Indexing big.pdf: 0 of 100",  # nothing was known five seconds before
+        "Indexing big.pdf: 0 of 100",
+        "Indexing big.pdf: 5 of 100, about 2 min left",
+        "Indexing big.pdf: 50 of 100, about 50 s left",
+        "Indexing big.pdf: 50 of 100, about 60 s left",
+    ]
+
+
+def test_the_lines_end_with_the_work(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    before = threading.active_count()
+    with output.progress("Indexing") as show:
+        show(1, 2, "a.txt")
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
 
 
 def test_an_answer_from_a_pdf_cites_the_page(run, index, engine, documents, store):
