@@ -18,6 +18,7 @@ from cacheblend_rag.cli.bundled import left_to_bundled, warn_of_bundled_model
 from cacheblend_rag.cli.engines import open_engine, open_vllm
 from cacheblend_rag.cli.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds, table
+from cacheblend_rag.ui.collections import counted
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -199,14 +200,14 @@ def _split_names(text: str) -> tuple[str, ...]:
 def _print_result(result: EvalResult) -> None:
     settings = result.settings
     typer.echo(
-        f"{settings['model']} on {settings['questions']} questions of {Path(settings['dataset']).name}, up to {settings['k']} "
-        f"chunks of {settings['chunk_tokens']} tokens, {settings['dtype']} on {settings['device']}; means with 95% intervals "
+        f"{settings['model']} on {counted(settings['questions'], 'question')} of {Path(settings['dataset']).name}, "
+        f"up to {settings['k']} chunks of {settings['chunk_tokens']} tokens, {settings['dtype']} on {settings['device']}; means with 95% intervals "
         "(- where there is none)\n"
     )
     typer.echo(table(_rows(result.summary["methods"], result.labels)))
     for kind, found in result.summary.get("kinds", {}).items():
         count = next(iter(found.values()))["n"]
-        typer.echo(f"\n{kind or 'no kind'}, {count} questions\n")
+        typer.echo(f"\n{kind or 'no kind'}, {counted(count, 'question')}\n")
         typer.echo(table(_rows(found, result.labels)))
     _print_skipped(result)
 

@@ -116,11 +116,10 @@ class _Shown:
     def _tell(self, plan: IndexPlan) -> None:
         if not self._planned and plan.documents:
             self._planned = True
-            typer.echo(
-                f"To index: {counted(plan.documents, 'document')}, {counted(plan.chunks, 'chunk')}; "
-                f"{plan.tokens:,} tokens have no stored KV yet.",
-                err=True,
-            )
+            todo = f"To index: {counted(plan.documents, 'document')}, {counted(plan.chunks, 'chunk')}"
+            known = plan.missing is not None
+            rest = f"; {plan.tokens:,} tokens have no stored KV yet." if known else f", {plan.tokens:,} tokens."
+            typer.echo(f"{todo}{rest}", err=True)
         if not self._sized and plan.kv_bytes is not None:
             self._sized = True
             typer.echo(_room_line(plan, plan.kv_bytes), err=True)

@@ -22,15 +22,15 @@ class IndexPlan:
     Attributes:
         documents: Documents that are new or changed.
         chunks: Their chunks.
-        missing: How many distinct ones have no stored KV yet.
-        tokens: Tokens of those.
+        missing: How many distinct ones have no stored KV yet; None where another machine stores it.
+        tokens: Tokens of those; where that is not known, of all.
         kv_bytes: Expected size of their KV; None where none is stored, or another machine stores it.
         room_bytes: Bytes that the store's budget has left; None without a budget.
     """
 
     documents: int
     chunks: int
-    missing: int
+    missing: int | None
     tokens: int
     kv_bytes: int | None = None
     room_bytes: int | None = None
@@ -109,7 +109,8 @@ class Planner:
     def plan(self) -> IndexPlan:
         """Return what there is to do; the size of the KV is not known before some of it is stored: see :meth:`sized`."""
         count = sum(document.count for document in self.documents)
-        return IndexPlan(len(self.documents), count, len(self._missing), self._tokens)
+        missing = None if self.engine.entries is None else len(self._missing)
+        return IndexPlan(len(self.documents), count, missing, self._tokens)
 
     def sized(self, plan: IndexPlan, stored: Chunk) -> IndexPlan:
         """Return the plan with the size expected from a chunk whose KV has just been stored."""

@@ -63,6 +63,23 @@ def test_a_presentation_is_read_slide_by_slide_with_notes_groups_and_tables(tmp_
     assert found.pages(0, 9) == {"page": 1} and found.pages(at, at + 7) == {"page": 3} and found.metadata["pages"] == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("junk.docx", b"not a zip", "not a readable Word document"),
+        ("old.docx", b"\xd0\xcf\x11\xe0" + bytes(600), "format before 2007"),
+        ("junk.pptx", b"PK\x03\x04", "not a readable presentation"),
+    ],
+)
+def test_what_only_looks_like_an_office_file_is_skipped_with_the_reason(
+    tmp_path: Path, name: str, data: bytes, reason: str
+) -> None:
+    pytest.importorskip(Path(name).suffix[1:])
+    (tmp_path / name).write_bytes(data)
+    document = load_document(tmp_path / name)
+    assert isinstance(document, SkippedDocument) and reason in document.reason
+
+
 @pytest.mark.parametrize(("name", "library"), [("a.docx", "docx"), ("a.pptx", "pptx")])
 def test_without_its_library_a_file_is_skipped_with_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
