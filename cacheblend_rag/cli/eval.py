@@ -201,8 +201,8 @@ def _print_result(result: EvalResult) -> None:
     settings = result.settings
     typer.echo(
         f"{settings['model']} on {counted(settings['questions'], 'question')} of {Path(settings['dataset']).name}, "
-        f"up to {settings['k']} chunks of {settings['chunk_tokens']} tokens, {settings['dtype']} on {settings['device']}; means with 95% intervals "
-        "(- where there is none)\n"
+        f"up to {settings['k']} chunks of {settings['chunk_tokens']} tokens, {settings['dtype']} on {settings['device']}; "
+        "means with 95% intervals (- where there is none)\n"
     )
     typer.echo(table(_rows(result.summary["methods"], result.labels)))
     for kind, found in result.summary.get("kinds", {}).items():
