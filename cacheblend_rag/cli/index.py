@@ -129,7 +129,7 @@ class _Shown:
         at = self._at
         if at is None or at.plan is None:
             return "Stopped before anything was computed. Run the same command again to start over."
-        kept = f"{at.documents_done} of {counted(at.documents, 'document')} are indexed"
+        kept = f"{at.documents_done} of {counted(at.documents, 'document')} indexed"
         if at.chunks_done < at.chunks:
             kept += f", and the KV of {at.chunks_done:,} of the {at.chunks:,} chunks of {Path(at.path).name} is stored"
         return f"Stopped. What is done is kept: {kept}. Run the same command again to go on."

@@ -98,7 +98,7 @@ def test_ctrl_c_says_what_is_kept_and_the_next_run_goes_on(index, engine, docume
     engine.stop = KeyboardInterrupt()
     stopped = index()
     assert stopped.exit_code == 130
-    assert "2 of 3 documents are indexed, and the KV of " in stopped.stderr and "chunks of zzz.txt" in stopped.stderr
+    assert "2 of 3 documents indexed, and the KV of " in stopped.stderr and "chunks of zzz.txt" in stopped.stderr
     assert "Run the same command again to go on" in stopped.stderr
     engine.stop = None
     again = as_json(index("--json"))
