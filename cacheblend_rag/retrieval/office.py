@@ -86,8 +86,8 @@ def _shapes(shapes: Iterable[Any]) -> Iterator[tuple[str, bool]]:
 
 def _paragraphs(blocks: Iterable[tuple[str, bool]]) -> str:
     """Join blocks with empty lines, but not those that follow each other tightly."""
-    text, tight_before = "", False
     parts: list[str] = []
+    tight_before = False
     for text, tight in blocks:
         if clean := "\n".join(line.strip() for line in text.splitlines() if line.strip()):
             parts += ["\n" if tight and tight_before else "\n\n", clean]

@@ -100,3 +100,11 @@ def test_nothing_is_removed_while_another_run_indexes(run, store):
 def test_the_beginning_of_an_id_that_is_too_short_says_so(run, store):
     result = run("store", "rm", "d8f8", "--store", store)
     assert result.exit_code == 2 and "at least 6 characters" in result.stderr
+
+
+def test_removed_kv_is_told_as_json(run, store):
+    items = as_json(run("store", "ls", "--store", store, "--json"))
+    item = next(item for item in items if item["path"].endswith("ships.txt"))
+    assert as_json(run("store", "rm", item["id"], "--store", store, "--json")) == [
+        {"id": item["id"], "freed_bytes": item["nbytes"]}
+    ]
