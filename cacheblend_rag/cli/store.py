@@ -15,7 +15,8 @@ from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.cli.output import print_json, progress, seconds, size, status, table
 
 store = typer.Typer(
-    no_args_is_help=True, help="Look at a store, check it, make room in it. No model is loaded but by upgrade."
+    no_args_is_help=True,
+    help="Look at a store, check it, make room in it. No model is loaded but by upgrade and calibrate.",
 )
 app.add_typer(store, name="store")
 
@@ -143,13 +144,20 @@ def evict(
 
 @store.command()
 def rm(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin.")],
+    ids: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin: 6 characters at least."),
+    ],
     directory: options.Store = None,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""
     from cacheblend_rag.rag.inventory import Inventory
 
     with Inventory(options.store_directory(directory)) as inventory:
-        for item_id in ids:
-            item = inventory.remove(item_id)
-            typer.echo(f"{item.id}: {'no KV was stored' if item.nbytes is None else size(item.nbytes) + ' removed'}")
+        removed = [inventory.remove(item_id) for item_id in ids]
+    if as_json:
+        print_json([{"id": item.id, "freed_bytes": item.nbytes or 0} for item in removed])
+        return
+    for item in removed:
+        typer.echo(f"{item.id}: {'no KV was stored' if item.nbytes is None else size(item.nbytes) + ' removed'}")
