@@ -226,7 +226,7 @@ def _choices(load: Load, costs: Costs) -> list[tuple[bool, ...]]:
 
 
 def _parts_of_kinds(spans: Sequence[Located]) -> list[list[list[int]]]:
-    """Return for each kind of span (its tier, and whether it is exact) which may be used of it: some of the longest or shortest."""
+    """Return for each kind of span (its tier, and whether it is exact) which of it may be used: the longest or shortest."""
     kinds: dict[tuple[str, bool], list[int]] = {}
     for index in sorted(range(len(spans)), key=lambda i: spans[i].tokens):
         kinds.setdefault((spans[index].tier, spans[index].exact), []).append(index)

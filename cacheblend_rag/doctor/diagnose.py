@@ -13,7 +13,7 @@ from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.doctor.costs import fit_compute, measure_prefills
+from cacheblend_rag.doctor.costs import fit_compute, measure_prefills, token_bytes
 from cacheblend_rag.engines.transformers import TransformersEngine
 
 _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32
@@ -103,7 +103,7 @@ def diagnose(
     say("prefill")
     prefill_s = measure_prefills(engine)
     compute = fit_compute(prefill_s)
-    kv_bytes = engine.subject().full_prefill([0] * 8)[1].nbytes // 8 if blended else None
+    kv_bytes = token_bytes(engine) if blended else None
     schedule = engine.profile.schedule()
     return Diagnosis(
         model=engine.fingerprint.name,

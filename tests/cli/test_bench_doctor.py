@@ -147,6 +147,9 @@ def test_store_calibrate_lets_auto_decide(run, model_dir, tmp_path):
     assert run("index", tmp_path / "docs", *where).exit_code == 0
     costs = as_json(run("store", "calibrate", *where, "--json"))
     assert set(costs["tiers"]) == {"ram", "disk"}
-    assert "GB/s" in run("store", "calibrate", *where).stdout
+    assert {tier["tier"] for tier in costs["plan"]["tiers"]} == {"ram", "disk"}
+    said = run("store", "calibrate", *where).stdout
+    assert "GB/s" in said
+    assert "A prompt of 6 chunks of 512 tokens takes" in said
     answer = as_json(run("ask", "When was it founded?", *where, "--ratio", "auto", "--json"))
     assert "an ordinary prefill in" in answer["reason"]

@@ -263,9 +263,15 @@ class TransformersEngine(BlendEngine):
         settings, costs = request.settings, self.costs
         if settings.ratio != "auto" or costs is None or not (plan.uses_stored_kv and self.gate.passed):
             return plan, 0.0
-        schedule = self.profile.schedule(settings.check_layers)
-        dense = schedule.check_layers[0] / self.num_layers if policy(settings.policy).needs_deviation else 0.0
-        return control(plan, costs, self.profile.ratio, dense)
+        return control(plan, costs, self.profile.ratio, self.dense_share(settings.policy, settings.check_layers))
+
+    def dense_share(self, name: str, check_layers: tuple[int, ...] | None = None) -> float:
+        """Return the share of the layers that a dense pass of the policy ``name`` goes through; 0 for a policy without one."""
+        return (
+            self.profile.schedule(check_layers).check_layers[0] / self.num_layers
+            if policy(name).needs_deviation
+            else 0.0
+        )
 
     def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan, began: float) -> _Prefill:
         # A model that failed the gate may keep something else than KV: it gets its own kind of cache.
