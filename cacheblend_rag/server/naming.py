@@ -1,4 +1,4 @@
-"""Chunks that a request names: by ``chunk_ids``, or by the id of a text block."""
+"""Chunks that a request names: by ``chunk_ids``, by the id of a text block, or by marking a block as worth caching."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class ChunkNaming:
     def messages(self, messages: Sequence[Any], chunk_ids: Sequence[str]) -> tuple[list[Any], tuple[str, ...]]:
         """Return messages without block ids and with the texts of all named chunks, and the ids of those.
 
-        A text block with the id of a registered chunk and no text becomes that chunk. Of ``chunk_ids``, those whose text
+        A text block with the id of a registered chunk and no text becomes that chunk; one marked with ``cache_control`` is a
+        chunk of its own. Of ``chunk_ids``, those whose text
         stands in no message are put in front of the last user message.
 
         Raises:
@@ -63,15 +64,16 @@ class ChunkNaming:
             return copied
         blocks = []
         for block in content:
-            if isinstance(block, Mapping) and block.get("type") == "text" and block.get("id") is not None:
-                name = str(block["id"])
-                text = str(block.get("text") or "") or self._resolve(name).text
-                self._note_if_new(name, text.strip())
-                if self._is_chunk(name, text.strip()):
-                    named.append(name)
-                blocks.append({**{key: value for key, value in block.items() if key != "id"}, "text": text})
-            else:
+            name = _name_of(block)
+            if name is None:
                 blocks.append(block)
+                continue
+            text = str(block.get("text") or "") or self._resolve(name).text
+            self._note_if_new(name, text.strip())
+            if self._is_chunk(name, text.strip()):
+                named.append(name)
+            kept = {key: value for key, value in block.items() if key not in {"id", "cache_control"}}
+            blocks.append({**kept, "text": text})
         return {**copied, "content": blocks}
 
     def _note_if_new(self, name: str, text: str) -> None:
@@ -101,6 +103,16 @@ def tokens_match(tokenizer: Any, text: str, token_ids: tuple[int, ...]) -> bool:
         return text.strip() == text and encoder_for(tokenizer).document(text) == list(token_ids)
     except InputError:
         return False
+
+
+def _name_of(block: Any) -> str | None:
+    """Return the id of the chunk that a block names, or asks to be by ``cache_control``; None for any other block."""
+    if not isinstance(block, Mapping) or block.get("type") != "text":
+        return None
+    if block.get("id") is not None:
+        return str(block["id"])
+    text = str(block.get("text") or "").strip()
+    return chunk_id(text) if text and block.get("cache_control") is not None else None
 
 
 def _text_of(message: Mapping[str, Any]) -> str:

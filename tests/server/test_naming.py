@@ -36,6 +36,23 @@ messages = st.lists(
 )
 
 
+def test_a_block_marked_for_caching_is_a_chunk_of_its_own() -> None:
+    mark = {"type": "ephemeral"}
+    given_text = "A handbook that every question comes with."
+    blocks = [
+        {"type": "text", "text": f"{given_text}\n", "cache_control": mark},
+        {"type": "text", "text": CHUNKS[2].text, "cache_control": mark},
+        {"type": "text", "text": "  ", "cache_control": mark},
+        {"type": "text", "text": "Not marked.", "cache_control": None},
+    ]
+    mine, noted = naming()
+    (message,), named = mine.messages([{"role": "user", "content": blocks}], ())
+    assert named == (chunk_id(given_text), IDS[2])
+    assert [block["text"] for block in message["content"]] == [block["text"] for block in blocks]
+    assert not any("cache_control" in block for block in message["content"][:2])
+    assert [chunk.text for chunk in noted] == [given_text]
+
+
 @given(messages, st.lists(st.sampled_from(IDS), unique=True))
 def test_named_chunks_go_once_and_in_order_before_the_last_user_message(chat: list[Any], ids: list[str]) -> None:
     users = [i for i, message in enumerate(chat) if message["role"] == "user"]

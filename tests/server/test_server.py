@@ -80,11 +80,15 @@ class TestChat:
         by_block = fresh(server, [*blocks, {"type": "text", "text": "Question: Who?"}], cacheblend={"ratio": 0.0})
         assert reuse(by_block)["reused_tokens"] == reuse(want)["reused_tokens"]
 
-    def test_a_block_with_the_hash_of_its_own_text_is_a_chunk_that_is_stored_after_the_answer(self, server) -> None:
+    @pytest.mark.parametrize("by", ["id", "cache_control"])
+    def test_a_block_that_names_or_marks_its_own_text_is_a_chunk_that_is_stored_after_the_answer(
+        self, server, by: str
+    ) -> None:
         from cacheblend_rag.prompts.chunk import chunk_id
 
         text = TEXTS[0]
-        content = [{"type": "text", "text": text, "id": chunk_id(text)}, {"type": "text", "text": "Who?"}]
+        mark: Any = chunk_id(text) if by == "id" else {"type": "ephemeral"}
+        content = [{"type": "text", "text": text, by: mark}, {"type": "text", "text": "Who?"}]
         first = reuse(chat(server, content))
         assert (first["mode"], first["missing"]) == ("prefill", [chunk_id(text)])
         server.post("/v1/chunks/flush", None)
