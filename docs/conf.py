@@ -1,0 +1,85 @@
+"""How Sphinx builds the documentation: `make docs`. Everything comes from this repository; nothing is fetched."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+import cacheblend_rag
+
+ROOT = Path(__file__).parent.parent
+GENERATED = Path(__file__).parent / "generated"
+
+project = "CacheBlend RAG"
+author = "the CacheBlend RAG authors"
+version = release = cacheblend_rag.__version__
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = "CacheBlend RAG"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+# The examples' tests run the notebooks; here the outputs that are kept in them are shown.
+nb_execution_mode = "off"
+# A reader copies commands without the prompt and without what they printed.
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = True
+copybutton_here_doc_delimiter = "EOF"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_mock_imports = ["vllm"]
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_use_ivar = True
+# A reference to something of ours must lead somewhere; what others document is not on this machine.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!cacheblend_rag\.\w+$|Blend|Rag|Chunk).*")]
+
+
+def generate(app: Sphinx) -> None:
+    """Write what is made of code and of the examples, where it has changed: the commands' reference and the notebooks."""
+    GENERATED.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "typer", "cacheblend_rag.cli", "utils", "docs", "--name", "cacheblend"]
+    commands = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    # The page that includes this has a heading of its own.
+    write(GENERATED / "commands.txt", commands.partition("\n")[2])
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        if not (copy := GENERATED / notebook.name).exists() or copy.read_bytes() != notebook.read_bytes():
+            shutil.copyfile(notebook, copy)
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file, unless it holds that already: Sphinx reads again what is newer."""
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        file.write_text(text, encoding="utf-8")
+
+
+def public_name(app: Sphinx, env: Any, node: nodes.Element, content: nodes.Node) -> nodes.Node | None:
+    """Lead a reference to where a class is defined to the page of its public name."""
+    name = str(node.get("reftarget", "")).rpartition(".")[2]
+    if node.get("refdomain") != "py" or name not in cacheblend_rag.__all__:
+        return None
+    domain = env.get_domain("py")
+    if found := domain.objects.get(f"cacheblend_rag.{name}"):
+        from sphinx.util.nodes import make_refnode
+
+        return make_refnode(app.builder, node["refdoc"], found.docname, found.node_id, content)
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Register the two above."""
+    app.connect("builder-inited", generate)
+    app.connect("missing-reference", public_name)
