@@ -68,7 +68,7 @@ docs: setup        ## Build the documentation into docs/_build/html; any warning
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
 
-check: lint types test ## What CI runs
+check: lint types docs test ## What CI runs
 
 demo-model: setup  ## Train the bundled model from scratch (hours on two cores; resumable)
 	$(BIN)/python -m training.train

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Here, since autodoc imports as a type checker does, and then LlamaIndex cannot be imported.
+import llama_index.core  # noqa: F401
 from docutils import nodes
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.util.nodes import make_refnode
 
 import cacheblend_rag
 
@@ -45,7 +49,22 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_use_ivar = True
 # A reference to something of ours must lead somewhere; what others document is not on this machine.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!cacheblend_rag\.\w+$|Blend|Rag|Chunk).*")]
+nitpick_ignore_regex = [("py:.*", rf"(?!(cacheblend_rag\.)?({'|'.join(cacheblend_rag.__all__)})\b).*")]
+
+
+# Files outside of docs/ that are pages of the site: links may lead to either, so that they work in the repository, too.
+PAGES = {
+    "README": "index",
+    "CONTRIBUTING": "contributing",
+    "CHANGELOG": "changelog",
+    "cacheblend_rag/demo/model/README": "reference/bundled-model",
+    "examples/chatbot/README": "howto/chatbot",
+    "examples/kubernetes/README": "howto/kubernetes",
+    "examples/langchain_rag": "generated/langchain_rag",
+    "examples/llamaindex_rag": "generated/llamaindex_rag",
+    "integrations/langchain-cacheblend/README": "howto/langchain",
+    "integrations/llama-index-cacheblend/README": "howto/llamaindex",
+}
 
 
 def generate(app: Sphinx) -> None:
@@ -66,20 +85,33 @@ def write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
 
 
+def lead_inside(app: Sphinx, doctree: nodes.document) -> None:
+    """Lead links to the files of ``PAGES`` to their pages."""
+    for link in doctree.findall(pending_xref):
+        target = Path(link.get("reftarget") or "")
+        # What MyST found is an absolute path; a link in a file at the root, which a page here includes, it does not find.
+        file = target.relative_to(ROOT) if target.is_relative_to(ROOT) else target.with_suffix("")
+        if link.get("reftype") == "myst" and (page := PAGES.get(file.as_posix())):
+            link["refdomain"], link["reftarget"] = "doc", page
+            link["reftargetid"] = link.get("reftargetid")
+
+
 def public_name(app: Sphinx, env: Any, node: nodes.Element, content: nodes.Node) -> nodes.Node | None:
     """Lead a reference to where a class is defined to the page of its public name."""
-    name = str(node.get("reftarget", "")).rpartition(".")[2]
-    if node.get("refdomain") != "py" or name not in cacheblend_rag.__all__:
+    parts = str(node.get("reftarget", "")).split(".")
+    names = [index for index, part in enumerate(parts) if part in cacheblend_rag.__all__]
+    if node.get("refdomain") != "py" or not names:
         return None
-    domain = env.get_domain("py")
-    if found := domain.objects.get(f"cacheblend_rag.{name}"):
-        from sphinx.util.nodes import make_refnode
-
+    objects = env.get_domain("py").objects
+    whole = ".".join(["cacheblend_rag", *parts[names[0] :]])
+    # A field of a dataclass is described with its class.
+    if found := objects.get(whole) or objects.get(f"cacheblend_rag.{parts[names[0]]}"):
         return make_refnode(app.builder, node["refdoc"], found.docname, found.node_id, content)
     return None
 
 
 def setup(app: Sphinx) -> None:
-    """Register the two above."""
+    """Register what is above."""
     app.connect("builder-inited", generate)
+    app.connect("doctree-read", lead_inside)
     app.connect("missing-reference", public_name)
