@@ -1,0 +1,96 @@
+"""What the pages say of the repository is there: links, headings, public names, families of models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from markdown_it import MarkdownIt
+
+import cacheblend_rag
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for page in ROOT.glob("docs/**/*.md") if not {"_build", "generated"} & set(page.parts)),
+    *ROOT.glob("integrations/*/README.md"),
+    *ROOT.glob("examples/**/*.md"),
+]
+PARSER = MarkdownIt("commonmark").enable("table")
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the text and target of each link and picture that leads to a file of ours."""
+    for block in PARSER.parse(page.read_text(encoding="utf-8")):
+        children = block.children or []
+        for at, token in enumerate(children):
+            target = str(token.attrGet("href" if token.type == "link_open" else "src") or "")
+            if target and not re.match(r"[a-z]+:", target):
+                yield children[at + 1].content if token.type == "link_open" else token.content, unquote(target)
+            if token.type == "html_inline":
+                yield from (("picture", name) for name in re.findall(r'src="([^":]+)"', token.content))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links may name in a page, and in what it includes: headings, as GitHub and MyST write them."""
+    text = page.read_text(encoding="utf-8")
+    for included in re.findall(r"^```\{include\} (\S+\.md)$", text, flags=re.MULTILINE):
+        text += (page.parent / included).read_text(encoding="utf-8")
+    tokens = PARSER.parse(text)
+    headings = [tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_relative_link_leads_somewhere_and_has_a_text(page: Path) -> None:
+    assert wrong_links(page) == []
+
+
+def wrong_links(page: Path) -> list[str]:
+    wrong = []
+    for text, target in links(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        there = file.exists() and (not anchor or anchor in anchors(file))
+        if not there or not text:
+            wrong.append(target)
+    return wrong
+
+
+def test_a_link_to_a_missing_file_or_heading_and_one_without_a_text_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`\n\n[a](gone.md), [b](page.md#three), [c](#one-two), [](page.md), [d](https://e.f)\n")
+    assert list(links(page)) == [("a", "gone.md"), ("b", "page.md#three"), ("c", "#one-two"), ("", "page.md")]
+    assert anchors(page) == {"one-two"}
+    assert wrong_links(page) == ["gone.md", "page.md#three", "page.md"]
+
+
+def test_the_reference_names_every_public_name_and_no_other() -> None:
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\.\. auto\w+:: cacheblend_rag\.(\w+)$", page, flags=re.MULTILINE)) == sorted(
+        cacheblend_rag.__all__
+    )
+
+
+def test_every_page_is_in_the_sites_index() -> None:
+    listed = set()
+    for page in (ROOT / "docs/index.md", ROOT / "docs/tutorial/index.md"):
+        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL):
+            names = [line for line in block.splitlines() if line and not line.startswith(":")]
+            listed |= {(page.parent / name).resolve().relative_to(ROOT / "docs").as_posix() for name in names}
+    written = {
+        page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES if ROOT / "docs" in page.parents
+    }
+    assert written - {"index"} == {name for name in listed if not name.startswith("generated/")}
+    assert {f"generated/{notebook.stem}" for notebook in ROOT.glob("examples/*.ipynb")} <= listed
+
+
+def test_the_exit_codes_are_those_of_the_errors() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \|(.*)$", page, flags=re.MULTILINE)
+    said = {name: int(code) for code, row in rows for name in re.findall(r"`(\w+Error)`", row)}
+    assert said == {name: getattr(cacheblend_rag, name).exit_code for name in said}
+    assert {"InputError", "StoreError", "ModelError", "ServerError"} <= said.keys()
