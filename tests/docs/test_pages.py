@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,3 +95,30 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
     said = {name: int(code) for code, row in rows for name in re.findall(r"`(\w+Error)`", row)}
     assert said == {name: getattr(cacheblend_rag, name).exit_code for name in said}
     assert {"InputError", "StoreError", "ModelError", "ServerError"} <= said.keys()
+
+
+def test_the_table_of_models_is_what_the_tests_cover() -> None:
+    verdicts = {"BLENDED": "blended", "EXACT_PREFIX": "exact prefix", "NOT_BLENDED": "prefill"}
+    source = (ROOT / "tests/blending/families.py").read_text(encoding="utf-8")
+    in_vllm = "".join(
+        (ROOT / f"tests/engines/vllm/test_{name}.py").read_text("utf-8") for name in ("parity", "windows")
+    )
+    covered = {}
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Dict):
+            for case, made in zip(statement.value.keys, statement.value.values, strict=True):
+                configs = re.findall(r"hf\.(\w+Config)", ast.unparse(made))
+                if (verdict := verdicts.get(ast.unparse(statement.target))) and case is not None:
+                    covered[ast.literal_eval(case)] = verdict, *configs
+    rows = re.findall(
+        r"^\| [^|]+ \| (`[^|]+`) \| (blended|exact prefix|prefill) \| (yes|no) \|$",
+        (ROOT / "docs/models.md").read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
+    shown = {case: (verdict, tested) for cases, verdict, tested in rows for case in re.findall(r"`([^`]+)`", cases)}
+    assert {case: verdict for case, (verdict, _) in shown.items()} == {
+        case: found[0] for case, found in covered.items()
+    }
+    for case, (verdict, tested) in shown.items():
+        expected = verdict == "blended" and any(f"hf.{config}(" in in_vllm for config in covered[case][1:])
+        assert (tested == "yes") == expected, case
