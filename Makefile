@@ -65,7 +65,7 @@ types: setup       ## Check types
 	cd integrations/llama-index-cacheblend && ../../$(BIN)/mypy
 
 docs: setup        ## Build the documentation into docs/_build/html; any warning fails
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
 
 check: lint types docs test ## What CI runs

@@ -34,7 +34,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 smartquotes = False
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "html_image"]
 myst_heading_anchors = 3
 # The examples' tests run the notebooks; here the outputs that are kept in them are shown.
 nb_execution_mode = "off"

@@ -200,7 +200,12 @@ def draw_methods() -> None:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Draw them all."""
     draw_blend()
     draw_static()
     draw_methods()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,17 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
     said = {name: int(code) for code, row in rows for name in re.findall(r"`(\w+Error)`", row)}
     assert said == {name: getattr(cacheblend_rag, name).exit_code for name in said}
     assert {"InputError", "StoreError", "ModelError", "ServerError"} <= said.keys()
+
+
+def test_the_drawn_figures_are_what_the_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    draw = importlib.import_module("draw")
+    monkeypatch.setattr(draw, "IMAGES", tmp_path)
+    draw.main()
+    drawn = sorted(tmp_path.iterdir())
+    assert len(drawn) == 3
+    for figure in drawn:
+        assert figure.read_text("utf-8") == (ROOT / "docs/images" / figure.name).read_text("utf-8"), figure.name
 
 
 def test_the_table_of_models_is_what_the_tests_cover() -> None:
