@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = ["vllm"]
-autodoc_default_options = {"members": True, "show-inheritance": True}
+# What pydantic adds to a class is no part of its interface.
+_PYDANTIC = "model_config, model_post_init, model_computed_fields, model_fields"
+autodoc_default_options = {"members": True, "show-inheritance": True, "exclude-members": _PYDANTIC}
 napoleon_use_ivar = True
 # A reference to something of ours must lead somewhere; what others document is not on this machine.
 nitpicky = True
@@ -75,10 +78,23 @@ def generate(app: Sphinx) -> None:
     command = [sys.executable, "-m", "typer", "cacheblend_rag.cli", "utils", "docs", "--name", "cacheblend"]
     commands = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     # The page that includes this has a heading of its own.
-    write(GENERATED / "commands.txt", commands.partition("\n")[2])
+    write(GENERATED / "commands.txt", whole_summaries(commands).partition("\n")[2])
     for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
         if not (copy := GENERATED / notebook.name).exists() or copy.read_bytes() != notebook.read_bytes():
             shutil.copyfile(notebook, copy)
+
+
+def whole_summaries(commands: str) -> str:
+    """Let lists of commands say what each command says of itself; Typer cuts it off after 45 characters."""
+    said = dict(re.findall(r"^#+ `(cacheblend[^`]*)`\n\n(.+)", commands, flags=re.MULTILINE))
+    lines, group = [], ""
+    for line in commands.splitlines():
+        if heading := re.match(r"#+ `(cacheblend[^`]*)`", line):
+            group = heading[1]
+        item = re.match(r"\* `([\w-]+)`: ", line)
+        whole = said.get(f"{group} {item[1]}") if item else None
+        lines.append(f"{item[0]}{whole}" if item and whole else line)
+    return "\n".join(lines) + "\n"
 
 
 def write(file: Path, text: str) -> None:
