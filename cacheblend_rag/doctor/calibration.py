@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -273,7 +274,8 @@ def calibrate_engine(
 
     def planner(prompt: TokenizedPrompt) -> BlendPlan:
         engine.precompute([span.chunk for span in prompt.spans])
-        return make_plan(prompt, engine.header_ids, lambda ids: engine.entries.get(ids, engine.num_layers))
+        lookup = partial(engine.entries.get, num_layers=engine.num_layers)
+        return make_plan(prompt, engine.header_ids, lookup, longest=engine.runner.longest)
 
     # In RAM, and with its budget: what it has no room for is computed anew where it is needed again.
     kept = engine.store, engine.rank, engine.registry

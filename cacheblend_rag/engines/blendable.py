@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Frequencies that change with the prompt's length: stored keys cannot be moved by one rotation.
 _LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
 
@@ -21,6 +21,16 @@ def why_not_blendable(config: Any) -> str | None:
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             return f"its RoPE frequencies depend on the prompt's length ({rope_type})"
     return None
+
+
+def longest_blendable(config: Any) -> int | None:
+    """Return the length up to which a prompt can be blended by a model with this (text) config; None if any can.
+
+    Chunked-local attention (Llama-4) cuts a prompt at fixed positions: a token sees those of its piece alone. Stored KV
+    was computed without such a cut, which is right in the first piece only.
+    """
+    size = getattr(config, "attention_chunk_size", None)
+    return None if size is None else int(size)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

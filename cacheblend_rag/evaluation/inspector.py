@@ -45,6 +45,7 @@ class PromptInspector:
             self.tokens,
             engine.header_ids,
             lambda ids: engine.store.get(kv_key(engine.fingerprint, engine.header_ids, ids)),
+            longest=engine.runner.longest,
         )
         if not self._plan.stale:
             raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")

@@ -54,6 +54,13 @@ _EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
+
+def llama4(base: dict[str, Any], head_dim: int, attention_chunk_size: int = 512) -> hf.Llama4TextConfig:
+    """Attention cut into pieces, longer than the tests' prompts; every fourth layer whole, without positions."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
+    return hf.Llama4TextConfig(**base, **experts, head_dim=head_dim, attention_chunk_size=attention_chunk_size)
+
+
 BLENDED: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**_BASE),
     "llama3_rope": lambda: hf.LlamaConfig(**_BASE, rope_parameters=_LLAMA3),
@@ -68,6 +75,7 @@ BLENDED: dict[str, Any] = {
     "gemma3": lambda: hf.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=20, layer_types=_HALF_WINDOWED),
     "mixtral": lambda: hf.MixtralConfig(**_BASE, num_local_experts=4),
     "glm": lambda: hf.GlmConfig(**_BASE, head_dim=16),
+    "llama4": lambda: llama4(_BASE, 16),
     "deepseek_v2": lambda: hf.DeepseekV2Config(**_MLA, **_EXPERTS),
     "deepseek_v2_yarn": lambda: hf.DeepseekV2Config(
         **{**_MLA, "q_lora_rank": None}, **_EXPERTS, rope_parameters=_DEEP_YARN

@@ -14,7 +14,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.store import open_store
 from tests.blending import reference
-from tests.blending.families import BLENDED, NOT_BLENDED, make_model
+from tests.blending.families import _BASE, BLENDED, NOT_BLENDED, llama4, make_model
 from tests.blending.prompts import Scene, engine_for
 
 GREEDY = SamplingParams(max_tokens=8)
@@ -89,6 +89,36 @@ def test_deeper_check_layers_and_gradual_filtering_equal_the_reference(family: s
     assert (got - want.logits).abs().max() < 1e-4
     assert list(widths) == sorted(widths, reverse=True)
     assert widths[-1] == 1
+
+
+@pytest.mark.parametrize("piece", [100, 108])
+def test_behind_the_first_piece_of_chunked_local_attention_nothing_is_blended_and_all_is_the_models_own(
+    piece: int,
+) -> None:
+    scene, model = Scene(), make_model(llama4(_BASE, 16, piece))
+    ids = list(scene.prompt.token_ids)  # 110: the answer, too, stands behind a cut
+    want: list[int] = []
+    while len(want) < 12:
+        with torch.no_grad():
+            want.append(int(model(torch.tensor([ids + want]), use_cache=False).logits[0, -1].argmax()))
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=0.15))
+    assert (answer.mode, answer.token_ids) == ("prefill", tuple(want))
+    assert f"cut after {piece} tokens" in answer.reason
+
+
+def test_an_answer_behind_a_blend_may_be_cut_by_chunked_local_attention() -> None:
+    scene = Scene()
+    model = make_model(llama4(_BASE, 16, len(scene.prompt.token_ids) + 4))
+    ids, want = list(scene.prompt.token_ids), []
+    while len(want) < 12:
+        with torch.no_grad():
+            want.append(int(model(torch.tensor([ids + want]), use_cache=False).logits[0, -1].argmax()))
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=1.0))
+    assert (answer.mode, answer.token_ids) == ("blend", tuple(want))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -243,7 +243,7 @@ class TransformersEngine(BlendEngine):
     def _plan(self, request: Request) -> BlendPlan:
         reuse = request.settings.reuse
         if self.gate.passed:
-            return make_plan(request.prompt, self.header_ids, self._lookup, reuse)
+            return make_plan(request.prompt, self.header_ids, self._lookup, reuse, self.runner.longest)
         why = f"this model is not blended: {self.gate.reason}"
         if self._snapshots is None:
             return BlendPlan(len(request.prompt.token_ids), (), (), (), why)

@@ -10,6 +10,7 @@ import torch
 
 from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, Rope
+from cacheblend_rag.engines.blendable import longest_blendable
 from cacheblend_rag.engines.transformers.attention import NAME, scattered, watched
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, StopForward
 from cacheblend_rag.errors import InputError
@@ -24,6 +25,7 @@ class ModelRunner:
 
     Attributes:
         latent_first: Whether the model caches a latent and a rotary key (MLA), in this order; measured with its rotation.
+        longest: Length up to which prompts are blended; None if all are.
     """
 
     def __init__(self, model: Any):
@@ -32,6 +34,7 @@ class ModelRunner:
         config = model.config.get_text_config()
         self.num_layers = int(config.num_hidden_layers)
         self.latent_first = False
+        self.longest = longest_blendable(config)
         self.device = torch.device(model.device)
         self.dtype: torch.dtype = model.dtype
         layer_types = getattr(config, "layer_types", None)

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from cacheblend_rag.engines.blendable import longest_blendable
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.groups import page_groups
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
@@ -52,7 +53,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._store: KVStore = DiskStore(path)
             self._scheduler = SchedulerSide(
-                Entries(self._store, fingerprint, header, 0, ranks), page_groups(kv_cache_config)
+                Entries(self._store, fingerprint, header, 0, ranks),
+                page_groups(kv_cache_config),
+                longest_blendable(vllm_config.model_config.hf_text_config),
             )
         else:
             from vllm.distributed import get_tensor_model_parallel_rank

@@ -20,6 +20,8 @@ BlockIds = Sequence[Sequence[int]]
 """A sequence's pages: for each group of layers the ids of its blocks, in order."""
 NO_PAGE: Final = 0
 """Stands in vLLM's block tables for a page that is not there."""
+# Chunked-local layers lose no page of a prompt that is blended: it is no longer than their first piece.
+_KNOWN: Final = {FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec}
 
 
 class MissingPageError(Exception):
@@ -62,15 +64,10 @@ def page_groups(config: KVCacheConfig) -> tuple[PageGroup, ...]:
 
 def unknown_kinds(config: KVCacheConfig) -> list[str]:
     """Return the names of the kinds of KV cache in ``config`` that a blend cannot fill, in order."""
-    kinds = {_kind(_spec(group.kv_cache_spec)) for group in config.kv_cache_groups}
-    return sorted(kind.__name__.removesuffix("Spec") for kind in kinds - {FullAttentionSpec, SlidingWindowSpec})
+    kinds = {type(_spec(group.kv_cache_spec)) for group in config.kv_cache_groups}
+    return sorted(kind.__name__.removesuffix("Spec") for kind in kinds - _KNOWN)
 
 
 def _spec(spec: Any) -> Any:
     """Return what stands for a group: layers of one kind may differ in the size of their heads alone."""
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def _kind(spec: Any) -> type:
-    # Without its hybrid manager vLLM keeps chunked-local layers' pages as it does those of full attention.
-    return ChunkedLocalAttentionSpec if getattr(spec, "attention_chunk_size", None) is not None else type(spec)

@@ -54,9 +54,9 @@ class _Tracked:
 class SchedulerSide:
     """Runs in the scheduler's thread; reads no KV."""
 
-    def __init__(self, entries: Entries, groups: Sequence[PageGroup]):
-        """Look for chunks in ``entries``; the model's KV cache consists of ``groups``."""
-        self._entries = entries
+    def __init__(self, entries: Entries, groups: Sequence[PageGroup], longest: int | None = None):
+        """Look for chunks in ``entries``; the KV cache consists of ``groups``; prompts longer than ``longest`` are computed."""
+        self._entries, self._longest = entries, longest
         self._lender = PageLender(groups)
         self._loses_pages = any(group.window for group in groups)
         self._tracked: dict[str, _Tracked] = {}
@@ -129,7 +129,7 @@ class SchedulerSide:
             return _PRESENT if self._entries.contains(token_ids) else None
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
-        return make_plan(prompt, self._entries.header_ids, lookup, job.settings.reuse)
+        return make_plan(prompt, self._entries.header_ids, lookup, job.settings.reuse, self._longest)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take note of the blocks that a blend is to fill, or that a precompute will be read from."""

@@ -128,6 +128,7 @@ class Engine:
         extra = _connect(store="/nowhere", fingerprint="0" * 32, header_ids=[])
         # A GPU's wheel, unpacked on a CPU, knows no device by itself.
         config = VllmConfig(kv_transfer_config=KVTransferConfig(**extra), device_config=DeviceConfig(device="cpu"))
+        config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace())  # type: ignore[assignment]
         self._scheduler = self._connector(config, KVConnectorRole.SCHEDULER)
         self._scheduler._kv_cache_manager = SimpleNamespace(get_block_ids=lambda _: ([7, 8, 9],))
         self.worker = self._connector(config, KVConnectorRole.WORKER)

@@ -48,12 +48,13 @@ ANSWER = SamplingParams(max_tokens=12)
 @pytest.fixture(scope="module", params=list(CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     config, options = CASES[request.param]
-    # Two ranks on one NUMA node, as on any small machine.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if "tensor_parallel_size" in options else "auto"
     directory = tmp_path_factory.mktemp("model")
     model = save_model(config(), directory)
-    with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
-        yield engine, model
+    with pytest.MonkeyPatch.context() as patch:
+        # Two ranks on one NUMA node, as on any small machine.
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind" if "tensor_parallel_size" in options else "auto")
+        with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
+            yield engine, model
 
 
 def want(model: Any, ratio: float, missing: tuple[int, ...] = ()) -> torch.Tensor:

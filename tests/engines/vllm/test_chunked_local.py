@@ -1,0 +1,50 @@
+"""Llama-4 in real vLLM: attention in pieces is blended within the first piece, and left to vLLM beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.settings import BlendSettings
+from tests.blending.families import llama4
+from tests.blending.prompts import Scene
+from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, save_model, start
+
+# The tests of ordinary attention, run with this model.
+from tests.engines.vllm.test_parity import (  # noqa: F401
+    ANSWER,
+    SCENE,
+    test_full_prefill_is_the_models_own,
+    test_other_ratios_are_the_reference,
+    test_ratio_1_is_the_full_prefill,
+    test_the_gate_passes,
+    test_what_is_ranked_without_a_dense_pass_is_the_reference,
+)
+
+_PIECE = 512  # whole blocks: vLLM asks for it
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    directory = tmp_path_factory.mktemp("model")
+    model = save_model(llama4(SHAPE, 32, _PIECE), directory)
+    with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0) as engine:
+        yield engine, model
+
+
+def test_a_prompt_of_more_than_one_piece_is_prefilled_and_says_why(engine, model) -> None:
+    scene = Scene(chunk_tokens=(150, 90, 170, 100), question=9)
+    ids = torch.tensor([scene.prompt.token_ids])
+    assert len(SCENE.prompt.token_ids) <= _PIECE < ids.shape[1]
+    engine.precompute(scene.chunks)
+    got = first_logprobs(engine, scene.prompt, BlendSettings(0.15))
+    with torch.no_grad():
+        torch.testing.assert_close(got, model(ids).logits[0, -1].float().log_softmax(-1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, first_logprobs(engine, scene.prompt, FULL), atol=1e-4, rtol=0)
+    engine.reset_prefix_cache()
+    answer = engine.generate(scene.prompt, ANSWER, BlendSettings(0.15))
+    assert answer.mode == "prefill"
+    assert f"cut after {_PIECE} tokens" in answer.reason
