@@ -140,7 +140,7 @@ def test_the_tutorial_prints_what_it_shows(reader: Reader) -> None:
         reader.follow(TUTORIAL / f"{page}.md")
 
 
-@pytest.mark.slow
+@pytest.mark.vllm
 def test_the_page_about_serving_prints_what_it_shows(reader: Reader) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     reader.follow(TUTORIAL / "serve.md")
