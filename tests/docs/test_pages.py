@@ -98,6 +98,15 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
     assert {"InputError", "StoreError", "ModelError", "ServerError"} <= said.keys()
 
 
+def test_the_reasons_explained_are_those_that_answers_give() -> None:
+    page = (ROOT / "docs/howto/usage.md").read_text(encoding="utf-8")
+    reasons = re.findall(r"^\| (.*?) \|", page.partition("| reason |")[2], flags=re.MULTILINE)[1:]
+    given = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "cacheblend_rag").rglob("*.py"))
+    assert len(reasons) == 6
+    # Numbers and what stands for a part of its own are put into them.
+    assert [part for reason in reasons for part in re.split(r"\d+|\.\.\.", reason) if part not in given] == []
+
+
 def test_the_drawn_figures_are_what_the_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     draw = importlib.import_module("draw")
