@@ -44,6 +44,7 @@ copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 copybutton_here_doc_delimiter = "EOF"
 
+autoclass_content = "both"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -114,6 +115,12 @@ def lead_inside(app: Sphinx, doctree: nodes.document) -> None:
             link["reftargetid"] = link.get("reftargetid")
 
 
+def without_the_types_own(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Take out a constant's docstring: it is that of `str` or `int`."""
+    if what == "data" and isinstance(value, str | int):
+        lines.clear()
+
+
 def public_name(app: Sphinx, env: Any, node: nodes.Element, content: nodes.Node) -> nodes.Node | None:
     """Lead a reference to where a class is defined to the page of its public name."""
     parts = str(node.get("reftarget", "")).split(".")
@@ -132,4 +139,5 @@ def setup(app: Sphinx) -> None:
     """Register what is above."""
     app.connect("builder-inited", generate)
     app.connect("doctree-read", lead_inside)
+    app.connect("autodoc-process-docstring", without_the_types_own)
     app.connect("missing-reference", public_name)
