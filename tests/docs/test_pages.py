@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 from markdown_it import MarkdownIt
+from typer.main import get_command
 
 import cacheblend_rag
+from cacheblend_rag.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -96,6 +99,50 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
     said = {name: int(code) for code, row in rows for name in re.findall(r"`(\w+Error)`", row)}
     assert said == {name: getattr(cacheblend_rag, name).exit_code for name in said}
     assert {"InputError", "StoreError", "ModelError", "ServerError"} <= said.keys()
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the `cacheblend` commands in a page's blocks, as a shell splits them."""
+    for block in PARSER.parse(page.read_text(encoding="utf-8")):
+        if block.type in {"code_block", "fence"}:
+            lines = block.content.replace("\\\n", " ").splitlines()
+            yield from (
+                shlex.split(line.strip().removeprefix("$ "), comments=True) for line in lines if is_command(line)
+            )
+
+
+def is_command(line: str) -> bool:
+    return re.match(r"\s*(\$ )?cacheblend [a-z]", line) is not None and "..." not in line and "|" not in line
+
+
+def unknown_words(command: list[str]) -> list[str]:
+    """Return the subcommand or the options of a command that the command line does not know."""
+    at, words = get_command(app), command[1:]
+    while hasattr(at, "commands") and words:
+        if words[0] not in at.commands:
+            return words[:1]
+        at, words = at.commands[words[0]], words[1:]
+    # `serve` hands on what it does not know to vLLM.
+    known = {option for parameter in at.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help",
+        "-h",
+    }
+    return [word for word in words if word.startswith("-") and word not in known and command[1] != "serve"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_command_and_option_exists(page: Path) -> None:
+    if page.name == "documents.md" and "documents" not in get_command(app).commands:
+        pytest.skip("the command `documents` is not merged yet")
+    assert [(command, wrong) for command in commands(page) if (wrong := unknown_words(command))] == []
+
+
+def test_commands_and_options_that_do_not_exist_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```console\n$ cacheblend ask Who? --stor x\n```\n\n    cacheblend store lst\n    cacheblend store ls \\\n      --json\n"
+    )
+    assert [unknown_words(command) for command in commands(page)] == [["--stor"], ["lst"], []]
 
 
 def test_the_reasons_explained_are_those_that_answers_give() -> None:
