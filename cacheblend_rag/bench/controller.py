@@ -162,15 +162,14 @@ def _arrivals(load: Load, costs: Costs, used: np.ndarray) -> np.ndarray:
     """Return when each layer is there, ``[layers, choices]``; tiers are read one after the other, layer by layer."""
     used = used.astype(np.int64)  # booleans would be joined by "or", not added up
     done = np.arange(1, costs.layers + 1)[:, None]
-    begin, reading = np.zeros(len(used)), np.zeros((costs.layers, len(used)))
+    reading = np.zeros((costs.layers, len(used)))
     for tier in {span.tier for span in load.spans}:
         there = np.array([span.tier == tier for span in load.spans])
         reads = used @ there
         nbytes = used @ (there * [span.nbytes for span in load.spans]) / costs.layers
         cost = costs.tiers[tier]
         reading += np.ceil(done * reads / cost.at_once) * cost.latency_s + done * nbytes / cost.bytes_per_s
-        begin = np.maximum(begin, np.where(reads > 0, load.waiting_s.get(tier, 0.0), 0.0))
-    return begin + reading
+    return reading
 
 
 def simulate_one(load: Load, costs: Costs, used: Sequence[bool], ratio: float) -> float:

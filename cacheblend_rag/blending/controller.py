@@ -8,7 +8,9 @@ some of its chunks in place, or all of the prompt, is sooner than waiting for it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from math import prod
 
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.plan import BlendPlan
@@ -16,6 +18,7 @@ from cacheblend_rag.blending.plan import BlendPlan
 SPENT = 0.05
 """How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""
 _BISECTIONS = 30
+_MOST_CHOICES = 256
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,6 @@ class Load:
         least: The lowest ratio: what the model needs for good answers.
         most: The highest that helps.
         dense: Share of the layers that a dense pass of all stale tokens goes through; 0 for a policy without one.
-        waiting_s: Seconds until each tier begins to read for this prompt; 0 where it is not named.
     """
 
     spans: Sequence[Located]
@@ -53,7 +55,6 @@ class Load:
     least: float
     most: float = 1.0
     dense: float = 0.0
-    waiting_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -88,19 +89,16 @@ class Decision:
 
 
 def decide(load: Load, costs: Costs) -> Decision:
-    """Return how to serve a prompt soonest; of what is about as soon, that which computes the most tokens.
+    """Return how to serve a prompt soonest; of what is about as soon, that which leaves the fewest tokens stale.
 
-    Tried are: all stored KV; all but the spans whose loading costs most for what it spares, one more each time; none. Tiers
-    whose cost is not known count as free: what is loaded from them will tell.
+    Tried are: all stored KV; all but the spans whose loading costs most for what it spares, one more each time; none; of few
+    spans every number from each tier. Tiers whose cost is not known count as free: what is loaded from them will tell.
     """
     arms = [_Arm(load, costs, used) for used in _choices(load, costs)]
-    soonest = min(arm.seconds(load.least) for arm in arms)
-    limit = (1 + SPENT) * soonest
-    best = max(
-        (arm for arm in arms if arm.seconds(load.least) <= limit),
-        key=lambda arm: (arm.computed(arm.highest_ratio(limit)), -arm.seconds(load.least)),
-    )
-    ratio = best.highest_ratio(limit)
+    limit = (1 + SPENT) * min(arm.seconds(load.least) for arm in arms)
+    ratios = {arm: arm.highest_ratio(limit) for arm in arms if arm.seconds(load.least) <= limit}
+    best = min(ratios, key=lambda arm: (arm.stale(ratios[arm]), arm.seconds(load.least)))
+    ratio = ratios[best]
     prefill = costs.compute.seconds(load.tokens, load.tokens)
     return Decision(best.used, ratio, best.seconds(ratio), best.load_s, best.compute_s(ratio), prefill)
 
@@ -166,20 +164,28 @@ class _Arm:
         kept = [span for span, use in zip(load.spans, used, strict=True) if use]
         self._stale = sum(span.tokens for span in kept if not span.exact)
         self._in_place = load.tokens - sum(span.tokens for span in kept)
-        self.load_s, self._first_s = (_load_s(kept, load, costs, layers) for layers in (costs.layers, 1))
+        checked = round(load.dense * costs.layers) + 1
+        self.load_s, self._first_s, self._checked_s = (_load_s(kept, costs, n) for n in (costs.layers, 1, checked))
 
-    def computed(self, ratio: float) -> float:
-        return self._in_place + ratio * self._stale
+    def stale(self, ratio: float) -> float:
+        """Return how many tokens are left with the KV of another context."""
+        return (1 - ratio) * self._stale
 
     def compute_s(self, ratio: float) -> float:
-        compute, context = self._costs.compute, self._load.tokens
-        dense = self._load.dense * compute.seconds(self._in_place + self._stale, context) if 0 < ratio < 1 else 0.0
-        return dense + compute.seconds(self.computed(ratio), context)
+        return sum(self._passes_s(ratio))
 
     def seconds(self, ratio: float) -> float:
         """Layer by layer, loading and computing overlap but for the first layer's load or the last one's computation."""
-        compute = self.compute_s(ratio)
-        return max(self._first_s + compute, self.load_s + compute / self._costs.layers)
+        dense, sparse = self._passes_s(ratio)
+        begin = max(dense, self._checked_s) if dense else self._first_s  # a dense pass needs no stale KV before it ends
+        return max(begin + sparse, self.load_s + sparse / self._costs.layers)
+
+    def _passes_s(self, ratio: float) -> tuple[float, float]:
+        """Return what the dense and the sparse pass take."""
+        compute, context = self._costs.compute, self._load.tokens
+        chooses = self._stale and 0 < ratio < 1
+        dense = self._load.dense * compute.seconds(self._in_place + self._stale, context) if chooses else 0.0
+        return dense, compute.seconds(self._in_place + ratio * self._stale, context)
 
     def highest_ratio(self, limit: float) -> float:
         """Return the highest ratio allowed whose time is within ``limit``."""
@@ -192,24 +198,39 @@ class _Arm:
         return low
 
 
-def _load_s(spans: Sequence[Located], load: Load, costs: Costs, layers: int) -> float:
+def _load_s(spans: Sequence[Located], costs: Costs, layers: int) -> float:
     """Return the seconds until the first ``layers`` layers of ``spans`` are there; tiers are read one after the other."""
-    total, begin = 0.0, 0.0
+    total = 0.0
     for tier in {span.tier for span in spans} & set(costs.tiers):
         there = [span for span in spans if span.tier == tier]
         nbytes = sum(span.nbytes for span in there) * layers / costs.layers
         total += costs.tiers[tier].seconds(nbytes, len(there) * layers)
-        begin = max(begin, load.waiting_s.get(tier, 0.0))
-    return begin + total
+    return total
 
 
 def _choices(load: Load, costs: Costs) -> list[tuple[bool, ...]]:
-    """Return which spans to use: all, then one less each time, and none."""
+    """Return which spans to use: all, then one less each time by price, and none; where they are few, any number of each kind."""
 
     def price(index: int) -> float:
         span = load.spans[index]
         spared = span.tokens * (1.0 if span.exact else 1 - load.least)
-        return _load_s([span], load, costs, costs.layers) / spared if spared else float("inf")
+        return _load_s([span], costs, costs.layers) / spared if spared else float("inf")
 
-    order = sorted(range(len(load.spans)), key=price, reverse=True)
-    return [tuple(i not in order[:dropped] for i in range(len(order))) for dropped in range(len(order) + 1)]
+    every = range(len(load.spans))
+    order = sorted(every, key=price, reverse=True)
+    used = [set(order[dropped:]) for dropped in range(len(order) + 1)]
+    parts = _parts_of_kinds(load.spans)
+    if prod(map(len, parts)) <= _MOST_CHOICES:
+        used += [set(chain.from_iterable(choice)) for choice in product(*parts)]
+    return list(dict.fromkeys(tuple(i in chosen for i in every) for chosen in used))
+
+
+def _parts_of_kinds(spans: Sequence[Located]) -> list[list[list[int]]]:
+    """Return for each kind of span (its tier, and whether it is exact) which of it may be used: the longest or shortest."""
+    kinds: dict[tuple[str, bool], list[int]] = {}
+    for index in sorted(range(len(spans)), key=lambda i: spans[i].tokens):
+        kinds.setdefault((spans[index].tier, spans[index].exact), []).append(index)
+    return [
+        [members[first:] for first in range(len(members) + 1)] + [members[:end] for end in range(1, len(members))]
+        for members in kinds.values()
+    ]

@@ -13,7 +13,7 @@ attention alone, once per selection, and never waited for otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +22,7 @@ import torch
 from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fetch import Fetch, sent
 from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.meter import TierReads
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
@@ -85,7 +86,8 @@ class FuseResult:
         selection_tokens: What choosing them cost besides: tokens of dense passes and of the question's pass, times the share of
             layers they went through.
         load_wait_s: Seconds the computation waited for stored KV.
-        loaded_bytes: Bytes of stored KV read.
+        loaded_bytes: Bytes of stored KV used.
+        reads: What reading it took, by tier other than RAM.
     """
 
     recomputed: torch.Tensor
@@ -96,6 +98,7 @@ class FuseResult:
     selection_tokens: float
     load_wait_s: float
     loaded_bytes: int
+    reads: Mapping[str, TierReads]
 
 
 def fuse(
@@ -262,7 +265,8 @@ class _Fusor:
     def result(self) -> FuseResult:
         """Return what was done."""
         chosen = self._recomputed, self._policy.name, self._ratio, self._unranked
-        return FuseResult(*chosen, self._computed, self._selection, self.loader.wait_s, self.loader.loaded_bytes)
+        loaded = self.loader.wait_s, self.loader.loaded_bytes, self.loader.reads
+        return FuseResult(*chosen, self._computed, self._selection, *loaded)
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:

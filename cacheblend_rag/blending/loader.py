@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
 
+from cacheblend_rag.blending.meter import TierReads
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.reads import reads_of
 from cacheblend_rag.blending.rope import Move, Rope, moved
@@ -63,6 +64,11 @@ class LayerLoader:
         self._exact_tokens = sum(s.end - s.start for s in self._exact)
         self.wait_s = 0.0
         self.loaded_bytes = 0
+
+    @property
+    def reads(self) -> Mapping[str, TierReads]:
+        """What was read so far, by tier."""
+        return self._reads.meter.taken()
 
     def __enter__(self) -> LayerLoader:
         """Return itself."""

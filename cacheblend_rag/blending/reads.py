@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from cacheblend_rag.blending.meter import ReadMeter
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.transfer import Slot, Staged, Transfer, transfer_to
 from cacheblend_rag.errors import DamagedKVError
@@ -41,7 +42,13 @@ class DamagedSpanError(Exception):
 
 
 class Reads(Protocol):
-    """The layers of some spans, read ahead in ascending order."""
+    """The layers of some spans, read ahead in ascending order.
+
+    Attributes:
+        meter: What the reads took so far.
+    """
+
+    meter: ReadMeter
 
     def parts(self, layer: int) -> list[LayerKV]:
         """Return each span's KV on the compute device, waiting for it if need be; good until :meth:`joined`.
@@ -73,7 +80,7 @@ class _CPUReads:
     """From RAM to a CPU there is nothing to hide; from elsewhere a thread reads ahead."""
 
     def __init__(self, spans: SpansOf, num_layers: int):
-        self._spans, self._num_layers = spans, num_layers
+        self._spans, self._num_layers, self.meter = spans, num_layers, ReadMeter()
         in_place = all(span.kv.tier == "ram" for span in spans(num_layers - 1))
         self._pool = None if in_place else ThreadPoolExecutor(_CPU_THREADS, thread_name_prefix="cacheblend-load")
         self._pending: dict[int, Future[list[LayerKV]]] = {}
@@ -99,7 +106,7 @@ class _CPUReads:
             self._submitted += 1
 
     def _read(self, layer: int) -> list[LayerKV]:
-        return [_checked(span, partial(span.layer, layer)) for span in self._spans(layer)]
+        return [_checked(self.meter, span, partial(span.layer, layer)) for span in self._spans(layer)]
 
 
 class _DeviceReads:
@@ -109,7 +116,7 @@ class _DeviceReads:
     """
 
     def __init__(self, spans: SpansOf, num_layers: int, transfer: Transfer):
-        self._spans, self._num_layers, self._transfer = spans, num_layers, transfer
+        self._spans, self._num_layers, self._transfer, self.meter = spans, num_layers, transfer, ReadMeter()
         every = spans(num_layers - 1)
         self._tokens = sum(span.kv.num_tokens for span in every)
         in_place = all(span.kv.tier == "ram" and span.kv.layer(0).k.is_pinned() for span in every)
@@ -158,12 +165,13 @@ class _DeviceReads:
     def _stage(self, slot: Slot, layer: int) -> Staged:
         # Whole entries, since only those lie in one piece; what is not wanted of them is left out on the device.
         take = self._transfer.buffer
-        whole = (_checked(span, partial(span.kv.layer_in, layer, take)) for span in self._spans(layer))
+        whole = (_checked(self.meter, span, partial(span.kv.layer_in, layer, take)) for span in self._spans(layer))
         return self._transfer.stage(slot, whole, self._tokens)
 
 
-def _checked(span: StoredSpan, read: Callable[[], LayerKV]) -> LayerKV:
+def _checked(meter: ReadMeter, span: StoredSpan, read: Callable[[], LayerKV]) -> LayerKV:
     try:
-        return read()
+        with meter.reading(span.kv):
+            return read()
     except DamagedKVError as error:
         raise DamagedSpanError(span) from error

@@ -137,12 +137,12 @@ def detect_rope(
     deltas = [_delta(table, _distinct_columns(table, source.device), source, target) for table in tables]
     chosen: list[tuple[int, Layout]] = []
     for layer, (old, new) in enumerate(zip(keys_at_source, keys_at_target, strict=True)):
-        best: tuple[float, int, Layout] = (_relative_error(old, new), 0, "none")
+        best: tuple[float, int, Layout] = (_token_error(old, new), 0, "none")
         for index, delta in enumerate(deltas):
             if 2 * delta.cos.shape[-1] > old.shape[-1]:
                 continue
             for layout in ("half", "interleaved"):
-                error = _relative_error(apply_rotation(old, delta, layout), new)
+                error = _token_error(apply_rotation(old, delta, layout), new)
                 best = min(best, (error, index, layout))
         if not best[0] <= _TOLERANCE[old.dtype]:
             raise NotRotaryError(
@@ -155,6 +155,16 @@ def detect_rope(
 def differ(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Return whether two tensors of one model differ by more than the arithmetic noise of their dtype."""
     return not _relative_error(before, after) <= _TOLERANCE[before.dtype]
+
+
+def _token_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the relative error of keys ``[kv_heads, tokens, head_dim]`` at the median token.
+
+    Rounding may send single tokens to other experts, whose keys are then others; a wrong rotation is wrong for all.
+    """
+    got, want = got.float(), want.float()
+    size = want.square().sum((0, 2)).clamp_min(1e-30)
+    return float(((got - want).square().sum((0, 2)) / size).sqrt().median())
 
 
 def _relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

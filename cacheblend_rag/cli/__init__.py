@@ -7,8 +7,22 @@ import sys
 
 import typer
 
-from cacheblend_rag.cli import ask, bench, chat, controller, demo, doctor, eval, serve, store, sweeps, ui
-from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli import (
+    ask,
+    bench,
+    chat,
+    controller,
+    demo,
+    doctor,
+    documents,
+    eval,
+    index,
+    serve,
+    store,
+    sweeps,
+    ui,
+)
+from cacheblend_rag.cli.app import UNEXPECTED_EXIT_CODE, app
 
 __all__ = [
     "app",
@@ -18,15 +32,15 @@ __all__ = [
     "controller",
     "demo",
     "doctor",
+    "documents",
     "eval",
+    "index",
     "main",
     "serve",
     "store",
     "sweeps",
     "ui",
 ]
-
-UNEXPECTED_EXIT_CODE = 70
 
 
 def main() -> None:

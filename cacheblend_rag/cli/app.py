@@ -13,6 +13,11 @@ from typer.core import TyperGroup
 from cacheblend_rag import __version__
 from cacheblend_rag.errors import CacheBlendError
 
+UNEXPECTED_EXIT_CODE = 70
+"""A bug, in the words of sysexits.h: EX_SOFTWARE."""
+INTERRUPTED_EXIT_CODE = 130
+"""What a shell gives a command that Ctrl-C has ended."""
+
 
 class _Group(TyperGroup):
     """Shows the library's own errors as they are, with their exit code."""
@@ -23,6 +28,9 @@ class _Group(TyperGroup):
         except CacheBlendError as error:
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            typer.echo("\nStopped.", err=True)
+            raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
 app = typer.Typer(
@@ -32,6 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Answer questions over your documents with a faster first token: reuse every chunk's KV cache, recompute the few "
     "tokens that matter.",
+    epilog="Exit codes: 0 done, 1 another error, 2 a file, flag or argument that cannot be used, 3 the store, 4 the model, "
+    f"5 the server, {UNEXPECTED_EXIT_CODE} a bug, {INTERRUPTED_EXIT_CODE} Ctrl-C.",
 )
 
 

@@ -33,7 +33,6 @@ RandomWeights = Annotated[
         rich_help_panel="Model",
     ),
 ]
-Engine = Annotated[Literal["transformers", "vllm"], typer.Option(help="Which engine to measure.")]
 KV = Annotated[Literal["ram", "disk"], typer.Option(help="Where the chunks' KV is kept.")]
 Directory = Annotated[
     Path | None,
@@ -69,7 +68,7 @@ class BenchOptions:
 @takes_groups
 def ttft(
     *,
-    engine: Engine = "transformers",
+    engine: options.Engine = "transformers",
     model: BenchOptions,
     chunks: Chunks = 6,
     chunk_tokens: ChunkTokens = 512,
@@ -103,7 +102,7 @@ def ttft(
 @takes_groups
 def index(
     *,
-    engine: Engine = "transformers",
+    engine: options.Engine = "transformers",
     model: BenchOptions,
     chunks: Chunks = 16,
     chunk_tokens: ChunkTokens = 512,
@@ -134,7 +133,7 @@ def index(
 @takes_groups
 def throughput(
     *,
-    engine: Engine = "transformers",
+    engine: options.Engine = "transformers",
     model: BenchOptions,
     corpus: Annotated[int, typer.Option(min=1, help="Chunks in the corpus.")] = 24,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in a prompt, in random order.")] = 6,
@@ -188,7 +187,7 @@ def throughput(
 @takes_groups
 def streams(
     *,
-    engine: Engine = "vllm",
+    engine: options.Engine = "vllm",
     model: BenchOptions,
     running: Annotated[int, typer.Option("--streams", min=1, help="Answers being streamed.")] = 2,
     prompts: Annotated[int, typer.Option(min=1, help="RAG prompts that arrive meanwhile.")] = 4,

@@ -1,28 +1,27 @@
-"""The conversation of `cacheblend chat`, and how an answer's sources and reuse are worded."""
+"""The conversation of `cacheblend chat`."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from cacheblend_rag.cli.output import seconds
+from cacheblend_rag.cli.citations import cite, reuse_line, source_lines
 from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings
-    from cacheblend_rag.engines.results import Generation
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.rag.results import RagAnswer
 
 _HELP = """/sources  the text of the last answer's sources
 /history  questions and answers so far
+/new      start anew: the next question follows none of them
 /help     this list
 /quit     leave (as does Ctrl-D); Ctrl-C stops an answer
-Anything else is a question."""
+Anything else is a question, which may refer to the ones before it."""
 
 
 class Chat:
@@ -32,6 +31,7 @@ class Chat:
         """Answer from ``pipeline``."""
         self._pipeline, self._sampling, self._settings = pipeline, sampling, settings
         self._answers: list[tuple[str, RagAnswer]] = []
+        self._begin = 0  # the first answer that the next question follows
 
     def run(self, interactive: bool) -> None:
         """Converse; ``interactive`` shows a prompt and keeps typed lines for the arrow keys."""
@@ -63,6 +63,9 @@ class Chat:
         elif line == "/history":
             for number, (question, answer) in enumerate(self._answers, 1):
                 typer.echo(f"{number}. {question}\n   {answer.answer}")
+        elif line == "/new":
+            self._begin = len(self._answers)
+            typer.echo("The next question stands alone.")
         elif line.startswith("/"):
             typer.echo(f"There is no command {line.split(maxsplit=1)[0]}; /help lists them.")
         else:
@@ -71,12 +74,13 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         try:
-            for event in self._pipeline.stream(question, self._sampling, self._settings):
+            history = [answer.turn(asked) for asked, answer in self._answers[self._begin :]]
+            for event in self._pipeline.stream(question, self._sampling, self._settings, history):
                 typer.echo(event.text, nl=False)
                 if event.answer is not None:
                     self._answers.append((question, event.answer))
                     typer.echo()
-                    for line in (*source_lines(event.answer), reuse_line(event.answer)):
+                    for line in (*source_lines(event.answer, question), reuse_line(event.answer)):
                         typer.echo(f"  {line}")
         except KeyboardInterrupt:
             typer.echo("\n  (stopped)")
@@ -88,32 +92,4 @@ class Chat:
             typer.echo("No answer yet.")
             return
         for number, source in enumerate(self._answers[-1][1].sources, 1):
-            typer.echo(f"[{number}] {source.path}, chunk {source.ordinal}\n{source.text}\n")
-
-
-def source_lines(answer: RagAnswer) -> list[str]:
-    """Return one line for each document with chunks in the prompt, and the pipeline's notes."""
-    chunks: dict[str, list[int]] = {}
-    for source in answer.sources:
-        chunks.setdefault(source.path, []).append(source.ordinal)
-    found = [f"source: {Path(path).name}, chunk {', '.join(map(str, sorted(set(n))))}" for path, n in chunks.items()]
-    return [*found, *(f"note: {note}" for note in answer.notes)]
-
-
-def _chosen(generation: Generation) -> str:
-    """Return how the recomputed tokens were chosen, where the engine says it."""
-    if generation.policy is None or generation.ratio is None:
-        return ""
-    return f" ({generation.policy}, {generation.ratio:.0%})"
-
-
-def reuse_line(answer: RagAnswer) -> str:
-    """Return how the prompt was handled, and how soon the first token came."""
-    generation = answer.generation
-    usage, ttft = generation.usage, seconds(generation.timings.ttft_s)
-    if generation.mode == "blend":
-        return (
-            f"blend: {usage.reused_tokens:,} tokens reused, {usage.recomputed_tokens:,} recomputed{_chosen(generation)}, "
-            f"{usage.computed_tokens - usage.recomputed_tokens:,} new; first token {ttft}"
-        )
-    return f"prefill ({generation.reason}): {usage.computed_tokens:,} tokens computed; first token {ttft}"
+            typer.echo(f"[{number}] {cite(source)} ({source.path})\n{source.text}\n")

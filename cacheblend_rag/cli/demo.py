@@ -47,8 +47,7 @@ def demo(
         with progress("Indexing") as show:
 
             def step(at: IndexProgress) -> None:
-                done = at.documents_done + (at.chunks_done / at.chunks if at.chunks else 0)
-                show(done, at.documents, Path(at.path).name)
+                show(at.planned_done, at.plan.chunks if at.plan else 0, Path(at.path).name)
 
             report = pipeline.index([bundled_corpus()], step)
         screen = None if as_json else _Screen(pipeline, report)

@@ -24,7 +24,7 @@ def print_diagnosis(found: Diagnosis) -> None:
         ("blended", "yes" if found.blended else f"no: {found.reason}"),
     ]
     lines += [
-        ("parity gate", f"{name}: off by {error:.1e} standard deviations (allowed {found.gate_tolerance:.0e})")
+        ("parity gate", f"{name}: off by {error:.1e} standard deviations (allowed {found.gate_limit:.0e})")
         for name, error in found.gate_errors.items()
     ]
     if found.first_token_kl is not None:
@@ -80,7 +80,7 @@ def print_vllm(found: VLLMDiagnosis) -> None:
         ("blended", "yes" if found.blended else f"no: {found.reason}"),
     ]
     lines += [
-        ("parity gate", f"{name}: off by {error:.1e} standard deviations (allowed {found.gate_tolerance:.0e})")
+        ("parity gate", f"{name}: off by {error:.1e} standard deviations (allowed {found.gate_limit:.0e})")
         for name, error in found.gate_errors.items()
     ]
     if (cost := found.cost) is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.cli import options
+from cacheblend_rag.cli.bundled import left_to_bundled, warn_if_indexed_for_bundled_model
 from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.cli.output import status
 
@@ -44,6 +45,7 @@ def open_vllm(
 
     Raises:
         InputError: An option that vLLM has no use for.
+        ModelError: vLLM is missing, or does not start; the message says why in a few lines.
     """
     from cacheblend_rag.errors import InputError
 
@@ -54,15 +56,22 @@ def open_vllm(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with status("Starting vLLM"):
         from cacheblend_rag.engines.vllm import VLLMEngine
+        from cacheblend_rag.engines.vllm.starting import StartError, StartLog
 
-        return VLLMEngine(
-            chosen.model,
-            store=store,
-            header=header,
-            dtype=chosen.dtype,
-            ram_budget=ram_budget,
-            disk_budget=disk_budget,
-        )
+        log = StartLog()
+        try:
+            with log:
+                return VLLMEngine(
+                    chosen.model,
+                    store=store,
+                    header=header,
+                    dtype=chosen.dtype,
+                    ram_budget=ram_budget,
+                    disk_budget=disk_budget,
+                )
+        except StartError as error:
+            why = log.why(error.cause, " (flags named here are those of `cacheblend serve`)")
+            raise StartError(error.model, error.cause, why) from error
 
 
 def open_server(chosen: EngineOptions) -> RemoteEngine:
@@ -129,6 +138,8 @@ def open_pipeline(
     if must_exist and not ChunkIndex.exists(path):
         # Said at once: a wrong path should not cost the loading of a model.
         raise StoreError(f"Nothing is indexed in {path}. Run `cacheblend index FILES --store DIR` first.")
+    if must_exist and left_to_bundled(chosen):
+        warn_if_indexed_for_bundled_model(path)
     with open_any_engine(chosen, path, budgets) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 

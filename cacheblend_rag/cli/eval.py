@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.bundled import left_to_bundled, warn_of_bundled_model
 from cacheblend_rag.cli.engines import open_engine, open_vllm
 from cacheblend_rag.cli.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds, table
+from cacheblend_rag.ui.collections import counted
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -53,9 +55,6 @@ Kinds = Annotated[
     ),
 ]
 ChunkTokens = Annotated[int, typer.Option(min=16, help="Most tokens in a chunk.", rich_help_panel=_DATA)]
-Engine = Annotated[
-    Literal["transformers", "vllm"], typer.Option(help="Which engine to evaluate.", rich_help_panel="Model")
-]
 Out = Annotated[
     Path,
     typer.Option(help="Directory for answers, numbers and report; a later run of the same settings goes on there."),
@@ -66,7 +65,7 @@ Out = Annotated[
 class EvalOptions:
     """What is evaluated: a model, on a data set, with a blend."""
 
-    engine: Engine = "transformers"
+    engine: options.Engine = "transformers"
     model: ModelOptions = field(default_factory=ModelOptions)
     dataset: Dataset = "demo"
     data: Data = None
@@ -86,6 +85,8 @@ class EvalOptions:
         from cacheblend_rag.evaluation.evaluate import EvalSettings
         from cacheblend_rag.evaluation.prepare import Preparation
 
+        if self.dataset != "demo" and left_to_bundled(self.model):
+            warn_of_bundled_model()
         return EvalSettings(
             self.dataset,
             self.data,
@@ -180,6 +181,7 @@ def figures(
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of each point of figures 15 and 17.")] = 3,
     out: Out = Path("report"),
+    as_json: options.AsJSON = False,
 ) -> None:
     """Make the paper's figures for a model: PNG, SVG and CSV of each, and one HTML page. Goes on where it stopped."""
     settings = what.settings()
@@ -188,7 +190,7 @@ def figures(
 
         with progress("Figures") as show:
             page = make_figures(Context(engine, settings, out, repeat), parse_numbers(only), show)
-    typer.echo(page)
+    print_json({"report_file": str(page)}) if as_json else typer.echo(page)
 
 
 def _split_names(text: str) -> tuple[str, ...]:
@@ -198,14 +200,14 @@ def _split_names(text: str) -> tuple[str, ...]:
 def _print_result(result: EvalResult) -> None:
     settings = result.settings
     typer.echo(
-        f"{settings['model']} on {settings['questions']} questions of {Path(settings['dataset']).name}, up to {settings['k']} "
-        f"chunks of {settings['chunk_tokens']} tokens, {settings['dtype']} on {settings['device']}; means with 95% intervals "
-        "(- where there is none)\n"
+        f"{settings['model']} on {counted(settings['questions'], 'question')} of {Path(settings['dataset']).name}, "
+        f"up to {settings['k']} chunks of {settings['chunk_tokens']} tokens, {settings['dtype']} on {settings['device']}; "
+        "means with 95% intervals (- where there is none)\n"
     )
     typer.echo(table(_rows(result.summary["methods"], result.labels)))
     for kind, found in result.summary.get("kinds", {}).items():
         count = next(iter(found.values()))["n"]
-        typer.echo(f"\n{kind or 'no kind'}, {count} questions\n")
+        typer.echo(f"\n{kind or 'no kind'}, {counted(count, 'question')}\n")
         typer.echo(table(_rows(found, result.labels)))
     _print_skipped(result)
 

@@ -152,3 +152,7 @@ class QuestionOptions:
     blend: BlendOptions = field(default_factory=BlendOptions)
     budgets: BudgetOptions = field(default_factory=BudgetOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+CONVERSATION = QuestionOptions(sampling=SamplingOptions(max_tokens=256))
+"""The same for a conversation, whose answers are read and not processed."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 
+_SECONDS_A_LINE = 5.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -47,20 +50,84 @@ def seconds(value: float) -> str:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[float, int, str], None]]:
-    """Show a progress bar on stderr while the block runs, if that is a terminal.
+    """Show on stderr how far the block is: a bar on a terminal, else a line every few seconds.
 
     Yields a function of how much is done, of how much, and what is at hand.
     """
     if not sys.stderr.isatty():
-        yield lambda done, total, at: None
+        with _Lines(label).said() as lines:
+            yield lines
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total, at: bar.update(task, completed=done, total=total, description=f"{label} {at}")
+
+
+class _Lines:
+    """Progress for a log: a line every few seconds, also while nothing moves, with the time left at the rate so far."""
+
+    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic):
+        self._label, self._clock = label, clock
+        self._at: tuple[float, int, str] | None = None
+        self._begin: tuple[int, float, float] | None = None  # of how much, and how much was done when
+
+    def __call__(self, done: float, total: int, at: str) -> None:
+        if self._begin is None or self._begin[0] != total:
+            self._begin = (total, done, self._clock())
+        self._at = (done, total, at)
+
+    def line(self) -> str | None:
+        """Return how far it is in words; None before anything is known."""
+        if self._at is None or self._begin is None:
+            return None
+        done, total, at = self._at
+        _, done_then, then = self._begin
+        line = f"{self._label} {at}: {done:,.0f} of {total:,}"
+        if done == done_then:
+            return line
+        return f"{line}, about {_minutes((total - done) * (self._clock() - then) / (done - done_then))} left"
+
+    def say_until(self, over: threading.Event) -> None:
+        """Write a line every few seconds until ``over`` is set."""
+        while not over.wait(_SECONDS_A_LINE):
+            if (line := self.line()) is not None:
+                typer.echo(line, err=True)
+
+    @contextmanager
+    def said(self) -> Iterator[_Lines]:
+        """Write lines while the block runs."""
+        over = threading.Event()
+        thread = threading.Thread(target=self.say_until, args=(over,), name="progress", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            over.set()
+            thread.join()
+
+
+def _minutes(left: float) -> str:
+    if left < 90:
+        return f"{left:.0f} s"
+    return f"{left / 60:.0f} min" if left < 5400 else f"{left / 3600:.1f} h"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,18 +10,21 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.bundled import warn_of_bundled_model
 from cacheblend_rag.cli.groups import BudgetOptions, takes_groups
 
-# Long names alone: a short -s or -m would swallow letters of vLLM's own short flags.
+# Long names alone, and -m and -s by hand: a short option would swallow letters of vLLM's own short flags.
 _Model = Annotated[
-    str | None, typer.Option("--model", help="Model directory or hub name (default: the bundled model).")
+    str | None, typer.Option("--model", help="Model directory or hub name, also -m (default: the bundled model).")
 ]
 _Store = Annotated[
     Path | None,
     typer.Option(
-        "--store", help="Directory of the KV store and of the chunks it knows (default: the user's cache directory)."
+        "--store",
+        help="Directory of the KV store and of the chunks it knows, also -s (default: the user's cache directory).",
     ),
 ]
+_SHORT = {"-m": "--model", "-s": "--store"}
 _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
@@ -55,9 +59,14 @@ def serve(
 
     Any flag of vLLM's server may follow: --port, --api-key, --tensor-parallel-size, --max-model-len...
     """
+    import cacheblend_rag.engines.vllm  # noqa: F401  (first: it says what to install where vLLM is missing)
     from cacheblend_rag.server.arguments import ServeOptions
     from cacheblend_rag.server.launch import serve as run
 
+    short, flags = _take_short(context.args)
+    model, store = short.get("--model", model), Path(short["--store"]) if "--store" in short else store
+    if model is None:
+        warn_of_bundled_model()
     ram, disk = budgets.nbytes()
     if ratio is not None and not 0 <= ratio <= 1:
         from cacheblend_rag.errors import InputError
@@ -75,4 +84,26 @@ def serve(
         options.nbytes(kv_memory) if kv_memory else None,
         verbose,
     )
-    run(chosen, context.args)
+    run(chosen, flags)
+
+
+def _take_short(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Take ``-m MODEL`` and ``-s DIR``, which mean here what they mean everywhere, from what is left for vLLM.
+
+    Raises:
+        InputError: One of them has no value.
+    """
+    from cacheblend_rag.errors import InputError
+
+    taken: dict[str, str] = {}
+    left: list[str] = []
+    rest = iter(arguments)
+    for each in rest:
+        if each not in _SHORT:
+            left.append(each)
+            continue
+        value = next(rest, None)
+        if value is None:
+            raise InputError(f"{each} ({_SHORT[each]}) takes a value.")
+        taken[_SHORT[each]] = value
+    return taken, left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,8 +14,12 @@ from cacheblend_rag.cli.engines import open_engine, open_pipeline
 from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds, size, status, table
 
+if TYPE_CHECKING:
+    from cacheblend_rag.doctor.storage import StoragePlan
+
 store = typer.Typer(
-    no_args_is_help=True, help="Look at a store, check it, make room in it. No model is loaded but by upgrade."
+    no_args_is_help=True,
+    help="Look at a store, check it, make room in it. No model is loaded but by upgrade and calibrate.",
 )
 app.add_typer(store, name="store")
 
@@ -82,22 +86,49 @@ def upgrade(
 
 @store.command()
 @takes_groups
-def calibrate(*, directory: options.Store = None, model: ModelOptions, as_json: options.AsJSON = False) -> None:
-    """Measure what loading from the store and computing cost here, for --ratio auto. Loads the model."""
+def calibrate(
+    *,
+    directory: options.Store = None,
+    model: ModelOptions,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a typical prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a typical chunk.")] = 512,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Measure what loading from the store and computing cost here, for --ratio auto; say which tier is fast enough."""
     from cacheblend_rag.blending.costs import save_costs
     from cacheblend_rag.doctor.costs import measure_costs
+    from cacheblend_rag.doctor.storage import plan_storage
 
     place = options.store_directory(directory)
     with open_engine(model) as engine, status("Measuring") as say:
         costs = measure_costs(engine, place, say)
         file = save_costs(costs, engine.fingerprint.digest, str(engine.device))
+        plan = plan_storage(engine, costs, chunks, chunk_tokens)
     if as_json:
-        print_json({**costs.to_json(), "file": str(file)})
+        print_json({**costs.to_json(), "file": str(file), "plan": plan and asdict(plan)})
         return
     rows = [["tier", "rate", "latency"]]
     rows += [[name, f"{t.bytes_per_s / 1e9:.2f} GB/s", seconds(t.latency_s)] for name, t in costs.tiers.items()]
     typer.echo(table(rows))
-    typer.echo(f"\nA prefill of 1,024 tokens takes {seconds(costs.compute.seconds(1024, 1024))}. Written to {file}")
+    if plan is not None:
+        _print_plan(plan, chunks, chunk_tokens)
+    typer.echo(f"\nWritten to {file}")
+
+
+def _print_plan(plan: StoragePlan, chunks: int, chunk_tokens: int) -> None:
+    typer.echo(
+        f"\nA prompt of {chunks} chunks of {chunk_tokens} tokens takes {seconds(plan.prefill_s)} without blending. "
+        f"With its KV in one tier, and at least {plan.least:.0%} recomputed:\n"
+    )
+    rows = [["tier", "loading", "first token", "chunks loaded", "ratio at no cost"]]
+    for tier in plan.tiers:
+        ratio = f"{tier.ratio:.0%}" if tier.used else "-"
+        rows.append([tier.tier, seconds(tier.load_s), seconds(tier.seconds), f"{tier.used} of {chunks}", ratio])
+    typer.echo(table(rows))
+    if plan.cheapest is None:
+        typer.echo("\nFrom every tier loading takes longer than recomputing, and delays the first token.")
+    else:
+        typer.echo(f"\nThe cheapest tier that delays nothing: {plan.cheapest}.")
 
 
 @store.command()
@@ -143,13 +174,20 @@ def evict(
 
 @store.command()
 def rm(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin.")],
+    ids: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin: 6 characters at least."),
+    ],
     directory: options.Store = None,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""
     from cacheblend_rag.rag.inventory import Inventory
 
     with Inventory(options.store_directory(directory)) as inventory:
-        for item_id in ids:
-            item = inventory.remove(item_id)
-            typer.echo(f"{item.id}: {'no KV was stored' if item.nbytes is None else size(item.nbytes) + ' removed'}")
+        removed = [inventory.remove(item_id) for item_id in ids]
+    if as_json:
+        print_json([{"id": item.id, "freed_bytes": item.nbytes or 0} for item in removed])
+        return
+    for item in removed:
+        typer.echo(f"{item.id}: {'no KV was stored' if item.nbytes is None else size(item.nbytes) + ' removed'}")

@@ -9,21 +9,20 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.bundled import left_to_bundled, warn_of_bundled_model
 from cacheblend_rag.cli.demo import demo_store_name
 from cacheblend_rag.cli.engines import open_any_engine
-from cacheblend_rag.cli.groups import QuestionOptions, SamplingOptions, takes_groups
+from cacheblend_rag.cli.groups import CONVERSATION, QuestionOptions, takes_groups
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
-
-_LONGER = QuestionOptions(sampling=SamplingOptions(max_tokens=256))
 
 
 @app.command()
 @takes_groups
 def ui(
     *,
-    how: QuestionOptions = _LONGER,
+    how: QuestionOptions = CONVERSATION,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the page, on this machine alone.")] = 7860,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page in the browser.")] = False,
 ) -> None:
@@ -50,5 +49,7 @@ def ui(
         sampling=how.sampling.params(),
         settings=how.blend.settings(),
     )
+    if how.store is not None and left_to_bundled(how.model):
+        warn_of_bundled_model()
     typer.echo(f"Opening http://127.0.0.1:{port} (Ctrl-C ends it)", err=True)
     serve(chosen, port, browser=not no_browser)

@@ -65,3 +65,8 @@ def _prefill_s(engine: TransformersEngine, count: int) -> float:
         engine.generate(TokenizedPrompt((0,) * count, ()), SamplingParams(max_tokens=1))
         times.append(time.perf_counter() - begin)
     return median(times[1:])
+
+
+def token_bytes(engine: TransformersEngine) -> int:
+    """Return the size of one token's KV in all layers."""
+    return engine.subject().full_prefill([0] * 8)[1].nbytes // 8

@@ -11,10 +11,9 @@ from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_rea
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.fusor import BlendSchedule
-from cacheblend_rag.blending.gate import TOLERANCE
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.doctor.costs import fit_compute, measure_prefills
+from cacheblend_rag.doctor.costs import fit_compute, measure_prefills, token_bytes
 from cacheblend_rag.engines.transformers import TransformersEngine
 
 _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32
@@ -59,7 +58,7 @@ class Diagnosis:
     blended: bool
     reason: str
     gate_errors: dict[str, float]
-    gate_tolerance: float
+    gate_limit: float | None
     first_token_kl: float | None
     rotation: list[RotationGroup]
     policy: str
@@ -104,7 +103,7 @@ def diagnose(
     say("prefill")
     prefill_s = measure_prefills(engine)
     compute = fit_compute(prefill_s)
-    kv_bytes = engine.subject().full_prefill([0] * 8)[1].nbytes // 8 if blended else None
+    kv_bytes = token_bytes(engine) if blended else None
     schedule = engine.profile.schedule()
     return Diagnosis(
         model=engine.fingerprint.name,
@@ -116,7 +115,7 @@ def diagnose(
         blended=blended,
         reason=engine.gate.reason,
         gate_errors=engine.gate.errors,
-        gate_tolerance=TOLERANCE[engine.runner.dtype],
+        gate_limit=engine.gate.limit,
         first_token_kl=engine.gate.first_token_kl,
         rotation=rotation_groups(engine.rope) if engine.rope is not None else [],
         policy=engine.profile.policy,

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.bench.measure import median
-from cacheblend_rag.blending.gate import TOLERANCE
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -68,7 +67,7 @@ class VLLMDiagnosis:
     blended: bool
     reason: str
     gate_errors: dict[str, float]
-    gate_tolerance: float
+    gate_limit: float | None
     cost: BlendCost | None
 
     def as_json(self) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = N
         blended=engine.gate.passed,
         reason=engine.gate.reason,
         gate_errors=engine.gate.errors,
-        gate_tolerance=TOLERANCE[engine.dtype],
+        gate_limit=engine.gate.limit,
         cost=measure_blend(engine) if engine.gate.passed else None,
     )
 

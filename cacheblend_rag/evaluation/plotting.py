@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cacheblend_rag.errors import ModelError
@@ -29,6 +30,7 @@ _STYLES: Final = {
 }
 _OTHERS: Final = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#B8860B", "#7f7f7f")
 
+_DOTS_PER_INCH: Final = 200
 _RC: Final[Any] = {
     "font.family": "sans-serif",
     "font.size": 9.5,
@@ -48,7 +50,7 @@ _RC: Final[Any] = {
     "legend.fontsize": 8.5,
     "figure.constrained_layout.use": True,
     "svg.hashsalt": "cacheblend",
-    "savefig.dpi": 200,
+    "savefig.dpi": _DOTS_PER_INCH,
 }
 
 
@@ -87,6 +89,13 @@ def draw_points(axes: Axes, name: str, label: str, x: Any, y: Any, interval: Any
         low, high = interval
         axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
     axes.plot(x, y, label=label, **look)
+
+
+def save_figure(made: Figure, path: Path, title: str) -> None:
+    """Write a figure as ``path`` with the suffixes png and svg, under a title: unlike on a page, nothing else names it."""
+    made.suptitle(title, fontsize=11, fontweight="bold", wrap=True)
+    made.savefig(path.with_suffix(".png"), dpi=_DOTS_PER_INCH)  # what _RC says holds only while it is drawn
+    path.with_suffix(".svg").write_text(render_svg(made), encoding="utf-8")
 
 
 def render_svg(made: Figure) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.retrieval.chunking import iter_chunks
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.rag.locking import indexing_alone
+from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, file_digest, find_documents, load_document
 from cacheblend_rag.retrieval.index import ChunkIndex
 
@@ -24,7 +26,10 @@ class IndexProgress:
         documents_done: Documents finished.
         documents: Documents in all.
         chunks_done: Chunks of the document at hand whose KV is done.
-        chunks: Chunks of the document at hand; 0 before it is cut.
+        chunks: Chunks of the document at hand; 0 while the documents are read and cut, before anything is computed.
+        plan: What there is to compute, once all documents are cut.
+        planned_done: How many of the plan's chunks are done, in all documents.
+        embedded: Chunks of the document at hand that were embedded for retrieval, which comes last.
     """
 
     path: str
@@ -32,6 +37,9 @@ class IndexProgress:
     documents: int
     chunks_done: int = 0
     chunks: int = 0
+    plan: IndexPlan | None = None
+    planned_done: int = 0
+    embedded: int = 0
 
 
 @dataclass
@@ -73,19 +81,26 @@ def index_documents(
     index: ChunkIndex,
     paths: Iterable[str | Path],
     progress: Callable[[IndexProgress], None] | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> IndexReport:
     """Bring ``index`` and the engine's KV store up to date with files and directories.
 
-    Unchanged documents are left alone. A document enters the index in one step, after the KV of its last chunk is in the
+    Unchanged documents are left alone; all others are read and cut first, so that ``progress`` can say how much there is to do. A
+    document enters the index in one step, after the KV of its last chunk is in the
     store: an interrupted run loses nothing, and the next one goes on where it stopped. Documents whose files have vanished
     from one of the directories leave the index, and with them the KV that no other document needs. A file that cannot be
-    read for now keeps the version indexed before.
+    read for now keeps the version indexed before. What ``include`` and ``exclude`` leave out (:func:`find_documents`) is not
+    looked at: documents indexed before stay.
 
     Raises:
         InputError: A path that does not exist.
-        StoreError: The store or the index cannot be written. What is in them stays.
+        ModelError: The embedding model cannot be loaded.
+        StoreError: The store or the index cannot be written, or another run is indexing into it. What is in them stays.
     """
-    return _Run(engine, index, progress).run([Path(path) for path in paths])
+    with indexing_alone(index.directory):
+        roots = [Path(path) for path in paths]
+        return _Run(engine, index, progress).run(roots, list(find_documents(roots, include, exclude)))
 
 
 class _Run:
@@ -93,21 +108,33 @@ class _Run:
         self, engine: BlendEngine, index: ChunkIndex, progress: Callable[[IndexProgress], None] | None
     ) -> None:
         self.engine, self.index, self.progress = engine, index, progress
-        self.config = index.config
+        self.planner = Planner(engine, index.config)
         self.report = IndexReport()
         self.at = IndexProgress("", 0, 0)
+        self._sample: Chunk | None = None
 
-    def run(self, paths: Sequence[Path]) -> IndexReport:
+    def run(self, paths: Sequence[Path], found: Sequence[Path]) -> IndexReport:
         begin = time.perf_counter()
-        files = [str(file) for file in find_documents(paths)]
+        files = [str(file) for file in found]
         known = {document.path: document.digest for document in self.index.documents()}
         for number, file in enumerate(files):
             self._tell(IndexProgress(file, number, len(files)))
-            self._bring_up_to_date(file, known.get(file))
+            self._read(file, known.get(file))
+        documents = self.planner.documents
+        if documents:
+            self.index.load_embedder()  # one that cannot be loaded is told before the KV is computed
+        self.at = replace(self.at, plan=self.planner.plan())
+        for number, document in enumerate(documents, len(files) - len(documents)):
+            self._tell(
+                replace(
+                    self.at, path=document.path, documents_done=number, chunks_done=0, chunks=document.count, embedded=0
+                )
+            )
+            self._put(document, known.get(document.path))
         for path in _vanished(known.keys() - set(files), paths):
             self._remove(path)
         if files:
-            self._tell(IndexProgress(files[-1], len(files), len(files)))
+            self._tell(replace(self.at, path=files[-1], documents_done=len(files), documents=len(files)))
         self._look_back()
         self.report.seconds = time.perf_counter() - begin
         return self.report
@@ -132,46 +159,63 @@ class _Run:
         if self.progress is not None:
             self.progress(at)
 
-    def _bring_up_to_date(self, file: str, known: str | None) -> None:
+    def _read(self, file: str, known: str | None) -> None:
         if known is not None and file_digest(file) == known:
             self.report.unchanged.append(file)
             return
         document = load_document(file)
         if isinstance(document, Document):
-            self._put(document)
-            (self.report.added if known is None else self.report.changed).append(file)
-            return
+            self.planner.cut(document)
+        else:
+            self._skip(document, known)
+
+    def _skip(self, document: SkippedDocument, known: str | None) -> None:
         if known is not None:
             if document.blank:
-                self._remove(file)
+                self._remove(document.path)
             else:
-                document = SkippedDocument(file, f"{document.reason} (the version indexed before stays)")
+                document = replace(document, reason=f"{document.reason} (the version indexed before stays)")
         self.report.skipped.append(document)
 
-    def _put(self, document: Document) -> None:
-        chunks = list(
-            iter_chunks(
-                document.text,
-                self.engine.tokenizer,
-                self.config.chunk_tokens,
-                self.config.overlap,
-                document.metadata,
-            )
-        )
-        self._tell(IndexProgress(self.at.path, self.at.documents_done, self.at.documents, 0, len(chunks)))
-        # Batches, so that a store error or an interruption costs one batch of work and not the document's.
-        for begin in range(0, len(chunks), _BATCH):
-            result = self.engine.precompute(chunks[begin : begin + _BATCH], self._count)
+    def _put(self, document: CutDocument, known: str | None) -> None:
+        found = self.planner.chunks_of(document)
+        if isinstance(found, SkippedDocument):
+            self._skip(found, known)
+            return
+        digest, chunks = found
+        for batch in self._batches(chunks):
+            result = self.engine.precompute(batch, self._count)
             self.report.tokens += result.tokens
             self.report.ranked += result.ranked
             self.report.rank_s += result.rank_s
             self.report.without_kv.update(result.failed)
-        self._forget(self.index.add(document.path, document.digest, chunks))
+            if self.at.plan is not None and batch[-1] is self._sample:
+                self._tell(replace(self.at, plan=self.planner.sized(self.at.plan, batch[-1])))
+        self._forget(self.index.add(document.path, digest, chunks, self._embedded))
+        (self.report.added if known is None else self.report.changed).append(document.path)
         self.report.chunks += len(chunks)
+
+    def _batches(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+        """Cut up the work, so that a store error or an interruption costs one batch of it and not the document's.
+
+        The first chunk whose KV is missing ends its batch: it shows how large the KV will be.
+        """
+        begin = 0
+        while begin < len(chunks):
+            batch = chunks[begin : begin + _BATCH]
+            if self._sample is None:
+                missing = (number for number, chunk in enumerate(batch, 1) if self.planner.lacks(chunk))
+                batch = batch[: next(missing, None)]
+                self._sample = batch[-1] if self.planner.lacks(batch[-1]) else None
+            yield batch
+            begin += len(batch)
 
     def _count(self, chunks: int) -> None:
         at = self.at
-        self._tell(IndexProgress(at.path, at.documents_done, at.documents, at.chunks_done + chunks, at.chunks))
+        self._tell(replace(at, chunks_done=at.chunks_done + chunks, planned_done=at.planned_done + chunks))
+
+    def _embedded(self, chunks: int) -> None:
+        self._tell(replace(self.at, embedded=self.at.embedded + chunks))
 
     def _remove(self, path: str) -> None:
         self._forget(self.index.delete(path))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_rag.errors import StoreError, UnknownChunkError
-from cacheblend_rag.retrieval.index import ChunkIndex, IndexStats
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
+from cacheblend_rag.rag.locking import indexing_alone
+from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import DiskStore, StoreStats
 from cacheblend_rag.store.kv import KVKey, kv_key
 
 _MIN_PREFIX = 6
+_MOST_RANKS = 16
+"""Largest tensor parallelism whose shards are looked for."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,27 @@ class InventoryItem:
     last_used: float | None
 
 
-class Inventory:
-    """A store directory opened for looking at and tidying up, as ``cacheblend store`` does.
+@dataclass(frozen=True)
+class RemovedDocument:
+    """What went with a document.
 
-    The index knows chunks, the KV store entries by key; this joins the two. Changes KV only, never the index.
+    Attributes:
+        path: The document.
+        chunks: Its distinct chunks.
+        removed: Those of them that no other document holds: they left the index, and their KV the store.
+        nbytes: Size of that KV.
+    """
+
+    path: str
+    chunks: int
+    removed: int
+    nbytes: int
+
+
+class Inventory:
+    """A store directory opened for looking at and tidying up, as ``cacheblend store`` and ``cacheblend documents`` do.
+
+    The index knows chunks, the KV store entries by key; this joins the two.
     """
 
     def __init__(self, directory: Path | str):
@@ -85,12 +107,59 @@ class Inventory:
             or (len(item_id) >= _MIN_PREFIX and (item.id.startswith(item_id) or item.key.startswith(item_id)))
         ]
         if len(named) != 1:
-            count = "Nothing" if not named else f"{len(named)} items"
-            raise UnknownChunkError(
-                f"{count} in this store answers to {item_id!r}; `cacheblend store ls` lists the ids."
-            )
+            raise UnknownChunkError(_why_not_one(item_id, len(named)))
         self.store.delete(named[0].key)
         return named[0]
+
+    def documents(self) -> list[IndexedDocument]:
+        """List the documents of the index in path order."""
+        with self._index() as index:
+            return [] if index is None else index.documents()
+
+    def find_documents(self, name: str) -> list[str]:
+        """Return the indexed documents that a user's ``name`` means.
+
+        That is the document of that path, all below that directory, or the only document of that file name.
+
+        Raises:
+            InputError: There is none, or there are several of that file name.
+        """
+        path = os.path.abspath(Path(name).expanduser())  # noqa: PTH100 - as documents are named when they are found
+        known = [document.path for document in self.documents()]
+        if path in known:
+            return [path]
+        if below := [each for each in known if Path(each).is_relative_to(path)]:
+            return below
+        named = [each for each in known if Path(each).name == name]
+        if len(named) != 1:
+            count = f"{len(named)} documents called {name} are" if named else f"{name} is not"
+            raise InputError(
+                f"{count} in the index {self.directory}; `cacheblend documents ls` lists what is. Give a path from there."
+            )
+        return named
+
+    def remove_document(self, path: str) -> RemovedDocument:
+        """Take a document out of the index, and with it the KV of chunks that no other document holds.
+
+        Raises:
+            InputError: It is not in the index.
+            StoreError: The index cannot be written, or a run is indexing into it.
+        """
+        with ChunkIndex.open(self.directory) as index, indexing_alone(self.directory):
+            held = {chunk.id: chunk.token_ids for chunk in index.chunks_of(path)}
+            orphans = index.delete(path)
+            config = index.config
+            before = {entry.key: entry.nbytes for entry in self.store.entries()}
+            freed = 0
+            for chunk_id in orphans:
+                # A worker of several stores a shard of its own under a key of its own.
+                for ranks in range(1, _MOST_RANKS + 1):
+                    keys = Entries(self.store, config.model, config.header_ids, 0, ranks).keys(held[chunk_id])
+                    found = [key for key in keys if key in before and self.store.delete(key)]
+                    freed += sum(before[key] for key in found)
+                    if found:
+                        break
+        return RemovedDocument(path, len(held), len(orphans), freed)
 
     def stats(self) -> tuple[StoreStats, IndexStats | None]:
         """Return the contents of the KV store and of the index, if there is one."""
@@ -116,3 +185,12 @@ class Inventory:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def _why_not_one(item_id: str, found: int) -> str:
+    listed = "`cacheblend store ls` lists the ids."
+    if found:
+        return f"{found} items in this store begin with {item_id!r}; give more of the id. {listed}"
+    if len(item_id) < _MIN_PREFIX:
+        return f"{item_id!r} is too short: give at least {_MIN_PREFIX} characters of an id. {listed}"
+    return f"Nothing in this store answers to {item_id!r}; {listed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, BlendPrompt, rag_prompt, tokenize
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, index_documents
-from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Source, Turn
+from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
@@ -65,6 +66,7 @@ class RagPipeline:
             raise InputError(f"follow is {follow}; give 0 or more.")
         self.engine, self.instruction = engine, instruction
         self._k, self._follow = k, follow
+        self._indexing = threading.Lock()
         if isinstance(store, ChunkIndex):
             self.chunks = store
         else:
@@ -78,10 +80,19 @@ class RagPipeline:
         engine.registry.add(self.chunks.chunks())
 
     def index(
-        self, paths: Iterable[str | Path], progress: Callable[[IndexProgress], None] | None = None
+        self,
+        paths: Iterable[str | Path],
+        progress: Callable[[IndexProgress], None] | None = None,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
     ) -> IndexReport:
-        """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`."""
-        return index_documents(self.engine, self.chunks, paths, progress)
+        """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`.
+
+        Threads take turns; while another process is indexing into the same directory, it is a :class:`StoreError`.
+        """
+        with self._indexing:
+            return index_documents(self.engine, self.chunks, paths, progress, include, exclude)
 
     def remove(self, path: str | Path) -> None:
         """Take a document out of the index, and with it the KV of chunks that no other document holds.
@@ -183,8 +194,8 @@ class RagPipeline:
         """
         found = self._find(question, history)
         built, hits, notes = self.prompt(question, found.hits, sampling, history)
-        sources = Retrieved(hits, found.seconds).sources
-        return self._events(self.engine.stream(built, sampling, settings), sources, found.seconds, notes)
+        shown = Retrieved(hits, found.seconds)
+        return self._events(self.engine.stream(built, sampling, settings), shown, notes)
 
     def _find(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         found = self.retrieve(question, history)
@@ -193,15 +204,11 @@ class RagPipeline:
         return found
 
     @staticmethod
-    def _events(
-        stream: Iterator[StreamEvent], sources: tuple[Source, ...], seconds: float, notes: tuple[str, ...]
-    ) -> Iterator[RagEvent]:
+    def _events(stream: Iterator[StreamEvent], shown: Retrieved, notes: tuple[str, ...]) -> Iterator[RagEvent]:
         try:
-            yield RagEvent("", sources=sources)
+            yield RagEvent("", sources=shown.sources)
             for event in stream:
-                done = event.generation
-                answer = RagAnswer(done.text.strip(), sources, done, seconds, notes) if done else None
-                yield RagEvent(event.text, answer=answer)
+                yield _event(event, shown, notes)
         finally:
             close = getattr(stream, "close", None)
             if close is not None:
@@ -222,10 +229,15 @@ class RagPipeline:
         return answer
 
     async def aindex(
-        self, paths: Iterable[str | Path], progress: Callable[[IndexProgress], None] | None = None
+        self,
+        paths: Iterable[str | Path],
+        progress: Callable[[IndexProgress], None] | None = None,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
     ) -> IndexReport:
         """Async twin of :meth:`index`, off the event loop."""
-        return await asyncio.to_thread(self.index, list(paths), progress)
+        return await asyncio.to_thread(self.index, list(paths), progress, include=include, exclude=exclude)
 
     async def aask(
         self,
@@ -251,12 +263,10 @@ class RagPipeline:
         """Async twin of :meth:`stream`; the engine's own async stream ends the work when the consumer is cancelled."""
         found = await asyncio.to_thread(self._find, question, history)
         built, hits, notes = await asyncio.to_thread(self.prompt, question, found.hits, sampling, history)
-        sources = Retrieved(hits, found.seconds).sources
-        yield RagEvent("", sources=sources)
+        shown = Retrieved(hits, found.seconds)
+        yield RagEvent("", sources=shown.sources)
         async for event in self.engine.astream(built, sampling, settings):
-            done = event.generation
-            answer = RagAnswer(done.text.strip(), sources, done, found.seconds, notes) if done else None
-            yield RagEvent(event.text, answer=answer)
+            yield _event(event, shown, notes)
 
     def close(self) -> None:
         """Close the index; the engine stays open."""
@@ -269,6 +279,15 @@ class RagPipeline:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def _event(event: StreamEvent, shown: Retrieved, notes: tuple[str, ...]) -> RagEvent:
+    done = event.generation
+    if done is None:
+        return RagEvent(event.text)
+    return RagEvent(
+        event.text, answer=RagAnswer(done.text.strip(), shown.sources, done, shown.seconds, notes, shown.hits)
+    )
 
 
 def _left_out(turns: int, kept_turns: int, hits: int, kept_hits: int, window: int) -> tuple[str, ...]:

@@ -35,6 +35,9 @@ class Source:
         score: Similarity to the question, or to it and the turn before; None for a chunk that came along: the continuation of a
             hit, or a chunk of the turn before.
         text: Its text.
+        page: Page of the document that it begins on, from 1; None for documents without pages, and for those indexed before pages
+            were noted.
+        last_page: Page that it ends on; None where it is the same.
     """
 
     id: str
@@ -42,6 +45,27 @@ class Source:
     ordinal: int
     score: float | None
     text: str
+    page: int | None = None
+    last_page: int | None = None
+
+    @classmethod
+    def of(cls, hit: Hit) -> Source:
+        """Return a hit as it is shown to a user."""
+        at = hit.chunk.metadata
+        return cls(hit.chunk.id, hit.path, hit.ordinal, hit.score, hit.chunk.text, at.get("page"), at.get("last_page"))
+
+    @property
+    def pages(self) -> str:
+        """The pages in words, as ``page 3`` or ``pages 3-4``; empty where the document has none."""
+        if self.page is None:
+            return ""
+        word = "slide" if self.path.lower().endswith(".pptx") else "page"
+        return f"{word} {self.page}" if self.last_page is None else f"{word}s {self.page}-{self.last_page}"
+
+    @property
+    def place(self) -> str:
+        """Where in the document it stands, in words: its pages, else the number of the chunk."""
+        return self.pages or f"chunk {self.ordinal}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +78,7 @@ class Retrieved:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The hits as they are shown to a user."""
-        return tuple(Source(h.chunk.id, h.path, h.ordinal, h.score, h.chunk.text) for h in self.hits)
+        return tuple(map(Source.of, self.hits))
 
 
 @dataclass(frozen=True)
@@ -67,6 +91,7 @@ class RagAnswer:
         generation: What the engine reports.
         retrieve_s: Seconds of retrieval.
         notes: What the user should know, such as sources left out for want of room.
+        hits: What the sources were made of, for the questions that follow: see :meth:`turn`.
     """
 
     answer: str
@@ -74,13 +99,20 @@ class RagAnswer:
     generation: Generation
     retrieve_s: float
     notes: tuple[str, ...] = ()
+    hits: tuple[Hit, ...] = ()
+
+    def turn(self, question: str) -> Turn:
+        """Return question and answer as the ``history`` of the next question takes them."""
+        return Turn(question, self.answer, self.hits)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as ``ask --json`` prints it."""
         g = self.generation
         return {
             "answer": self.answer,
-            "sources": [{"id": s.id, "path": s.path, "score": s.score, "text": s.text} for s in self.sources],
+            "sources": [
+                {"id": s.id, "path": s.path, "page": s.page, "score": s.score, "text": s.text} for s in self.sources
+            ],
             "mode": g.mode,
             "reason": g.reason,
             "policy": g.policy,

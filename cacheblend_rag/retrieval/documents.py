@@ -1,11 +1,13 @@
-"""Documents as text: txt, Markdown, HTML and PDF files."""
+"""Documents as text: which files there are, and what is in each."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,32 @@ import xxhash
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.retrieval.extraction import UnusableFileError, html_text, pdf_text, plain_text
+from cacheblend_rag.retrieval.office import slides_text, word_text
+from cacheblend_rag.retrieval.structured import json_text, table_text
 
 MAX_BYTES = 512 << 20
 """Larger files are skipped: a document is held in memory while it is cut."""
 
-MAX_HTML_BYTES = 16 << 20
-"""The limit for HTML, whose parsed tree takes many times the memory of the file."""
+MAX_PARSED_BYTES = 16 << 20
+"""The limit for HTML, JSON and tables, whose parsed form takes many times the memory of the file."""
 
+_CODE = (
+    ".bash .c .cc .cpp .cs .css .cu .cxx .erl .ex .exs .go .h .hpp .hs .hxx .java .jl .js .jsx .kt .lua .m .ml .mjs .php .pl "
+    ".proto .ps1 .py .pyi .r .rb .rs .scala .sh .sql .swift .tf .ts .tsx .vue .zig .cfg .ini .toml .yaml .yml"
+)
 _LOADERS = {
-    ".txt": plain_text,
-    ".text": plain_text,
-    ".md": plain_text,
-    ".markdown": plain_text,
-    ".html": html_text,
-    ".htm": html_text,
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst", *_CODE.split()), plain_text),
+    **dict.fromkeys((".html", ".htm"), html_text),
+    **dict.fromkeys((".csv", ".tsv"), table_text),
+    **dict.fromkeys((".json", ".jsonl"), json_text),
     ".pdf": pdf_text,
+    ".docx": word_text,
+    ".pptx": slides_text,
 }
 SUFFIXES = frozenset(_LOADERS)
 """Types of files that are read, by suffix (in either case)."""
+KINDS = "txt, md, rst, html, pdf, docx, pptx, csv, tsv, json, jsonl and source code"
+"""The same in words."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,24 @@ class Document:
         text: The text, its lines ended by newlines.
         digest: Content hash of the file's bytes; equal digests mean that nothing changed.
         metadata: ``source`` (the path) and, where known, ``title``, ``pages`` and ``unreadable_pages``. JSON values only.
+        page_starts: Where each page that has text begins: offset in the text, and the page's number from 1. Empty without pages.
     """
 
     path: str
     text: str
     digest: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    page_starts: Sequence[tuple[int, int]] = ()
+
+    def pages(self, start: int, end: int) -> dict[str, int]:
+        """Return on which pages a stretch of the text stands: ``page``, and ``last_page`` where it is another one."""
+        if not self.page_starts:
+            return {}
+        offsets = [offset for offset, _ in self.page_starts]
+        first, last = (
+            self.page_starts[max(0, bisect_right(offsets, at) - 1)][1] for at in (start, max(start, end - 1))
+        )
+        return {"page": first} if first == last else {"page": first, "last_page": last}
 
 
 @dataclass(frozen=True)
@@ -65,11 +87,20 @@ class SkippedDocument:
     blank: bool = False
 
 
-def find_documents(paths: Iterable[Path | str]) -> Iterator[Path]:
+def find_documents(
+    paths: Iterable[Path | str], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Iterator[Path]:
     """List the files to load: absolute, each once, directories recursively in name order.
 
     Hidden files and directories, and links to directories, are left out inside a directory; given themselves, they are taken.
     Every other file is listed, whatever its type: :func:`load_document` says why one is skipped.
+
+    Args:
+        paths: Files and directories.
+        include: Patterns; of a directory's files only those that match one are listed. A pattern without a slash is matched with
+            the file's name (``*.md``), one with a slash with its path below the directory (``guides/*``); ``*`` matches
+            slashes, too.
+        exclude: Patterns; what matches one is left out, directories with all that is in them.
 
     Raises:
         InputError: A path that does not exist; raised by the call itself, before anything is listed.
@@ -78,22 +109,27 @@ def find_documents(paths: Iterable[Path | str]) -> Iterator[Path]:
     missing = [str(root) for root in roots if not root.exists()]
     if missing:
         raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")
-    return _walk(roots)
+    return _walk(roots, include, exclude)
 
 
-def _walk(roots: list[Path]) -> Iterator[Path]:
+def _walk(roots: list[Path], include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
     seen: set[Path] = set()
-    pending = roots[::-1]
+    pending = [(root, root) for root in roots[::-1]]
     while pending:
-        path = pending.pop()
-        if path in seen:
+        path, root = pending.pop()
+        if path in seen or (path != root and _matches(path, root, exclude)):
             continue
         seen.add(path)
         entries = _visible(path) if path.is_dir() else None
-        if entries is None:
+        if entries is not None:
+            pending.extend((entry, root) for entry in reversed(entries))
+        elif not include or path == root or _matches(path, root, include):
             yield path
-        else:
-            pending.extend(reversed(entries))
+
+
+def _matches(path: Path, root: Path, patterns: Sequence[str]) -> bool:
+    below = path.relative_to(root).as_posix()
+    return any(fnmatchcase(below if "/" in pattern else path.name, pattern.rstrip("/")) for pattern in patterns)
 
 
 def _visible(directory: Path) -> list[Path] | None:
@@ -127,7 +163,7 @@ def file_digest(path: Path | str) -> str | None:
 def load_document(path: Path | str) -> Document | SkippedDocument:
     """Load one file. What is wrong with the file itself is returned as the reason it is skipped, never raised.
 
-    Skipped are: types other than :data:`SUFFIXES`, files above :data:`MAX_BYTES` (HTML: :data:`MAX_HTML_BYTES`), empty and
+    Skipped are: types other than :data:`SUFFIXES`, files above :data:`MAX_BYTES` (some: :data:`MAX_PARSED_BYTES`), empty and
     binary files, text that is neither UTF-8, UTF-16 or UTF-32 with a byte order mark, nor mostly ASCII in Windows-1252,
     encrypted or broken PDFs, PDFs without text (scans), and what the system does not let us read.
     """
@@ -148,7 +184,8 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
         return SkippedDocument(name, str(error), error.blank)
     except OSError as error:
         return SkippedDocument(name, f"it cannot be read: {error.strerror or error}")
-    return Document(name, text, digest, {"source": name, **metadata})
+    starts = metadata.pop("page_starts", ())
+    return Document(name, text, digest, {"source": name, **metadata}, starts)
 
 
 def _absolute(path: Path | str) -> Path:
@@ -165,8 +202,8 @@ def _read(path: Path) -> bytes:
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFileError("it is not a regular file")
     if suffix not in _LOADERS:
-        raise UnusableFileError(f"its type ({suffix or 'no suffix'}) is not among {', '.join(_LOADERS)}")
-    limit = MAX_HTML_BYTES if _LOADERS[suffix] is html_text else MAX_BYTES
+        raise UnusableFileError(f"its type ({suffix or 'no suffix'}) is not among {KINDS}")
+    limit = MAX_PARSED_BYTES if _LOADERS[suffix] in (html_text, json_text, table_text) else MAX_BYTES
     if status.st_size > limit:
         advice = "convert it to text" if limit < MAX_BYTES else "split it"
         raise UnusableFileError(f"it is larger than {limit >> 20} MiB; {advice}")

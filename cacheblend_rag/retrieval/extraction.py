@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -39,7 +39,8 @@ _TIGHT = frozenset({"li", "tr", "dt", "dd"})
 """Blocks that follow each other without an empty line."""
 _CELLS = frozenset({"td", "th"})
 _PREFIXES = {"li": "- ", **{f"h{level}": "#" * level + " " for level in range(1, 7)}}
-_DROPPED = ("title", "noscript", "svg", "iframe")
+# What belongs to the site and not to the page: every page of it would hold the same.
+_DROPPED = ("title", "noscript", "svg", "iframe", "nav", "footer", "script", "style", "template")
 _SPACES = re.compile(r"\s+")
 
 
@@ -57,7 +58,7 @@ class UnusableFileError(Exception):
 
 
 def plain_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Decode a text or Markdown file; see :func:`decode`."""
+    """Decode a text file: prose, Markdown, reStructuredText or source code; see :func:`decode`."""
     return decode(data), {}
 
 
@@ -97,8 +98,8 @@ def _checked(text: str) -> str:
 def html_text(data: bytes) -> tuple[str, dict[str, Any]]:
     """Return what a reader sees of a page, and its title.
 
-    Headings become Markdown headings and list items Markdown items; an empty line stands between blocks. Scripts and
-    styles are dropped.
+    Headings become Markdown headings and list items Markdown items; an empty line stands between blocks. Scripts, styles,
+    navigation and footers are dropped.
 
     Raises:
         UnusableFileError: See :func:`decode`.
@@ -154,7 +155,8 @@ def _pieces(soup: BeautifulSoup) -> Iterator[str]:
 def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
     """Return the text of all pages, an empty line between them, with the title and the number of pages.
 
-    Pages that cannot be read are left out, with a warning, and counted as ``unreadable_pages``.
+    Where each page begins in the text is in ``page_starts``: offset and number. Pages that cannot be read are left out, with a
+    warning, and counted as ``unreadable_pages``.
 
     Raises:
         UnusableFileError: It is encrypted, broken, or has no text (a scan).
@@ -170,22 +172,38 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
         raise
     except Exception as error:  # on broken files pypdf raises nearly anything
         raise UnusableFileError(f"it is not a readable PDF ({type(error).__name__}: {error})") from error
-    pages: list[str] = []
+    pages: dict[int, str] = {}
     unreadable: list[int] = []
     for number in range(count):
         try:
-            pages.append(reader.pages[number].extract_text().replace("\0", "").encode("utf-8", "replace").decode())
+            text = reader.pages[number].extract_text()
+            pages[number + 1] = text.replace("\0", "").encode("utf-8", "replace").decode()
         except Exception as error:
             _log.warning("page %d cannot be read: %s: %s", number + 1, type(error).__name__, error)
             unreadable.append(number + 1)
-    text = "\n\n".join(page.strip() for page in pages if page.strip())
+    text, starts = join_pages(pages)
     if not text and unreadable:
         raise UnusableFileError(f"it is not a readable PDF (pages {', '.join(map(str, unreadable))} cannot be read)")
     if not text:
         raise UnusableFileError("its pages hold no text (a scan?); run text recognition on it first", blank=True)
     title = _pdf_title(reader)
     metadata: dict[str, Any] = {"title": title} if title else {}
-    return text, metadata | {"pages": count} | ({"unreadable_pages": unreadable} if unreadable else {})
+    return text, metadata | {"pages": count, "page_starts": starts} | (
+        {"unreadable_pages": unreadable} if unreadable else {}
+    )
+
+
+def join_pages(pages: Mapping[int, str]) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of pages by number, an empty line between them, and where each begins: offset and number."""
+    starts: list[tuple[int, int]] = []
+    parts: list[str] = []
+    offset = 0
+    for number, page in pages.items():
+        if body := page.strip():
+            starts.append((offset, number))
+            parts.append(body)
+            offset += len(body) + 2
+    return "\n\n".join(parts), starts
 
 
 def _pdf_title(reader: PdfReader) -> str:

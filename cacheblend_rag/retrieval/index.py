@@ -18,6 +18,8 @@ from cacheblend_rag.retrieval.search import VectorSearch
 __all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexConfig", "IndexStats", "IndexedDocument"]
 
 _PAGE = 256
+_EMBEDDED_AT_ONCE = 32
+_LAST = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,20 @@ class ChunkIndex:
         """A value that is another one after every change, by this process or by others."""
         return self._database.generation()
 
-    def add(self, document_path: str, digest: str, chunks: Iterable[Chunk]) -> list[str]:
+    def add(
+        self,
+        document_path: str,
+        digest: str,
+        chunks: Iterable[Chunk],
+        progress: Callable[[int], None] | None = None,
+    ) -> list[str]:
         """Index a document in one transaction, in place of what was indexed under that path.
 
         Args:
             document_path: Identity of the document.
             digest: Content hash, for :meth:`digest_of`.
             chunks: Its chunks in order.
+            progress: Called with the number of chunks embedded since its last call.
 
         Returns:
             Ids of the chunks that no document holds any more.
@@ -122,7 +131,8 @@ class ChunkIndex:
             with self._database.transaction(write=False):
                 name = self._embedding()
                 present = self._database.embedded(distinct)
-            self._embed(name, [c for c in distinct.values() if c.id not in present and c.id not in known], known)
+            missing = [c for c in distinct.values() if c.id not in present and c.id not in known]
+            self._embed(name, missing, known, progress)
             with self._database.transaction():
                 if self._embedding() != name:
                     known.clear()  # another process has rebuilt the index with another model meanwhile
@@ -170,6 +180,10 @@ class ChunkIndex:
             raise UnknownChunkError(f"There is no chunk {chunk_id} in the index {self.directory}.")
         return chunk
 
+    def chunks_of(self, path: str) -> list[Chunk]:
+        """Return a document's chunks in order; none where it is not in the index."""
+        return [chunk for _, chunk in self._database.chunks_between(path, 0, _LAST)]
+
     def search(self, question: str, k: int) -> list[Hit]:
         """Return the ``k`` chunks nearest to the question, best first.
 
@@ -196,6 +210,14 @@ class ChunkIndex:
         """Return the chunks that stand before and after a hit in its document, in document order, without the hit."""
         around = self._database.chunks_between(hit.path, hit.ordinal - before, hit.ordinal + after)
         return [Hit(chunk, None, hit.path, ordinal) for ordinal, chunk in around if ordinal != hit.ordinal]
+
+    def load_embedder(self) -> None:
+        """Load the embedding model now, which the first call that needs it would do.
+
+        Raises:
+            ModelError: It cannot be loaded.
+        """
+        self._load(self._embedding())
 
     def rebuild(self, embedding: str | None = None, progress: Callable[[int], None] | None = None) -> None:
         """Embed every chunk again, with another embedding model if one is named. Searches see all old or all new.
@@ -256,7 +278,7 @@ class ChunkIndex:
         known: dict[str, Vectors],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        for page in _pages(chunks):
+        for page in _pages(chunks):  # small ones: a large document is minutes of work
             known.update(zip((c.id for c in page), self._load(name).texts([c.text for c in page]), strict=True))
             if progress is not None:
                 progress(len(page))
@@ -266,7 +288,7 @@ def _pages(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     page: list[Chunk] = []
     for chunk in chunks:
         page.append(chunk)
-        if len(page) == _PAGE:
+        if len(page) == _EMBEDDED_AT_ONCE:
             yield page
             page = []
     if page:

@@ -6,8 +6,10 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.model_files import BUNDLED_MODEL, is_bundled
@@ -33,6 +35,20 @@ _SIZES = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "enable_chunked_prefill",
+)
+# What a mistyped flag may have meant besides vLLM's: `cacheblend serve`'s own.
+_OUR_FLAGS = (
+    "--model",
+    "--store",
+    "--ratio",
+    "--instruction",
+    "--write-back",
+    "--no-write-back",
+    "--ram-budget",
+    "--disk-budget",
+    "--max-request-size",
+    "--kv-memory",
+    "--verbose",
 )
 _ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
 # Flags of vLLM that this server cannot honour, and why.
@@ -93,6 +109,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
 
     parser = FlexibleArgumentParser(prog="cacheblend serve")  # type: ignore[no-untyped-call]
     parser = server_flags().make_arg_parser(parser)
+    parser.error = partial(_refuse_flags, parser)
     parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_S, enable_prompt_tokens_details=True)
     args = parser.parse_args(list(flags))
     _refuse(args, parser)
@@ -122,6 +139,21 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         setattr(args, name, own)
     args.chat_template = _chat_template(args, launch.tokenizer)
     return args, launch
+
+
+def _refuse_flags(parser: Any, message: str) -> NoReturn:
+    """Say what is wrong with a flag in a line or two; vLLM's parser would show its usage, hundreds of lines of it.
+
+    Raises:
+        InputError: Always.
+    """
+    known = sorted({*parser._option_string_actions, *_OUR_FLAGS})
+    given = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
+    guesses = [(word, get_close_matches(word.partition("=")[0], known, 1)) for word in given]
+    meant = "".join(f" {word}: did you mean {near[0]}?" for word, near in guesses if near)
+    raise InputError(
+        f"{message[:1].upper()}{message[1:]}.{meant} `cacheblend serve --help` lists our flags, `vllm serve --help=all` vLLM's."
+    )
 
 
 def _sizes(args: Namespace, parser: Any, options: ServeOptions) -> dict[str, Any]:

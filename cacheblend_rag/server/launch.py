@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.errors import CacheBlendError, InputError, ModelError
+from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.server.metrics import ReuseMetrics
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _DRAIN_S = 5.0
+_POLL_S = 0.05
 
 
 def serve(options: ServeOptions, flags: Sequence[str]) -> None:
@@ -85,13 +86,25 @@ async def _serve_engine(
         _log.warning(warning)
     try:
         app = await build_app(options, args, llm, client, catalogue)
-        known = f"{len(client.registry)} chunks known"
-        _log.info("Serving %s on %s: %s in %s.", client.fingerprint.name, address, known, launch.store)
-        return await _listen_and_serve(app, sock, args)
+        known = f"{len(client.registry)} chunks known in {launch.store}"
+        announcing = asyncio.create_task(
+            announce(app.state, f"Serving {client.fingerprint.name} on {address}: {known}.")
+        )
+        try:
+            return await _listen_and_serve(app, sock, args)
+        finally:
+            announcing.cancel()
     finally:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(client.drain(), _DRAIN_S)
         catalogue.close()
+
+
+async def announce(state: Any, line: str) -> None:
+    """Log ``line`` once the server answers: the last line of the start, below all that vLLM says of its routes."""
+    while not getattr(getattr(state, "server", None), "started", False):  # uvicorn's own flag; it tells no one
+        await asyncio.sleep(_POLL_S)
+    _log.info(line)
 
 
 async def build_app(
@@ -180,7 +193,7 @@ class _EngineStart:
         self._engine, self._launch, self._verbose = engine, launch, verbose
 
     async def __aenter__(self) -> AsyncLLM:
-        from cacheblend_rag.engines.vllm.starting import StartLog
+        from cacheblend_rag.engines.vllm.starting import FAILURES, StartError, StartLog
 
         log = StartLog(self._verbose)
         try:
@@ -189,8 +202,9 @@ class _EngineStart:
                 return started
         except CacheBlendError:
             raise
-        except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
-            raise ModelError(f"vLLM does not start with {self._launch.fingerprint.name!r}: {log.why(error)}") from error
+        except FAILURES as error:
+            why = log.why(error, "; --verbose shows it")
+            raise StartError(self._launch.fingerprint.name, error, why) from error
 
     async def __aexit__(self, *exc: Any) -> Any:
         return await self._engine.__aexit__(*exc)

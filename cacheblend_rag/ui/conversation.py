@@ -162,7 +162,7 @@ class Conversation:
             if each.outcome == "stopped":
                 lines += ["*(stopped)*", ""]
             for number, source in enumerate(each.sources, 1):
-                lines.append(f"{number}. {Path(source.path).name}, chunk {source.ordinal}")
+                lines.append(f"{number}. {Path(source.path).name}, {source.place}")
             lines += [""] if each.hits else []
         return "\n".join(lines)
 

@@ -25,7 +25,10 @@ class DocumentsPanel:
         self._workspace, self._tabs = workspace, tabs
         self.collection = gr.Dropdown([], label="Collection", interactive=True, elem_id="cb-collection")
         self.files = gr.File(
-            label="Drop txt, md, html or pdf files", file_count="multiple", height=160, elem_id="cb-upload"
+            label="Drop files: text, Office, PDF, HTML, tables, code",
+            file_count="multiple",
+            height=160,
+            elem_id="cb-upload",
         )
         self.progress = gr.HTML(elem_id="cb-progress")
         self.documents = gr.CheckboxGroup([], label="Documents", elem_id="cb-documents")

@@ -124,7 +124,7 @@ def _card(number: int, source: Source, fate: ChunkFate | None) -> str:
             said += f"<small>{fate.tokens:,} tokens</small>"
     name = escape(Path(source.path).name)
     return (
-        f'<details class="cb-card"><summary><b>{number}</b> {name} <small>chunk {source.ordinal}, {score}</small> '
+        f'<details class="cb-card"><summary><b>{number}</b> {name} <small>{source.place}, {score}</small> '
         f'<span class="cb-fate">{said}</span></summary><div class="cb-text">{escape(source.text)}</div></details>'
     )
 

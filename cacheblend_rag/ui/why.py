@@ -126,7 +126,7 @@ def coloured(exchange: Exchange, deviations: Deviations) -> str:
         text = "".join(_runs(exchange.engine, span, {} if fate == "exact" else shades, marks))
         parts.append(
             f'<details class="cb-card"{"" if fate == "exact" else " open"}><summary><b>{number}</b> '
-            f"{escape(Path(source.path).name)} <small>chunk {source.ordinal}; {note}</small></summary>"
+            f"{escape(Path(source.path).name)} <small>{source.place}; {note}</small></summary>"
             f'<div class="cb-text cb-tokens">{text}</div></details>'
         )
     return "".join(parts)

@@ -89,3 +89,15 @@ def test_what_prompts_take_corrects_the_costs() -> None:
     for _ in range(3):
         engine.generate(SCENE.prompt, ONE, AUTO)
     assert engine.costs.compute.per_token_s < 2400
+
+
+def test_what_reads_take_corrects_the_costs_of_their_tier() -> None:
+    engine, _ = controlled_engine(1e15)
+    engine.store.bytes_per_s = chunk_bytes(engine) / 0.05  # what is thought to take no time takes 50 ms
+    for _ in range(12):
+        engine.generate(SCENE.prompt, ONE, AUTO)
+    assert chunk_bytes(engine) / engine.costs.tiers["device"].bytes_per_s > 1e-8  # at most 4 times as slow, each time
+    engine.costs = Costs(engine.num_layers, ComputeCost(0.0, 1e6, 0.0), {})
+    engine.generate(SCENE.prompt, ONE, AUTO)
+    learnt = chunk_bytes(engine) / engine.costs.tiers["device"].bytes_per_s
+    assert learnt == pytest.approx(0.05, rel=0.5)

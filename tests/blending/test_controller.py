@@ -69,12 +69,6 @@ def test_chunks_on_a_slow_device_are_computed_while_those_in_ram_are_used() -> N
     assert found.used == (True, False, True, True, True)
 
 
-def test_a_tier_with_a_queue_counts_as_slow() -> None:
-    spans, known = chunks("ram", "disk", "ram", "ram", "ram"), costs(ram=1e9, disk=1e9)
-    assert all(decide(Load(spans, 50, 0.1), known).used)
-    assert decide(Load(spans, 50, 0.1, waiting_s={"disk": 1.0}), known).used == (True, False, True, True, True)
-
-
 def test_a_dense_pass_makes_a_blend_dearer() -> None:
     spans, known = chunks(*["ram"] * 5), costs(ram=1e9)
     with_pass = decide(Load(spans, 50, 0.1, dense=0.5), known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 import transformers as hf
 
 from cacheblend_rag.blending.gate import TOLERANCE, run_gate
+from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.transformers.attention import Queries
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner
-from tests.blending.families import _BASE, make_model
+from tests.blending.families import _BASE, BLENDED, make_model
 
 PAST = "exact KV from other positions, past a window"
 
@@ -33,6 +35,27 @@ def test_a_window_that_a_blend_forgets_fails_the_gate_although_its_other_prompts
     report = gate(100)
     assert not report.passed
     assert [name for name, error in report.errors.items() if error > TOLERANCE[torch.float32]] == [PAST]
+
+
+_OFF: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "not moved": lambda source, target: source,
+    "four positions off": lambda source, target: target + 4,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("off", _OFF)
+def test_keys_at_the_wrong_place_fail_the_gate_in_every_precision(
+    family: str, dtype: torch.dtype, off: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = TransformersSubject(ModelRunner(make_model(BLENDED[family](), dtype)))
+    assert run_gate(subject)[0].passed
+    right = Rope.rotations
+    monkeypatch.setattr(Rope, "rotations", lambda rope, a, b: right(rope, a, _OFF[off](a, b)))
+    report = run_gate(subject)[0]
+    assert not report.passed
+    assert "exact KV from other positions" in report.reason
 
 
 @pytest.mark.parametrize(("window", "looked"), [(None, False), (20, False), (30, True), (512, True), (513, False)])

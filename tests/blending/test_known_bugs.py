@@ -84,7 +84,7 @@ def test_3_a_missing_chunk_does_not_lose_the_chunks_behind_it(bug: bool, monkeyp
     engine = engine_for(model_of("llama"), scene, write_back=False)
     engine.precompute([c for i, c in enumerate(scene.chunks) if i != 1])
 
-    def stop_at_first_miss(prompt: Any, header: Any, lookup: Callable[..., Any], reuse: Any) -> BlendPlan:
+    def stop_at_first_miss(prompt: Any, header: Any, lookup: Callable[..., Any], *more: Any) -> BlendPlan:
         lost = False
 
         def until_missing(ids: Any) -> Any:
@@ -93,7 +93,7 @@ def test_3_a_missing_chunk_does_not_lose_the_chunks_behind_it(bug: bool, monkeyp
             lost = lost or kv is None
             return kv
 
-        return make_plan(prompt, header, until_missing, reuse)
+        return make_plan(prompt, header, until_missing, *more)
 
     if bug:
         monkeypatch.setattr(engine_module, "make_plan", stop_at_first_miss)

@@ -68,7 +68,7 @@ def test_a_bad_option_is_named_with_exit_code_2_and_without_a_traceback(run, arg
 def test_doctor_reports_gate_rotation_profile_bandwidth_and_an_estimate(run, model_dir, tmp_path):
     found = as_json(run("doctor", "--model", model_dir, "--store", tmp_path, "--json"))
     assert found["blended"] is True
-    assert max(found["gate_errors"].values()) < found["gate_tolerance"]
+    assert max(found["gate_errors"].values()) < found["gate_limit"]
     assert found["rotation"] == [{"layers": [0, 1, 2, 3], "layout": "half", "table": 0}]
     assert found["profile_origin"].startswith("defaults")
     assert {"ram copy", "disk read, cold", "disk read, warm"} <= found["bandwidth"].keys()
@@ -147,6 +147,9 @@ def test_store_calibrate_lets_auto_decide(run, model_dir, tmp_path):
     assert run("index", tmp_path / "docs", *where).exit_code == 0
     costs = as_json(run("store", "calibrate", *where, "--json"))
     assert set(costs["tiers"]) == {"ram", "disk"}
-    assert "GB/s" in run("store", "calibrate", *where).stdout
+    assert {tier["tier"] for tier in costs["plan"]["tiers"]} == {"ram", "disk"}
+    said = run("store", "calibrate", *where).stdout
+    assert "GB/s" in said
+    assert "A prompt of 6 chunks of 512 tokens takes" in said
     answer = as_json(run("ask", "When was it founded?", *where, "--ratio", "auto", "--json"))
     assert "an ordinary prefill in" in answer["reason"]

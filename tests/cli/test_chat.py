@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.cli.chat import Chat, reuse_line, source_lines
+from cacheblend_rag.cli.chat import Chat
+from cacheblend_rag.cli.citations import reuse_line, snippet, source_lines
 from cacheblend_rag.engines.results import Generation, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.rag.results import RagAnswer, RagEvent, Source
+from cacheblend_rag.rag.results import RagAnswer, RagEvent, Source, Turn
 
 SOURCES = (
     Source("c2", "/docs/ships.txt", 3, 0.5, "Her cargo is grain."),
-    Source("c1", "/docs/ships.txt", 1, None, "The Proud Gull."),
+    Source("c1", "/docs/log.pdf", 1, None, "The Proud Gull.", 3, 4),
 )
 
 
@@ -33,12 +34,21 @@ class Pipeline:
     """Streams what a function of the question yields."""
 
     def __init__(self, stream: Callable[[str], Iterator[RagEvent]]):
-        self.stream = lambda question, sampling, settings: stream(question)
+        self.histories: list[Sequence[Turn]] = []
+        self._stream = stream
+
+    def stream(
+        self, question: str, sampling: SamplingParams, settings: BlendSettings, history: Sequence[Turn]
+    ) -> Iterator[RagEvent]:
+        self.histories.append(history)
+        return self._stream(question)
 
 
-def converse(monkeypatch: pytest.MonkeyPatch, stream: Callable[[str], Iterator[RagEvent]], *lines: str) -> None:
+def converse(monkeypatch: pytest.MonkeyPatch, stream: Callable[[str], Iterator[RagEvent]], *lines: str) -> Pipeline:
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    Chat(Pipeline(stream), SamplingParams(), BlendSettings()).run(interactive=False)
+    pipeline = Pipeline(stream)
+    Chat(pipeline, SamplingParams(), BlendSettings()).run(interactive=False)
+    return pipeline
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_conversation(monkeypatch, capsys):
@@ -77,5 +87,36 @@ def test_the_reuse_line_counts_every_prompt_token_once():
     assert reuse_line(answer("prefill")).startswith("prefill (stored KV for 6 of 6 chunks): 408 tokens computed")
 
 
-def test_sources_are_one_line_a_document_with_chunks_in_order_and_notes():
-    assert source_lines(answer()) == ["source: ships.txt, chunk 1, 3", "note: 1 of 7 sources left out"]
+def test_a_question_is_asked_with_the_answered_ones_before_it_until_new(monkeypatch, capsys):
+    def stream(question: str) -> Iterator[RagEvent]:
+        if question == "stop":
+            raise KeyboardInterrupt
+        yield RagEvent("", answer=answer())
+
+    pipeline = converse(monkeypatch, stream, "Who led it?", "stop", "And where was she born?", "/new", "Alone?")
+    turns = [[(turn.question, turn.answer) for turn in history] for history in pipeline.histories]
+    first = ("Who led it?", "grain")
+    assert turns == [[], [first], [first], []]
+
+
+def test_sources_name_the_page_and_what_it_says_of_the_question():
+    assert source_lines(answer(), "What is her cargo?") == [
+        "[1] ships.txt: “Her cargo is grain.”",
+        "[2] log.pdf, pages 3-4: “The Proud Gull.”",
+        "note: 1 of 7 sources left out",
+    ]
+
+
+def test_sources_on_request_are_whole_with_their_page(monkeypatch, capsys):
+    converse(monkeypatch, lambda question: iter([RagEvent("", answer=answer())]), "What?", "/sources")
+    assert "[2] log.pdf, pages 3-4 (/docs/log.pdf)\nThe Proud Gull.\n" in capsys.readouterr().out
+
+
+def test_a_snippet_is_the_sentence_that_shares_most_words_cut_between_words():
+    text = (
+        "Nothing to see here.\n\nTravel above 500 euros is approved by the head of the department. "
+        + "More words. " * 20
+    )
+    found = snippet(text, "Who approves travel above 500 euros?", 60)
+    assert found == "“… Travel above 500 euros is approved by the head of the…”"
+    assert snippet("One line\nand another.", "") == "“One line and another.”"

@@ -71,7 +71,7 @@ def test_ask_ratio_1_recomputes_every_stale_token_and_policy_none_recomputes_non
 def test_ask_for_people_prints_answer_sources_and_reuse(run, model_dir, store):
     result = run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 4)
     assert result.exit_code == 0, result.stderr
-    assert "source: observatory.md" in result.stdout
+    assert "[1] observatory.md: “" in result.stdout
     assert "tokens reused" in result.stdout
 
 
@@ -93,7 +93,7 @@ def test_chat_goes_on_after_a_question_that_does_not_fit(run, model_dir, store):
     )
     assert result.exit_code == 0
     assert "context window" in result.stderr
-    assert "source: observatory.md" in result.stdout
+    assert "[1] observatory.md: “" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["empty.txt", "binary.txt"])

@@ -34,12 +34,14 @@ def test_without_options_it_is_the_bundled_model_and_documents(
     assert choices.seed is not None and (choices.seed / "ship-logs.md").is_file()
     assert choices.first().parent == home and choices.first().name.startswith("demo-")
     assert choices.home == home / "collections"
+    assert "bundled model" not in result.stderr
 
 
 def test_options_mean_what_they_mean_everywhere(
     run: Callable[..., Result], served: list[tuple[Choices, int, bool]], tmp_path: Path
 ) -> None:
-    run("ui", "--store", tmp_path, "--port", 8123, "--no-browser", "--k", 3, "--ratio", 0.2, "--max-tokens", 9)
+    result = run("ui", "--store", tmp_path, "--port", 8123, "--no-browser", "--k", 3, "--ratio", 0.2, "--max-tokens", 9)
+    assert "bundled model, which knows only" in result.stderr
     choices, port, browser = served[0]
     assert (choices.first(), choices.seed, port, browser) == (tmp_path, None, 8123, False)
     assert (choices.k, choices.settings.ratio, choices.sampling.max_tokens) == (3, 0.2, 9)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from cacheblend_rag.blending.controller import Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, load_costs, save_costs
 from cacheblend_rag.doctor.costs import fit_compute, measure_costs
+from cacheblend_rag.doctor.storage import plan_tiers
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 
@@ -44,6 +46,19 @@ def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> N
     assert load_costs(digest, "cuda:0") is None
     file.write_text('{"layers": 3}', encoding="utf-8")
     assert load_costs(digest, "cpu") is None  # and the log says why
+
+
+def test_the_plan_says_for_each_tier_what_to_expect_and_which_is_cheap_enough() -> None:
+    load = Load([Located(500, 1000, "")] * 4, 50, 0.1)  # 4,000 bytes; 25 ms of recomputing
+    tiers = {"ram": TierCost(0.0, 1e9), "disk": TierCost(0.0, 4000 / 0.02)}
+    plan = plan_tiers(load, Costs(1000, ComputeCost(0.0, 1e-4, 0.0), tiers))
+    assert plan.cheapest == "disk"  # 20 ms hide behind 25
+    assert plan.prefill_s == pytest.approx(0.205)
+    ram, disk = plan.tiers
+    assert (ram.tier, ram.used, disk.tier, disk.used) == ("ram", 4, "disk", 4)
+    assert disk.load_s == pytest.approx(0.02)
+    slow = plan_tiers(load, Costs(1000, ComputeCost(0.0, 1e-4, 0.0), {"disk": TierCost(0.0, 1.0)}))
+    assert (slow.cheapest, slow.tiers[0].used) == (None, 0)
 
 
 def test_costs_of_one_device_do_not_take_anothers_place(tmp_path, monkeypatch) -> None:

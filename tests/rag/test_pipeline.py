@@ -82,7 +82,8 @@ def test_indexing_reports_documents_chunks_and_tokens(pipeline: RagPipeline, eng
     assert report.chunks == len(list(pipeline.chunks.chunks())) == stored(engine) == len(engine.registry)
     assert report.tokens == sum(len(c.token_ids) for c in pipeline.chunks.chunks())
     assert seen[-1].documents_done == seen[-1].documents == 4
-    assert max(p.chunks_done for p in seen) == max(p.chunks for p in seen) > 1
+    assert max(p.chunks_done for p in seen) == max(p.chunks for p in seen) == max(p.embedded for p in seen) > 1
+    assert seen[-1].plan is not None and seen[-1].planned_done == seen[-1].plan.chunks == report.chunks
 
 
 def test_unchanged_documents_are_left_alone_and_changed_ones_replaced(
@@ -164,7 +165,7 @@ def test_an_answer_has_sources_usage_and_the_documented_json(pipeline: RagPipeli
     assert any("Ada Brenmoor" in source.text for source in answer.sources)
     shown = json.loads(json.dumps(answer.to_dict()))
     assert list(shown) == ["answer", "sources", "mode", "reason", "policy", "ratio", "usage", "timings", "notes"]
-    assert set(shown["sources"][0]) == {"id", "path", "score", "text"}
+    assert set(shown["sources"][0]) == {"id", "path", "page", "score", "text"}
     assert set(shown["usage"]) == {
         *(
             "prompt_tokens",
@@ -296,10 +297,11 @@ original, calls = getattr(target, name), []
 
 def die(*arguments):
     calls.append(1)
-    if len(calls) == 2 and where != "after-add":
+    # The first document takes two: its first chunk alone shows how large the KV will be.
+    if len(calls) == (3 if where == "precompute" else 2) and where != "after-add":
         os.kill(os.getpid(), signal.SIGKILL)
     result = original(*arguments)
-    if len(calls) == 2:
+    if len(calls) == 2 and where == "after-add":
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 

@@ -13,6 +13,8 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.retrieval import documents
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, file_digest, find_documents, load_document
 from cacheblend_rag.retrieval.extraction import UnusableFileError, decode, html_text, pdf_text
+from cacheblend_rag.retrieval.office import slides_text, word_text
+from cacheblend_rag.retrieval.structured import json_text, table_text
 
 
 def write_pdf(path: Path, pages: list[str], password: str | None = None) -> None:
@@ -78,7 +80,7 @@ def test_any_unicode_text_survives(text: str) -> None:
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_text_or_a_reason(data: bytes) -> None:
-    for read in (decode, html_text, pdf_text):
+    for read in (decode, html_text, pdf_text, word_text, slides_text, table_text, json_text):
         try:
             read(data)
         except UnusableFileError as error:
@@ -97,8 +99,10 @@ def test_any_bytes_are_text_or_a_reason(data: bytes) -> None:
         ("cut.txt", b"\xff\xfeA\x00B", "begins like utf-16 but is not valid", False),
         ("russian.txt", "Маяк на холме".encode("koi8-r"), "encoding is unknown; save it as UTF-8", False),
         ("japanese.txt", "港の上の灯台".encode("shift-jis"), "encoding is unknown; save it as UTF-8", False),
-        ("picture.png", b"x", r"its type (.png) is not among .txt, ", False),
+        ("picture.png", b"x", "its type (.png) is not among txt, md, ", False),
         ("Makefile", b"all:", "no suffix", False),
+        ("broken.json", b'{"a": ', "not valid JSON", False),
+        ("empty.csv", b"\n,,\n", "no text", True),
         ("junk.pdf", b"not a pdf at all", "not a readable PDF", False),
         ("empty.pdf", b"", "empty", True),
     ],
@@ -132,6 +136,14 @@ def test_html_without_a_closed_head_or_with_forms_loses_nothing() -> None:
     assert all(word in text for word in ("Seen.", "Press", "Pick")) and metadata == {"title": "T"}
 
 
+def test_what_belongs_to_the_site_and_not_to_the_page_is_left_out() -> None:
+    page = (
+        b"<nav><ul><li>Home</ul></nav><header>Harbour news</header><main><p>The light is out.<script>track()</script></main>"
+        b"<style>p{}</style><template>later</template><footer><p>All rights reserved</footer>"
+    )
+    assert html_text(page)[0] == "Harbour news\n\nThe light is out."
+
+
 def test_html_in_a_declared_encoding() -> None:
     page = '<meta charset="koi8-r"><p>Маяк</p>'.encode("koi8-r")
     assert html_text(page)[0] == "Маяк"
@@ -147,6 +159,9 @@ def test_pdf_pages_become_paragraphs(tmp_path: Path) -> None:
     document = loaded(tmp_path / "a.pdf")
     assert document.text == "The harbour.\n\nThe hill."
     assert document.metadata["pages"] == 3 and document.metadata["title"] == "Harbour book"
+    hill = document.text.index("The hill")
+    assert document.pages(0, 5) == {"page": 1} and document.pages(hill, hill + 8) == {"page": 3}
+    assert document.pages(0, len(document.text)) == {"page": 1, "last_page": 3}
 
 
 def test_pdfs_without_readable_text_are_skipped_with_the_reason(tmp_path: Path) -> None:
@@ -189,7 +204,7 @@ def test_any_damage_to_a_pdf_is_text_or_a_skip(tmp_path: Path) -> None:
 
 def test_files_over_the_limit_are_skipped_without_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("read"))
-    for name, limit in (("big.html", documents.MAX_HTML_BYTES), ("big.txt", documents.MAX_BYTES)):
+    for name, limit in (("big.html", documents.MAX_PARSED_BYTES), ("big.txt", documents.MAX_BYTES)):
         with (tmp_path / name).open("wb") as file:
             file.truncate(limit + 1)
         assert f"larger than {limit >> 20} MiB" in skipped(tmp_path / name).reason
@@ -265,6 +280,21 @@ def test_a_missing_path_is_an_input_error_before_anything_is_listed(tmp_path: Pa
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(InputError, match=r"No such file or directory: .*nowhere\.txt, .*gone"):
         find_documents([tmp_path / "a.txt", tmp_path / "nowhere.txt", tmp_path / "gone"])
+
+
+def listed(root: Path, **patterns: list[str]) -> list[str]:
+    return [path.relative_to(root).as_posix() for path in find_documents([root], **patterns)]
+
+
+def test_patterns_choose_among_the_files_of_a_directory(tmp_path: Path) -> None:
+    for name in ("a.md", "b.txt", "old/c.md", "old/deep/d.md", "lib/node_modules/e.md", "lib/f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert listed(tmp_path, include=["*.txt"]) == ["b.txt", "lib/f.txt"]
+    assert listed(tmp_path, include=["old/*"]) == ["old/c.md", "old/deep/d.md"]
+    assert listed(tmp_path, exclude=["node_modules", "old/"]) == ["a.md", "b.txt", "lib/f.txt"]
+    assert listed(tmp_path, include=["*.md"], exclude=["old/deep/*", "node_modules"]) == ["a.md", "old/c.md"]
+    assert list(find_documents([tmp_path / "b.txt"], ["*.md"], ["b*"])) == [tmp_path / "b.txt"]  # named, so wanted
 
 
 def test_the_digest_tells_contents_apart(tmp_path: Path) -> None:

@@ -107,11 +107,33 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
             parsed(tmp_path, model=str(tmp_path / "missing"), **options)
 
 
-def test_a_flag_that_vllm_does_not_know_ends_with_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parsed(tmp_path, "--no-such-flag")
-    assert stopped.value.code == 2
-    assert "--no-such-flag" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--no-such-flag-at-all", "Unrecognized arguments: --no-such-flag-at-all."),
+        ("--max-modellen=9", "did you mean --max-model-len?"),
+        ("--kv-memry", "did you mean --kv-memory?"),
+        ("--port=x", "Argument --port: invalid"),
+    ],
+)
+def test_a_mistyped_flag_is_told_in_a_line_with_what_was_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, said: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        parsed(tmp_path, flag)
+    assert said in str(refused.value) and "cacheblend serve --help" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1 and "usage:" not in capsys.readouterr().err
+
+
+def test_the_flags_that_are_guessed_at_are_those_of_the_command() -> None:
+    from typer.main import get_command
+
+    from cacheblend_rag.cli import app
+    from cacheblend_rag.server.arguments import _OUR_FLAGS
+
+    command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    own = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    assert own - {"-h", "--help"} == set(_OUR_FLAGS)
 
 
 def test_keys_come_from_the_flag_or_else_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +156,12 @@ def test_the_command_line_hands_on_unknown_flags_and_keeps_its_own(
     monkeypatch.setattr(launch, "serve", lambda options, flags: seen.append((options, list(flags))))
     own = ["serve", "--store", str(tmp_path), "--ratio", "0.2", "--ram-budget", "1GiB", "--max-request-size", "1MiB"]
     others = ["--port", "9", "-tp", "2", "-asc", "1", "--api-key", "a", "b"]
+    short = CliRunner().invoke(app, ["serve", "-m", "acme/llm", "--port", "9", "-s", str(tmp_path / "short")])
+    assert short.exit_code == 0, short.output
+    options, flags = seen.pop()
+    assert (options.model, options.store, flags) == ("acme/llm", tmp_path / "short", ["--port", "9"])
+    assert "bundled model" not in short.stderr
+    assert CliRunner().invoke(app, ["serve", "-m"]).exit_code == 2
     result = CliRunner().invoke(app, own + others)
     assert result.exit_code == 0, result.output
     ((options, flags),) = seen

@@ -27,7 +27,10 @@ def serve(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         *flags,
     ]
     env = {**os.environ, "CACHEBLEND_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    try:
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"serve neither starts nor ends; it wrote {late.stdout!r} and {late.stderr!r}")
 
 
 def test_a_kv_cache_too_small_for_a_prompt_is_told_with_what_to_do(tmp_path: Path) -> None:

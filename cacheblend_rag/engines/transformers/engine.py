@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from cacheblend_rag.blending.controller import control
 from cacheblend_rag.blending.costs import load_costs
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.gate import GateReport, run_gate
+from cacheblend_rag.blending.meter import TierReads
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
@@ -194,7 +195,10 @@ class TransformersEngine(BlendEngine):
         """Let what a prompt took keep the controller's costs current; its first token is there, so its work is done."""
         if self.costs is not None:
             took = time.perf_counter() - prefill.began - prefill.load_s
-            self.costs = self.costs.computed(prefill.computed + prefill.selection, prefill.plan.num_tokens, took)
+            costs = self.costs.computed(prefill.computed + prefill.selection, prefill.plan.num_tokens, took)
+            for tier, reads in prefill.reads.items():
+                costs = costs.loaded(tier, reads.nbytes, reads.count, reads.seconds)
+            self.costs = costs
 
     def _decode(self, token: int, prefill: _Prefill) -> torch.Tensor:
         with self._lock:
@@ -259,9 +263,15 @@ class TransformersEngine(BlendEngine):
         settings, costs = request.settings, self.costs
         if settings.ratio != "auto" or costs is None or not (plan.uses_stored_kv and self.gate.passed):
             return plan, 0.0
-        schedule = self.profile.schedule(settings.check_layers)
-        dense = schedule.check_layers[0] / self.num_layers if policy(settings.policy).needs_deviation else 0.0
-        return control(plan, costs, self.profile.ratio, dense)
+        return control(plan, costs, self.profile.ratio, self.dense_share(settings.policy, settings.check_layers))
+
+    def dense_share(self, name: str, check_layers: tuple[int, ...] | None = None) -> float:
+        """Return the share of the layers that a dense pass of the policy ``name`` goes through; 0 for a policy without one."""
+        return (
+            self.profile.schedule(check_layers).check_layers[0] / self.num_layers
+            if policy(name).needs_deviation
+            else 0.0
+        )
 
     def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan, began: float) -> _Prefill:
         # A model that failed the gate may keep something else than KV: it gets its own kind of cache.
@@ -298,6 +308,7 @@ class TransformersEngine(BlendEngine):
             result.policy,
             result.ratio,
             result.unranked,
+            result.reads,
         )
 
     def close(self) -> None:
@@ -323,6 +334,7 @@ class _Prefill:
     policy: str | None = None
     ratio: float | None = None
     unranked: bool = False
+    reads: Mapping[str, TierReads] = field(default_factory=dict)
 
     @property
     def mode(self) -> Mode:

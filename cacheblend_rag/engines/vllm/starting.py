@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from cacheblend_rag.errors import ModelError
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # "(EngineCore pid=12) ERROR 11-22 05:44:41 [core.py:12] " in front of every line of a record.
 _PREFIX = re.compile(r"^(?:\([^()]+\) ?)?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d: ,.-]+\[[^\]]+\] ?)?")
@@ -42,6 +44,24 @@ _ADVICE: Final = (
 )
 
 
+FAILURES: Final = (RuntimeError, ValueError, TypeError, OSError, AssertionError)
+"""What vLLM raises where it cannot start."""
+
+
+class StartError(ModelError):
+    """vLLM did not start.
+
+    Attributes:
+        model: The model's name.
+        cause: What vLLM raised.
+    """
+
+    def __init__(self, model: str, cause: BaseException, why: str):
+        """Say why, in words."""
+        super().__init__(f"vLLM does not start with {model!r}: {why}")
+        self.model, self.cause = model, cause
+
+
 class StartLog:
     """Stands between vLLM's processes and the terminal while they start; a context manager.
 
@@ -62,7 +82,7 @@ class StartLog:
         """Take stdout and stderr, which the processes that are started inherit."""
         descriptor, name = tempfile.mkstemp(prefix="cacheblend-vllm-", suffix=".log")
         self.file = Path(name)
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
             os.environ.setdefault("VLLM_LOGGING_COLOR", "1")
         ends: dict[int, int] = {}
         for stream in (sys.stdout, sys.stderr):
@@ -96,10 +116,13 @@ class StartLog:
             os.write(self._terminal[number], line)
         self.file.unlink(missing_ok=True)
 
-    def why(self, error: BaseException) -> str:
-        """Return why the start failed and what to do about it: the cause in the log, else ``error``; call it afterwards."""
+    def why(self, error: BaseException, further: str = "") -> str:
+        """Return why the start failed and what to do about it: the cause in the log, else ``error``; call it afterwards.
+
+        ``further`` ends the sentence that says where the whole log is.
+        """
         lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return f"{explain(lines, str(error))}\nvLLM's whole log is in {self.file}; --verbose shows it."
+        return f"{explain(lines, str(error))}\nvLLM's whole log is in {self.file}{further}."
 
     def _forward(self, ends: dict[int, int], descriptor: int) -> None:
         """Hand on, line by line, what arrives from vLLM's processes, until the last of them is gone."""

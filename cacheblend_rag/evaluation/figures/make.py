@@ -13,7 +13,7 @@ from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.evaluation.figures import attention, deviation, quality, speed
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row
 from cacheblend_rag.evaluation.figures.findings import FINDINGS
-from cacheblend_rag.evaluation.plotting import render_svg
+from cacheblend_rag.evaluation.plotting import render_svg, save_figure
 from cacheblend_rag.evaluation.report import Section, render_page, result_sections
 
 FIGURES: Final = {
@@ -97,9 +97,8 @@ def _make(context: Context, figure: Figure, say: Callable[[float, str], None]) -
         writer.writeheader()
         writer.writerows(rows)
     drawn = figure.draw(rows)
-    drawn.savefig(context.out / f"{name}.png")
     vector = render_svg(drawn)
-    (context.out / f"{name}.svg").write_text(vector, encoding="utf-8")
+    save_figure(drawn, context.out / name, f"Figure {figure.number}. {figure.title}")
     found = FINDINGS.get(figure.number)
     return Section(
         f"figure-{figure.number}",

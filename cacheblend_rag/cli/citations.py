@@ -1,0 +1,59 @@
+"""How an answer's sources and the reuse behind it are worded for a person."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.cli.output import seconds
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.results import Generation
+    from cacheblend_rag.rag.results import RagAnswer, Source
+
+_WIDTH = 100
+_SENTENCE = re.compile(r"[^\n.!?]+(?:[.!?]+(?=\s|$)|\.(?=\S)|\n|$)+")
+_WORD = re.compile(r"\w{3,}|\d+")
+
+
+def source_lines(answer: RagAnswer, question: str) -> list[str]:
+    """Return a line for each source, with what it says of the question, and the pipeline's notes."""
+    about = f"{question} {answer.answer}"
+    found = [f"[{number}] {cite(s)}: {snippet(s.text, about)}" for number, s in enumerate(answer.sources, 1)]
+    return [*found, *(f"note: {note}" for note in answer.notes)]
+
+
+def cite(source: Source) -> str:
+    """Return the name of a source's document, and the page where it has pages."""
+    return ", ".join(filter(None, (Path(source.path).name, source.pages)))
+
+
+def snippet(text: str, about: str, width: int = _WIDTH) -> str:
+    """Return the part of ``text``, at most ``width`` characters in one line, that shares most words with ``about``."""
+    wanted = set(_WORD.findall(about.lower()))
+    sentences = [match[0].strip() for match in _SENTENCE.finditer(text)] or [text]
+    best = max(range(len(sentences)), key=lambda n: (len(wanted & set(_WORD.findall(sentences[n].lower()))), -n))
+    shown = " ".join(" ".join(sentences[best:]).split())
+    if len(shown) > width:
+        shown = shown[: width - 1].rsplit(" ", 1)[0] + "…"
+    return f"“{'… ' if best else ''}{shown}”"
+
+
+def _chosen(generation: Generation) -> str:
+    """Return how the recomputed tokens were chosen, where the engine says it."""
+    if generation.policy is None or generation.ratio is None:
+        return ""
+    return f" ({generation.policy}, {generation.ratio:.0%})"
+
+
+def reuse_line(answer: RagAnswer) -> str:
+    """Return how the prompt was handled, and how soon the first token came."""
+    generation = answer.generation
+    usage, ttft = generation.usage, seconds(generation.timings.ttft_s)
+    if generation.mode == "blend":
+        return (
+            f"blend: {usage.reused_tokens:,} tokens reused, {usage.recomputed_tokens:,} recomputed{_chosen(generation)}, "
+            f"{usage.computed_tokens - usage.recomputed_tokens:,} new; first token {ttft}"
+        )
+    return f"prefill ({generation.reason}): {usage.computed_tokens:,} tokens computed; first token {ttft}"

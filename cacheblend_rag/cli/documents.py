@@ -1,0 +1,58 @@
+"""`cacheblend documents`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import app
+from cacheblend_rag.cli.output import print_json, size, table
+
+documents = typer.Typer(no_args_is_help=True, help="List and remove the documents of an index. No model is loaded.")
+app.add_typer(documents, name="documents")
+
+
+@documents.command()
+def ls(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
+    """List the documents that were indexed, with the number of their chunks."""
+    from cacheblend_rag.rag.inventory import Inventory
+
+    with Inventory(options.store_directory(directory)) as inventory:
+        found = inventory.documents()
+    if as_json:
+        print_json([asdict(each) for each in found])
+    elif found:
+        typer.echo(table([["document", "chunks"], *([each.path, f"{each.chunks:,}"] for each in found)]))
+    else:
+        typer.echo("Nothing is indexed here.", err=True)
+
+
+@documents.command()
+def rm(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH...", help="Documents as `documents ls` names them, directories, or file names."),
+    ],
+    directory: options.Store = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Take documents out of the index, and out of the store the KV of chunks that no other document holds.
+
+    The files themselves stay where they are; `cacheblend index` on them, or on their directory, brings them back.
+    """
+    from cacheblend_rag.rag.inventory import Inventory
+
+    with Inventory(options.store_directory(directory)) as inventory:
+        # All are looked up before one is removed: a mistyped name should leave nothing half done.
+        wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
+        removed = [inventory.remove_document(path) for path in wanted]
+    if as_json:
+        print_json([asdict(each) for each in removed])
+        return
+    for each in removed:
+        kept = each.chunks - each.removed
+        note = f"; {kept:,} of its {each.chunks:,} chunks stand in other documents, too, and stay" if kept else ""
+        typer.echo(f"{each.path} removed, with {size(each.nbytes)} of KV{note}")

@@ -1,0 +1,173 @@
+"""`cacheblend index`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.app import INTERRUPTED_EXIT_CODE, app
+from cacheblend_rag.cli.bundled import left_to_bundled, warn_if_not_bundled
+from cacheblend_rag.cli.engines import open_pipeline
+from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, takes_groups
+from cacheblend_rag.cli.output import print_json, progress, seconds, size
+from cacheblend_rag.ui.collections import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
+    from cacheblend_rag.rag.planning import IndexPlan
+
+
+@app.command()
+@takes_groups
+def index(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files and directories: text, Markdown, HTML, PDF, Word, slides, tables, JSON, source code."
+        ),
+    ],
+    *,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Of directories take only files like this: '*.md', 'guides/*'. May be given several times."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out files and directories like this: 'node_modules', '*.json', 'old/*'."),
+    ] = None,
+    store: options.Store = None,
+    model: EngineOptions,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk (default: 512).")] = None,
+    overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share (default: 0).")] = None,
+    embedding: Annotated[
+        str | None, typer.Option(help="sentence-transformers model for retrieval (default: all-MiniLM-L6-v2).")
+    ] = None,
+    budgets: BudgetOptions,
+    rank: options.Rank = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped.
+
+    Ctrl-C loses nothing that was stored: the same command goes on from there.
+    """
+    from cacheblend_rag.rag.locking import indexing_into
+    from cacheblend_rag.retrieval.documents import find_documents
+
+    patterns = {"include": include or (), "exclude": exclude or ()}
+    found = find_documents(paths, **patterns)  # raises: a mistyped path should not cost the loading of a model
+    if left_to_bundled(model):
+        warn_if_not_bundled(found)
+    directory = options.store_directory(store)
+    shown = _Shown()
+    try:
+        with (
+            indexing_into(directory),
+            open_pipeline(
+                model,
+                store,
+                budgets,
+                must_exist=False,
+                chunk_tokens=chunk_tokens,
+                overlap=overlap,
+                embedding=embedding,
+            ) as pipeline,
+            progress("Indexing") as show,
+        ):
+            shown.show = show
+            if rank is not None:
+                pipeline.engine.rank = rank
+            report = pipeline.index(paths, shown, **patterns)
+    except KeyboardInterrupt:
+        typer.echo(f"\n{shown.interrupted()}", err=True)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+    for skipped in report.skipped:
+        typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
+    print_json(asdict(report)) if as_json else _print_report(report)
+    if report.skipped and not (report.added or report.changed or report.unchanged or report.removed):
+        raise typer.Exit(2)
+
+
+class _Shown:
+    """What a user is told while documents are indexed: how much there is to do, once that is known, and how far it is."""
+
+    def __init__(self) -> None:
+        self.show: Callable[[float, int, str], None] = lambda done, total, at: None
+        self._at: IndexProgress | None = None
+        self._planned, self._sized = False, False
+
+    def __call__(self, at: IndexProgress) -> None:
+        self._at = at
+        name = Path(at.path).name
+        if at.plan is None:
+            self.show(at.documents_done, at.documents, f"(reading {name})")
+            return
+        self._tell(at.plan)
+        if at.embedded:
+            name = f"{name} (embedding, {at.embedded:,} of {at.chunks:,})"
+        if at.plan.chunks:
+            self.show(at.planned_done, at.plan.chunks, name)
+
+    def _tell(self, plan: IndexPlan) -> None:
+        if not self._planned and plan.documents:
+            self._planned = True
+            todo = f"To index: {counted(plan.documents, 'document')}, {counted(plan.chunks, 'chunk')}"
+            known = plan.missing is not None
+            rest = f"; {plan.tokens:,} tokens have no stored KV yet." if known else f", {plan.tokens:,} tokens."
+            typer.echo(f"{todo}{rest}", err=True)
+        if not self._sized and plan.kv_bytes is not None:
+            self._sized = True
+            typer.echo(_room_line(plan, plan.kv_bytes), err=True)
+
+    def interrupted(self) -> str:
+        """Return what is kept of a run that was stopped."""
+        at = self._at
+        if at is None or at.plan is None:
+            return "Stopped before anything was computed. Run the same command again to start over."
+        kept = f"{at.documents_done} of {counted(at.documents, 'document')} indexed"
+        if at.chunks_done < at.chunks:
+            kept += f", and the KV of {at.chunks_done:,} of the {at.chunks:,} chunks of {Path(at.path).name} is stored"
+        return f"Stopped. What is done is kept: {kept}. Run the same command again to go on."
+
+
+def _room_line(plan: IndexPlan, expected: int) -> str:
+    line = f"Their KV will take about {size(expected)}"
+    if plan.room_bytes is None:
+        return f"{line}."
+    if plan.fits:
+        return f"{line}; the store's budget has {size(plan.room_bytes)} left for it."
+    return (
+        f"Warning: {line[0].lower()}{line[1:]}, but the store's budget has only {size(plan.room_bytes)} left: the KV of older "
+        "chunks will be dropped, and computed when it is asked for. Ctrl-C, and give it more with --disk-budget."
+    )
+
+
+def _print_report(report: IndexReport) -> None:
+    counts = {
+        "added": len(report.added),
+        "changed": len(report.changed),
+        "unchanged": len(report.unchanged),
+        "removed": len(report.removed),
+        "skipped": len(report.skipped),
+    }
+    documents = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none found"
+    typer.echo(f"documents  {documents}")
+    if report.added or report.changed:
+        typer.echo(
+            f"chunks     {report.chunks:,}; KV of {report.tokens:,} tokens computed in {seconds(report.seconds)}"
+        )
+    if report.ranked:
+        cost = f" in {seconds(report.rank_s)} of that" if report.rank_s else ""
+        typer.echo(
+            f"ranked     {report.ranked:,} chunks{cost}: which of their tokens depend most on what stands before them"
+        )
+    if report.kv_bytes is not None:
+        typer.echo(f"KV         {size(report.kv_bytes)} stored")
+    for reason in sorted(set(report.without_kv.values())):
+        count = sum(reason == other for other in report.without_kv.values())
+        typer.echo(f"Warning: {count} chunks have no stored KV and are computed when asked for: {reason}", err=True)

@@ -1,0 +1,76 @@
+"""Where KV may lie without delaying the first token, by measured costs: what ``cacheblend store calibrate`` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cacheblend_rag.blending.controller import Load, Located, cheapest_tier, decide
+from cacheblend_rag.blending.costs import Costs
+from cacheblend_rag.doctor.costs import token_bytes
+from cacheblend_rag.engines.transformers import TransformersEngine
+
+# What keeping KV costs, in some unit: only the order of the tiers matters.
+_PRICES: Final = {"ram": 10.0, "disk": 1.0}
+_QUESTION: Final = 32
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """What to expect of a typical prompt whose KV lies in one tier.
+
+    Attributes:
+        tier: The tier's name.
+        load_s: Seconds that loading all of it takes.
+        used: Chunks that the loading controller would load; the others are sooner computed.
+        ratio: The highest recompute ratio that costs no time.
+        seconds: Time to first token.
+    """
+
+    tier: str
+    load_s: float
+    used: int
+    ratio: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """Where a typical prompt's KV may lie (paper section 5.1).
+
+    Attributes:
+        least: The lowest recompute ratio that the model needs.
+        prefill_s: Seconds of an ordinary prefill.
+        tiers: What to expect of each tier.
+        cheapest: The cheapest tier from which loading hides behind recomputing; None if there is none.
+    """
+
+    least: float
+    prefill_s: float
+    tiers: tuple[TierPlan, ...]
+    cheapest: str | None
+
+
+def plan_storage(engine: TransformersEngine, costs: Costs, chunks: int, chunk_tokens: int) -> StoragePlan | None:
+    """Return what to expect of a prompt of ``chunks`` chunks of ``chunk_tokens``, by the tier that its KV is in.
+
+    None of the chunks counts as exact. None if the model is not blended.
+    """
+    if not engine.gate.passed:
+        return None
+    span = Located(chunk_tokens, token_bytes(engine) * chunk_tokens, "")
+    dense = engine.dense_share(engine.profile.policy)
+    return plan_tiers(Load([span] * chunks, _QUESTION, engine.profile.ratio, dense=dense), costs)
+
+
+def plan_tiers(load: Load, costs: Costs) -> StoragePlan:
+    """Return what to expect of ``load``, whatever tiers it names, in each tier of ``costs``."""
+    found = []
+    for tier, cost in costs.tiers.items():
+        spans = [replace(span, tier=tier) for span in load.spans]
+        decision = decide(replace(load, spans=spans), costs)
+        load_s = cost.seconds(sum(span.nbytes for span in spans), len(spans) * costs.layers)
+        found.append(TierPlan(tier, load_s, sum(decision.used), decision.ratio, decision.seconds))
+    prices = {tier: price for tier, price in _PRICES.items() if tier in costs.tiers}
+    prefill_s = costs.compute.seconds(load.tokens, load.tokens)
+    return StoragePlan(load.least, prefill_s, tuple(found), cheapest_tier(load, costs, prices))

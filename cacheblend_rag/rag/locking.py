@@ -1,0 +1,85 @@
+"""One run at a time indexes into a directory: two would compute everything twice."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.retrieval.database import FILE_NAME
+from cacheblend_rag.retrieval.index import ChunkIndex
+
+LOCK_NAME = "indexing.lock"
+# What stands in the directory of a store that nothing was put into, beside the index.
+_OURS = frozenset({LOCK_NAME, "kv", "tmp"})
+
+
+@contextmanager
+def indexing_alone(directory: Path) -> Iterator[None]:
+    """Keep every other thread and process from indexing into ``directory`` meanwhile; the thread that does may enter it again.
+
+    Raises:
+        StoreError: Another run is at it, or the directory cannot be written.
+    """
+    # A singleton: the command holds the lock while the model loads, and the pipeline takes it again.
+    lock = FileLock(directory / LOCK_NAME, is_singleton=True)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StoreError(
+            f"Another run is indexing into {directory} now. Wait until it has ended, then run this again: what it has "
+            "indexed costs nothing then."
+        ) from None
+    except OSError as error:
+        raise StoreError(
+            f"Cannot write in {directory}: {error.strerror or error}. Use another store directory."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def indexing_into(directory: Path) -> Iterator[None]:
+    """Make ``directory`` where it is missing, be alone in it, and take it back if nothing was put into it.
+
+    For a command: it learns that another run is at work before it loads a model, and a run that fails, or finds nothing to
+    index, leaves no empty store behind.
+
+    Raises:
+        StoreError: Another run is indexing into it, or it cannot be made or written.
+    """
+    made = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        empty = not any(directory.iterdir())
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be used as a store: {error.strerror or error}. Use another store directory."
+        ) from error
+    with indexing_alone(directory):
+        try:
+            yield
+        finally:
+            # What goes wrong here must not hide what went wrong before; an empty store does no harm.
+            with suppress(StoreError, OSError):
+                if empty and _is_empty(directory):
+                    shutil.rmtree(directory)
+                    if not made:
+                        directory.mkdir()
+
+
+def _is_empty(directory: Path) -> bool:
+    """Say whether a store directory holds no document and no KV."""
+    if ChunkIndex.exists(directory):
+        with ChunkIndex.open(directory) as index:
+            if index.documents():
+                return False
+    return next(directory.glob("kv/*/*"), None) is None and not any(
+        file.name not in _OURS and not file.name.startswith(FILE_NAME) for file in directory.iterdir()
+    )

@@ -1,0 +1,130 @@
+"""What an indexing run has before it: which documents must be indexed, and how much KV that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.retrieval.chunking import iter_chunks
+from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
+
+_MOST_KEPT = 32 << 20
+"""Characters of text whose chunks are kept until their turn comes; further documents are read and cut once more then."""
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """How much there is to index, known before all but one chunk of it is computed.
+
+    Attributes:
+        documents: Documents that are new or changed.
+        chunks: Their chunks.
+        missing: How many distinct ones have no stored KV yet; None where another machine stores it.
+        tokens: Tokens of those; where that is not known, of all.
+        kv_bytes: Expected size of their KV; None where none is stored, or another machine stores it.
+        room_bytes: Bytes that the store's budget has left; None without a budget.
+    """
+
+    documents: int
+    chunks: int
+    missing: int | None
+    tokens: int
+    kv_bytes: int | None = None
+    room_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget has room for all of it, as far as that is known."""
+        return self.kv_bytes is None or self.room_bytes is None or self.kv_bytes <= self.room_bytes
+
+
+@dataclass
+class CutDocument:
+    """A document to index, cut into chunks.
+
+    Attributes:
+        path: The file.
+        digest: Of its contents when it was cut.
+        count: Number of chunks.
+        chunks: The chunks; None where they were too many to keep.
+    """
+
+    path: str
+    digest: str
+    count: int
+    chunks: Sequence[Chunk] | None
+
+
+@dataclass
+class Planner:
+    """Cuts documents and adds up what of them must be computed."""
+
+    engine: BlendEngine
+    config: IndexConfig
+    documents: list[CutDocument] = field(default_factory=list)
+    _missing: set[str] = field(default_factory=set)
+    _tokens: int = 0
+    _kept: int = 0
+
+    def cut(self, document: Document) -> None:
+        """Take a document on."""
+        chunks = self._cut(document)
+        entries = self.engine.entries
+        lasting = None if entries is None else entries.lasting()
+        for chunk in chunks:
+            if chunk.id not in self._missing and not (lasting and lasting.contains(chunk.token_ids)):
+                self._missing.add(chunk.id)
+                self._tokens += len(chunk.token_ids)
+        keep = self._kept + len(document.text) <= _MOST_KEPT
+        self._kept += len(document.text) if keep else 0
+        self.documents.append(CutDocument(document.path, document.digest, len(chunks), chunks if keep else None))
+
+    def lacks(self, chunk: Chunk) -> bool:
+        """Say whether a chunk's KV was missing when it was cut, and can be looked at once it is stored."""
+        return self.engine.entries is not None and chunk.id in self._missing
+
+    def chunks_of(self, cut: CutDocument) -> tuple[str, Sequence[Chunk]] | SkippedDocument:
+        """Return a document's digest and chunks, which this forgets; or why there are none any more."""
+        if cut.chunks is not None:
+            chunks, cut.chunks = cut.chunks, None
+            return cut.digest, chunks
+        document = load_document(cut.path)
+        if isinstance(document, SkippedDocument):
+            return document
+        return document.digest, self._cut(document)
+
+    def _cut(self, document: Document) -> list[Chunk]:
+        size, overlap = self.config.chunk_tokens, self.config.overlap
+        chunks = iter_chunks(document.text, self.engine.tokenizer, size, overlap, document.metadata)
+        return [self._placed(document, chunk) for chunk in chunks]
+
+    @staticmethod
+    def _placed(document: Document, chunk: Chunk) -> Chunk:
+        pages = document.pages(chunk.metadata["start"], chunk.metadata["end"])
+        return replace(chunk, metadata={**chunk.metadata, **pages}) if pages else chunk
+
+    def plan(self) -> IndexPlan:
+        """Return what there is to do; the size of the KV is not known before some of it is stored: see :meth:`sized`."""
+        count = sum(document.count for document in self.documents)
+        missing = None if self.engine.entries is None else len(self._missing)
+        return IndexPlan(len(self.documents), count, missing, self._tokens)
+
+    def sized(self, plan: IndexPlan, stored: Chunk) -> IndexPlan:
+        """Return the plan with the size expected from a chunk whose KV has just been stored."""
+        entries = self.engine.entries
+        if entries is None or not stored.token_ids:
+            return plan
+        lasting = entries.lasting()
+        keys = set(lasting.keys(stored.token_ids))
+        sizes = {entry.key: entry.nbytes for entry in lasting.store.entries()}
+        size = sum(nbytes for key, nbytes in sizes.items() if key in keys)
+        if not size:
+            return plan
+        expected = size * plan.tokens // len(stored.token_ids)
+        # The chunk itself counts as room: it is part of what is expected.
+        budget = lasting.store.budget
+        room = None if budget is None else max(0, budget - sum(sizes.values()) + size)
+        return IndexPlan(plan.documents, plan.chunks, plan.missing, plan.tokens, expected, room)

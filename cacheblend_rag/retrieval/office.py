@@ -1,0 +1,119 @@
+"""Word and PowerPoint files as text; python-docx and python-pptx, which read them, come with the extra `documents`."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from io import BytesIO
+from typing import Any
+
+from cacheblend_rag.retrieval.extraction import UnusableFileError, join_pages
+
+_MOST_UNPACKED = 512 << 20
+_HEADING = re.compile(r"Heading (\d)")
+_INSTALL = "pip install 'cacheblend-rag[documents]'"
+
+
+def word_text(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Return a Word document's text and title, with headings, lists and tables in Markdown; headers and footers are left out.
+
+    Raises:
+        UnusableFileError: It cannot be read, or python-docx is not installed.
+    """
+    try:
+        from docx import Document
+    except ImportError as error:
+        raise UnusableFileError(f"reading it needs python-docx; {_INSTALL}") from error
+    document = _opened(data, Document, "Word document")
+    return _paragraphs(_word_blocks(document)), _title(document)
+
+
+def _word_blocks(document: Any) -> Iterator[tuple[str, bool]]:
+    """Yield blocks of text, and whether each follows its like without an empty line."""
+    for block in document.iter_inner_content():
+        if hasattr(block, "rows"):
+            yield _table(block), False
+            continue
+        text, style = block.text.strip(), getattr(block.style, "name", None) or ""
+        level = 1 if style == "Title" else int(found[1]) if (found := _HEADING.match(style)) else 0
+        in_list = style.startswith("List")
+        if text:
+            yield ("#" * min(level, 6) + " " if level else "- " if in_list else "") + text, in_list
+
+
+def _table(table: Any) -> str:
+    # A merged cell is listed once for each column that it spans.
+    rows = (dict.fromkeys((cell._tc, " ".join(cell.text.split())) for cell in row.cells) for row in table.rows)
+    return "\n".join(" | ".join(text for _, text in row) for row in rows if any(text for _, text in row))
+
+
+def slides_text(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Return a presentation's text, slide by slide, notes included, and its title; slides are its pages (``page_starts``).
+
+    Raises:
+        UnusableFileError: It cannot be read, or python-pptx is not installed.
+    """
+    try:
+        from pptx import Presentation
+    except ImportError as error:
+        raise UnusableFileError(f"reading it needs python-pptx; {_INSTALL}") from error
+    presentation = _opened(data, Presentation, "presentation")
+    slides = {number: _slide(slide) for number, slide in enumerate(presentation.slides, 1)}
+    text, starts = join_pages(slides)
+    return text, {**_title(presentation), "pages": len(slides), "page_starts": starts}
+
+
+def _slide(slide: Any) -> str:
+    title = slide.shapes.title
+    blocks = [(f"# {' '.join(title.text.split())}", False)] if title is not None and title.text.strip() else []
+    blocks += _shapes(shape for shape in slide.shapes if title is None or shape.shape_id != title.shape_id)
+    if slide.has_notes_slide and (frame := slide.notes_slide.notes_text_frame) is not None:
+        blocks.append((frame.text, False))
+    return _paragraphs(blocks)
+
+
+def _shapes(shapes: Iterable[Any]) -> Iterator[tuple[str, bool]]:
+    for shape in shapes:
+        if hasattr(shape, "shapes"):  # a group
+            yield from _shapes(shape.shapes)
+        elif getattr(shape, "has_table", False):
+            rows = ([" ".join(cell.text.split()) for cell in row.cells] for row in shape.table.rows)
+            yield "\n".join(" | ".join(row) for row in rows if any(row)), False
+        elif shape.has_text_frame:
+            yield "\n".join(paragraph.text for paragraph in shape.text_frame.paragraphs), False
+
+
+def _paragraphs(blocks: Iterable[tuple[str, bool]]) -> str:
+    """Join blocks with empty lines, but not those that follow each other tightly."""
+    parts: list[str] = []
+    tight_before = False
+    for text, tight in blocks:
+        if clean := "\n".join(line.strip() for line in text.splitlines() if line.strip()):
+            parts += ["\n" if tight and tight_before else "\n\n", clean]
+            tight_before = tight
+    return "".join(parts[1:])
+
+
+def _opened(data: bytes, reader: Callable[[Any], Any], kind: str) -> Any:
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > _MOST_UNPACKED:
+                raise UnusableFileError(f"it unpacks to more than {_MOST_UNPACKED >> 20} MiB; split it")
+        return reader(BytesIO(data))
+    except UnusableFileError:
+        raise
+    except Exception as error:  # on broken files the readers raise nearly anything
+        if data.startswith(b"\xd0\xcf\x11\xe0"):
+            raise UnusableFileError(
+                "it is encrypted, or in the format before 2007; save a copy without either"
+            ) from error
+        raise UnusableFileError(f"it is not a readable {kind} ({type(error).__name__}: {error})") from error
+
+
+def _title(document: Any) -> dict[str, Any]:
+    try:
+        title = document.core_properties.title
+    except Exception:  # see _opened
+        return {}
+    return {"title": title.strip()} if isinstance(title, str) and title.strip() else {}

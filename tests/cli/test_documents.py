@@ -1,0 +1,110 @@
+"""`cacheblend documents`: what is listed, and what leaves with a document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.rag.locking import indexing_alone
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.store import DiskStore
+from cacheblend_rag.store.kv import read_whole
+from tests.cli.conftest import as_json
+from tests.fake_engine import FakeEngine
+from tests.retrieval import index_workers
+
+Run = Callable[..., Result]
+SHARED = "Both logs say this, word for word."
+
+
+@pytest.fixture
+def store(tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of three documents, two of which share a chunk."""
+    monkeypatch.setattr(Embedder, "load", staticmethod(index_workers.load))
+    (documents / "logs").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (documents / "logs" / name).write_text(f"{SHARED}\n\nThis only {name} has.")
+    directory = tmp_path / "store"
+    engine = FakeEngine(DiskStore(directory))
+    with RagPipeline(engine, directory, chunk_tokens=24) as pipeline:
+        pipeline.index([documents])
+    engine.close()
+    return directory
+
+
+def listed(run: Run, store: Path) -> dict[str, int]:
+    return {Path(row["path"]).name: row["chunks"] for row in as_json(run("documents", "ls", "-s", store, "--json"))}
+
+
+def entries(store: Path) -> int:
+    return len(list(DiskStore(store).entries()))
+
+
+def test_documents_are_listed_with_their_chunks(run, store, documents):
+    assert listed(run, store).keys() == {"observatory.md", "ships.txt", "a.txt", "b.txt"}
+    assert str(documents / "logs" / "a.txt") in run("documents", "ls", "--store", store).stdout
+
+
+def test_a_document_leaves_with_the_kv_of_the_chunks_that_no_other_one_holds(run, store, documents):
+    chunks, before = listed(run, store), entries(store)
+    (removed,) = as_json(run("documents", "rm", documents / "logs" / "a.txt", "--store", store, "--json"))
+    assert "a.txt" not in listed(run, store)
+    assert (removed["chunks"], removed["removed"]) == (chunks["a.txt"], chunks["a.txt"] - 1) and removed["nbytes"] > 0
+    assert entries(store) == before - removed["removed"]
+    found = run("documents", "rm", documents / "logs" / "b.txt", "--store", store)
+    assert "b.txt removed, with " in found.stdout and "stay" not in found.stdout
+    assert entries(store) == before - 2 * removed["removed"] - 1
+
+
+def test_shards_of_several_workers_leave_too(run, store, documents):
+    engine = FakeEngine(DiskStore(store))
+    with RagPipeline(engine, store) as pipeline:
+        chunk = next(c for c in pipeline.chunks.chunks() if "only a.txt" in c.text)
+    for rank in range(2):
+        shard = Entries(engine.store, engine.fingerprint, engine.header_ids, rank, 2)
+        whole = Entries(engine.store, engine.fingerprint, engine.header_ids).get(chunk.token_ids, 1)
+        assert whole is not None
+        shard.put(chunk.token_ids, read_whole(whole))
+    engine.store.delete(engine.key(chunk))
+    before = entries(store)
+    assert run("documents", "rm", "a.txt", "--store", store).exit_code == 0
+    assert entries(store) == before - 2
+
+
+def test_a_directory_means_all_below_it_and_a_file_name_the_only_one_of_that_name(run, store, documents):
+    assert run("documents", "rm", documents / "logs", "ships.txt", "--store", store).exit_code == 0
+    assert listed(run, store).keys() == {"observatory.md"}
+
+
+def test_what_is_not_indexed_is_an_input_error_and_nothing_is_removed(run, store):
+    result = run("documents", "rm", "ships.txt", "ship.txt", "--store", store)
+    assert result.exit_code == 2 and "ship.txt is not in the index" in result.stderr and "documents ls" in result.stderr
+    assert "ships.txt" in listed(run, store)
+
+
+def test_nothing_is_removed_while_another_run_indexes(run, store):
+    with ThreadPoolExecutor(1) as other, ExitStack() as held:
+        other.submit(held.enter_context, indexing_alone(store)).result()
+        assert run("documents", "rm", "ships.txt", "--store", store).exit_code == 3
+        other.submit(held.close).result()
+    assert "ships.txt" in listed(run, store)
+
+
+def test_the_beginning_of_an_id_that_is_too_short_says_so(run, store):
+    result = run("store", "rm", "d8f8", "--store", store)
+    assert result.exit_code == 2 and "at least 6 characters" in result.stderr
+
+
+def test_removed_kv_is_told_as_json(run, store):
+    items = as_json(run("store", "ls", "--store", store, "--json"))
+    item = next(item for item in items if item["path"].endswith("ships.txt"))
+    assert as_json(run("store", "rm", item["id"], "--store", store, "--json")) == [
+        {"id": item["id"], "freed_bytes": item["nbytes"]}
+    ]

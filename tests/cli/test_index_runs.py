@@ -1,0 +1,237 @@
+"""What `index` says and leaves behind when it runs, fails, is stopped, or is not alone. No model: a fake engine indexes."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from cacheblend_rag.cli import output
+from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.errors import ModelError, StoreError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.rag.locking import indexing_alone
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store import open_store
+from tests.cli.conftest import as_json
+from tests.fake_engine import FakeEngine
+from tests.retrieval import index_workers
+from tests.retrieval.test_documents import write_pdf
+
+Run = Callable[..., Result]
+
+
+class Engine(FakeEngine):
+    """Stops where a test tells it to."""
+
+    stop: BaseException | None = None
+
+    def precompute(self, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
+        for chunk in chunks:
+            if self.stop is not None and "STOP" in chunk.text:
+                raise self.stop
+            super().precompute([chunk], progress)
+        return PrecomputeReport(len(chunks), 0, sum(len(chunk.token_ids) for chunk in chunks))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
+    """The engine that every command gets, in front of the store it names."""
+
+    class Mine(Engine):
+        pass
+
+    monkeypatch.setattr(
+        "cacheblend_rag.cli.engines.open_any_engine",
+        lambda chosen, store, budgets: Mine(open_store(store, *budgets.nbytes())),
+    )
+    monkeypatch.setattr(Embedder, "load", staticmethod(index_workers.load))
+    return Mine
+
+
+def _enter(directory: Path) -> None:
+    with indexing_alone(directory):
+        pass
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def index(run: Run, engine: type[Engine], documents: Path, store: Path) -> Callable[..., Result]:
+    def invoke(*more: object) -> Result:
+        return run("index", documents, "--store", store, "--model", "fake", "--chunk-tokens", 24, *more)
+
+    return invoke
+
+
+def test_it_says_beforehand_how_much_there_is_to_do_and_whether_it_fits(index):
+    first = index()
+    assert "To index: 2 documents, " in first.stderr
+    said = re.search(r"Their KV will take about ([\d.]+) KiB; .* left for it", first.stderr)
+    stored = re.search(r"KV  +([\d.]+) KiB stored", first.stdout)
+    assert said and stored and 0.5 < float(said[1]) / float(stored[1]) < 2
+    assert "To index" not in index().stderr
+
+
+def test_it_warns_of_a_budget_that_is_too_small_before_it_is_used_up(index, engine, documents):
+    (documents / "zzz.txt").write_text("The word STOP behind everything else.")
+    engine.stop = KeyboardInterrupt()
+    stopped = index("--disk-budget", 8_000)
+    assert "but the store's budget has only 7.8 KiB left" in stopped.stderr and "--disk-budget" in stopped.stderr
+    assert stopped.stderr.index("has only") < stopped.stderr.index("Stopped.")
+
+
+def test_ctrl_c_says_what_is_kept_and_the_next_run_goes_on(index, engine, documents, store):
+    text = "\n\n".join(f"Part {n} of the log of the ship, which goes on and on." for n in range(8))
+    (documents / "zzz.txt").write_text(text + "\n\nHere is the word STOP.")
+    engine.stop = KeyboardInterrupt()
+    stopped = index()
+    assert stopped.exit_code == 130
+    assert "2 of 3 documents indexed, and the KV of " in stopped.stderr and "chunks of zzz.txt" in stopped.stderr
+    assert "Run the same command again to go on" in stopped.stderr
+    engine.stop = None
+    again = as_json(index("--json"))
+    assert [Path(path).name for path in again["added"]] == ["zzz.txt"] and len(again["unchanged"]) == 2
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_run_that_fails_leaves_no_empty_store_behind(index, engine, documents, store, made):
+    (documents / "aaa.txt").write_text("STOP")
+    engine.stop = ModelError("no memory")
+    if made:
+        store.mkdir()
+    assert index().exit_code == 4
+    assert store.exists() == made and not (made and any(store.iterdir()))
+
+
+def test_nothing_but_unusable_files_leaves_no_store_behind(run, engine, store, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    assert run("index", tmp_path / "empty.txt", "--store", store, "--model", "fake").exit_code == 2
+    assert not store.exists()
+
+
+def test_a_path_that_does_not_exist_is_refused_before_a_model_is_loaded(run, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
+    result = run("index", tmp_path / "nowhere.md", "--store", store, "--model", "fake")
+    assert result.exit_code == 2 and "nowhere.md" in result.stderr and not store.exists()
+
+
+def test_an_embedding_model_that_cannot_be_loaded_is_told_before_any_kv_is_computed(index, engine, store, monkeypatch):
+    def load(name: str) -> None:
+        raise ModelError(f"The embedding model {name!r} cannot be loaded")
+
+    monkeypatch.setattr(Embedder, "load", staticmethod(load))
+    monkeypatch.setattr(engine, "precompute", lambda *_: pytest.fail("computed"))
+    result = index("--embedding", "mistyped/model")
+    assert result.exit_code == 4 and "mistyped/model" in result.stderr and not store.exists()
+
+
+def test_what_was_there_before_a_failed_run_stays(index, engine, documents, store):
+    index()
+    (documents / "aaa.txt").write_text("STOP")
+    engine.stop = ModelError("no memory")
+    assert index().exit_code == 4
+    with ChunkIndex.open(store) as opened:
+        assert len(opened.documents()) == 2
+
+
+def test_a_second_run_on_the_same_index_is_refused_before_a_model_is_loaded(index, store, monkeypatch):
+    index()
+    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
+    with ThreadPoolExecutor(1) as other, ExitStack() as held:
+        other.submit(held.enter_context, indexing_alone(store)).result()
+        result = index()
+        other.submit(held.close).result()
+    assert result.exit_code == 3 and "Another run is indexing into" in result.stderr
+
+
+def test_the_lock_is_held_from_the_loading_of_the_model_to_the_end(index, store, engine, monkeypatch):
+    def held() -> bool:
+        with ThreadPoolExecutor(1) as other:
+            return isinstance(other.submit(_enter, store).exception(), StoreError)
+
+    seen: list[bool] = []
+
+    def opened(chosen: Any, directory: Path, budgets: Any) -> Engine:
+        seen.append(held())
+        return engine(open_store(directory))
+
+    def precompute(self: Engine, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
+        seen.append(held())
+        return FakeEngine.precompute(self, chunks, progress)
+
+    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", opened)
+    monkeypatch.setattr(engine, "precompute", precompute)
+    assert index().exit_code == 0
+    assert len(seen) > 1 and all(seen) and not held()
+
+
+class Ticks:
+    """Stands for the event that ends the lines: time passes, and work is done, while it is waited for."""
+
+    def __init__(self, *steps: Callable[[], None]):
+        self.steps = list(steps)
+
+    def wait(self, seconds: float) -> bool:
+        if not self.steps:
+            return True
+        self.steps.pop(0)()
+        return False
+
+
+def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
+    now = [0.0]
+    lines = output._Lines("Indexing", lambda: now[0])
+
+    def work(done: int, seconds: float) -> Callable[[], None]:
+        def step() -> None:
+            now[0] += seconds
+            if done:
+                lines(done, 100, "big.pdf")
+
+        return step
+
+    begun = [work(0, 5), lambda: lines(0, 100, "big.pdf"), work(0, 5)]
+    lines.say_until(Ticks(*begun, work(5, 0), work(50, 45), work(0, 10)))
+    assert capsys.readouterr().err.splitlines() == [
+        "Indexing big.pdf: 0 of 100",  # nothing was known five seconds before
+        "Indexing big.pdf: 0 of 100",
+        "Indexing big.pdf: 5 of 100, about 2 min left",
+        "Indexing big.pdf: 50 of 100, about 50 s left",
+        "Indexing big.pdf: 50 of 100, about 60 s left",
+    ]
+
+
+def test_the_lines_end_with_the_work(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    before = threading.active_count()
+    with output.progress("Indexing") as show:
+        show(1, 2, "a.txt")
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+
+
+def test_an_answer_from_a_pdf_cites_the_page(run, index, engine, documents, store):
+    write_pdf(documents / "book.pdf", ["Nothing of interest.", "The lighthouse keeper is called Orla Fenwick."])
+    index("--chunk-tokens", 16)
+    found = run("ask", "Who is the lighthouse keeper?", "--store", store, "--model", "fake", "--k", 20)
+    assert "book.pdf, page 2: “" in found.stdout, found.output
+    sources = as_json(run("ask", "Who?", "--store", store, "--model", "fake", "--k", 20, "--json"))["sources"]
+    assert {source["page"] for source in sources if source["path"].endswith("book.pdf")} == {1, 2}
+
+
+def test_patterns_choose_what_is_indexed(index):
+    assert [Path(p).name for p in as_json(index("--json", "--include", "*.md"))["added"]] == ["observatory.md"]
+    found = as_json(index("--json", "--exclude", "*.md"))
+    assert [Path(p).name for p in found["added"]] == ["ships.txt"] and not found["removed"]

@@ -1,0 +1,119 @@
+"""What a shell sees of the command line: exit codes, completion, colours, and one meaning for each option."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner, Result
+
+import cacheblend_rag.cli
+from cacheblend_rag import errors
+from cacheblend_rag.cli import app, output
+
+Run = Callable[..., Result]
+
+
+def commands(group: Any = None, name: str = "") -> Iterator[tuple[str, Any]]:
+    for key, command in (group or get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{name}{key} ")
+        else:
+            yield f"{name}{key}", command
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("cacheblend_rag.rag.inventory.Inventory.__init__", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.CacheBlendError("x"), 1),
+        (errors.InputError("x"), 2),
+        (errors.PromptTooLongError("x"), 2),
+        (errors.UnknownChunkError("x"), 2),
+        (errors.StoreError("x"), 3),
+        (errors.StoreMismatchError("x"), 3),
+        (errors.ModelError("x"), 4),
+        (errors.ServerError("x"), 5),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_every_kind_of_error_has_its_exit_code_and_no_traceback(run: Run, monkeypatch, error, code):
+    failing(monkeypatch, error)
+    result = run("store", "ls")
+    assert result.exit_code == code
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    assert str(code) in run("--help").stdout.split("Exit codes:")[1]
+
+
+def test_a_bug_is_exit_code_70(monkeypatch, capsys):
+    failing(monkeypatch, ZeroDivisionError("x"))
+    monkeypatch.delenv("CACHEBLEND_DEBUG", raising=False)
+    monkeypatch.setattr("sys.argv", ["cacheblend", "store", "ls"])
+    with pytest.raises(SystemExit) as ended:
+        cacheblend_rag.cli.main()
+    assert ended.value.code == 70 and "This is a bug in cacheblend-rag" in capsys.readouterr().err
+
+
+def test_a_mistyped_flag_is_exit_code_2(run: Run):
+    assert run("store", "ls", "--no-such-flag").exit_code == 2
+
+
+def test_the_shell_completes_commands_and_options():
+    for words, wanted in (
+        ("cacheblend ind", "index"),
+        ("cacheblend documents r", "rm"),
+        ("cacheblend ask --rat", "--ratio"),
+    ):
+        env = {"_CACHEBLEND_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        assert CliRunner().invoke(app, [], env=env, prog_name="cacheblend").stdout.split() == [wanted]
+
+
+def test_completion_can_be_installed(run: Run):
+    assert "--install-completion" in run("--help").stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("variable", "coloured"), [("NO_COLOR", False), ("SOME_COLOR", True)])
+def test_no_color_is_respected(monkeypatch, variable, coloured):
+    for name, value in (("TERM", "xterm-256color"), ("COLORTERM", ""), (variable, "1"), ("COLUMNS", "120")):
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with output.progress("Indexing") as show:
+        show(1, 2, "a.txt")
+    colours = re.findall(r"\x1b\[[0-9;]*(?:3[0-9]|38;5;\d+)m", terminal.getvalue())
+    assert bool(colours) == coloured and "Indexing a.txt" in terminal.getvalue()
+
+
+def test_every_command_that_prints_a_result_takes_json():
+    without = {name for name, command in commands() if not any("--json" in option.opts for option in command.params)}
+    assert without == {"chat", "serve", "ui"}
+
+
+def test_an_option_means_the_same_in_every_command():
+    """One definition each: the help of two commands may not drift apart. What differs on purpose is named here."""
+    # Defaults of their own, and what of an evaluation is drawn, written or changed; doctor measures a store beside the model.
+    own = {"--seed", "--out", "--ratio", "--store", "--chunk-tokens", "--max-tokens"}
+    helps: dict[str, set[str]] = {}
+    for name, command in commands():
+        if name.startswith("bench") or name == "serve":
+            continue  # random tokens and vLLM's flags have options of their own
+        for option in command.params:
+            if option.param_type_name == "option":
+                helps.setdefault(option.opts[0], set()).add(option.help or "")
+    assert {name for name, found in helps.items() if len(found) > 1} - own == set()
+    assert len(helps["--model"]) == len(helps["--engine"]) == len(helps["--k"]) == 1

@@ -1,0 +1,139 @@
+"""Word, PowerPoint, tables, JSON and source code become text."""
+
+from __future__ import annotations
+
+import builtins
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.retrieval import office
+from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
+from cacheblend_rag.retrieval.structured import json_text, table_text
+
+
+def loaded(path: Path) -> Document:
+    document = load_document(path)
+    assert isinstance(document, Document), document
+    return document
+
+
+def test_a_word_document_keeps_headings_lists_and_tables(tmp_path: Path) -> None:
+    docx = pytest.importorskip("docx")
+    document = docx.Document()
+    document.core_properties.title = "Rules"
+    document.add_heading("Travel", 1)
+    document.add_paragraph("Above 500 euros the head approves.")
+    for item in ("train", "ship"):
+        document.add_paragraph(item, style="List Bullet")
+    table = document.add_table(2, 3)
+    for number, text in enumerate(("from", "to", "km", "Seldale", "Marlow", "12")):
+        table.cell(number // 3, number % 3).text = text
+    table.cell(0, 0).merge(table.cell(0, 1))
+    document.add_paragraph("The end.")
+    document.sections[0].footer.paragraphs[0].text = "page 1"
+    document.save(tmp_path / "a.docx")
+    found = loaded(tmp_path / "a.docx")
+    assert found.text == (
+        "# Travel\n\nAbove 500 euros the head approves.\n\n- train\n- ship\n\nfrom to | km\nSeldale | Marlow | 12\n\nThe end."
+    )
+    assert found.metadata["title"] == "Rules"
+
+
+def test_a_presentation_is_read_slide_by_slide_with_notes_groups_and_tables(tmp_path: Path) -> None:
+    pptx = pytest.importorskip("pptx")
+    deck = pptx.Presentation()
+    first = deck.slides.add_slide(deck.slide_layouts[1])
+    first.shapes.title.text = "Harbour"
+    first.placeholders[1].text = "Two lights\nOne bell"
+    first.notes_slide.notes_text_frame.text = "Speak slowly."
+    deck.slides.add_slide(deck.slide_layouts[6])
+    third = deck.slides.add_slide(deck.slide_layouts[6])
+    group = third.shapes.add_group_shape()
+    group.shapes.add_textbox(0, 0, 9, 9).text_frame.text = "Grouped"
+    cells = third.shapes.add_table(1, 2, 0, 0, 9, 9).table
+    cells.cell(0, 0).text, cells.cell(0, 1).text = "a", "b"
+    deck.save(tmp_path / "a.pptx")
+    found = loaded(tmp_path / "a.pptx")
+    assert found.text == "# Harbour\n\nTwo lights\nOne bell\n\nSpeak slowly.\n\nGrouped\n\na | b"
+    at = found.text.index("Grouped")
+    assert found.pages(0, 9) == {"page": 1} and found.pages(at, at + 7) == {"page": 3} and found.metadata["pages"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("junk.docx", b"not a zip", "not a readable Word document"),
+        ("old.docx", b"\xd0\xcf\x11\xe0" + bytes(600), "format before 2007"),
+        ("junk.pptx", b"PK\x03\x04", "not a readable presentation"),
+    ],
+)
+def test_what_only_looks_like_an_office_file_is_skipped_with_the_reason(
+    tmp_path: Path, name: str, data: bytes, reason: str
+) -> None:
+    pytest.importorskip(Path(name).suffix[1:])
+    (tmp_path / name).write_bytes(data)
+    document = load_document(tmp_path / name)
+    assert isinstance(document, SkippedDocument) and reason in document.reason
+
+
+@pytest.mark.parametrize(("name", "library"), [("a.docx", "docx"), ("a.pptx", "pptx")])
+def test_without_its_library_a_file_is_skipped_with_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
+) -> None:
+    real = builtins.__import__
+
+    def without(module: str, *rest: Any) -> Any:
+        if module.split(".", maxsplit=1)[0] == library:
+            raise ImportError(module)
+        return real(module, *rest)
+
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setattr(builtins, "__import__", without)
+    document = load_document(tmp_path / name)
+    assert isinstance(document, SkippedDocument)
+    assert f"python-{library}" in document.reason and "'cacheblend-rag[documents]'" in document.reason
+
+
+def test_a_file_that_unpacks_to_too_much_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("docx")
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/document.xml", b" " * 2_000_000)
+    (tmp_path / "bomb.docx").write_bytes(packed.getvalue())
+    monkeypatch.setattr(office, "_MOST_UNPACKED", 1 << 20)
+    document = load_document(tmp_path / "bomb.docx")
+    assert isinstance(document, SkippedDocument) and "unpacks to more than 1 MiB" in document.reason
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_each_row_of_a_table_says_what_its_values_are(delimiter: str) -> None:
+    rows = [["ship", "cargo", "built"], ["Proud Gull", "grain", "1889"], ["Ivory Anchor", "", "1901"]]
+    text = "\n".join(delimiter.join(row) for row in rows)
+    assert table_text(text.encode())[0] == (
+        "ship: Proud Gull, cargo: grain, built: 1889\nship: Ivory Anchor, built: 1901"
+    )
+
+
+def test_a_table_without_a_head_and_with_quoted_cells_is_read() -> None:
+    assert table_text(b'1,"two, with\nlines"\n3,four\n')[0] == "1 | two, with lines\n3 | four"
+    assert table_text(b"alone\n")[0] == "alone"
+
+
+def test_rows_longer_than_the_head_lose_nothing() -> None:
+    assert table_text(b"a,b\n1,2,3\n")[0] == "a: 1, b: 2, 3"
+
+
+def test_json_has_a_line_for_each_value_and_json_lines_a_paragraph_for_each() -> None:
+    assert json_text('{"name":"Börre","ids":[1]}'.encode())[0] == '{\n "name": "Börre",\n "ids": [\n  1\n ]\n}'
+    assert json_text(b'{"a":1}\n{"a":2}\n')[0] == '{\n "a": 1\n}\n\n{\n "a": 2\n}'
+
+
+@pytest.mark.parametrize("name", ["a.py", "a.RS", "a.rst", "a.yaml"])
+def test_source_code_and_rst_stay_as_they_are(tmp_path: Path, name: str) -> None:
+    text = "def f(x):\n    return x  # twice\n"
+    (tmp_path / name).write_text(text)
+    assert loaded(tmp_path / name).text == text
