@@ -132,8 +132,6 @@ def unknown_words(command: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_command_and_option_exists(page: Path) -> None:
-    if page.name == "documents.md" and "documents" not in get_command(app).commands:
-        pytest.skip("the command `documents` is not merged yet")
     assert [(command, wrong) for command in commands(page) if (wrong := unknown_words(command))] == []
 
 
