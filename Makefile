@@ -9,7 +9,7 @@ JOBS   ?= 2
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo browser quick test test-gpu bench-gpu vllm-versions lint types check demo-model demo-corpus clean
+.PHONY: help setup demo browser quick test test-gpu bench-gpu vllm-versions lint types docs check demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,7 +66,11 @@ types: setup       ## Check types
 	cd integrations/langchain-cacheblend && ../../$(BIN)/mypy
 	cd integrations/llama-index-cacheblend && ../../$(BIN)/mypy
 
-check: lint types test ## What CI runs
+docs: setup        ## Build the documentation into docs/_build/html; any warning fails
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
+
+check: lint types docs test ## What CI runs
 
 demo-model: setup  ## Train the bundled model from scratch (hours on two cores; resumable)
 	$(BIN)/python -m training.train

@@ -101,7 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The tests of any other file share its fixtures, and so stay together.
     """
     for item in items:
-        starts_vllm = "running_server" in getattr(item, "fixturenames", ()) or "tests/engines/vllm/" in item.nodeid
+        marked = item.get_closest_marker("vllm") or "running_server" in getattr(item, "fixturenames", ())
+        starts_vllm = bool(marked) or "tests/engines/vllm/" in item.nodeid
         if starts_vllm:
             item.add_marker("slow")
         if config.pluginmanager.hasplugin("xdist"):

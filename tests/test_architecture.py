@@ -101,7 +101,8 @@ def test_relative_and_absolute_imports_are_both_seen() -> None:
     ]
 
 
-DOCUMENTS = [DOCUMENT, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [page for page in sorted(ROOT.glob("docs/**/*.md")) if not {"_build", "generated"} & set(page.parts)]
+DOCUMENTS = [DOCUMENT, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 
 
 def named_paths(document: Path) -> set[str]:
@@ -120,7 +121,9 @@ def program_file(module: str) -> str:
     return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
 
-@pytest.mark.parametrize("document", dict.fromkeys(DOCUMENTS), ids=lambda document: document.name)
+@pytest.mark.parametrize(
+    "document", dict.fromkeys(DOCUMENTS), ids=lambda document: document.relative_to(ROOT).as_posix()
+)
 def test_every_path_in_the_documents_exists(document: Path) -> None:
     places = (PACKAGE, ROOT, document.parent)
     missing = [name for name in sorted(named_paths(document)) if not any((place / name).exists() for place in places)]

@@ -16,7 +16,7 @@ import pytest
 import cacheblend_rag
 
 ROOT = Path(__file__).parent.parent
-PLACES = ("README.md", "docs/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
+PLACES = ("README.md", "docs/**/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
 ENDINGS = {".py", ".md", ".ipynb"}
 # Measure pieces that are nobody else's business: attention kernels, an engine's passes, a trial, tables and plots of evaluations.
 _MEASURES = (

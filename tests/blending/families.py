@@ -1,4 +1,4 @@
-"""Small random models of every family named in the README. Weights are large enough for attention to matter."""
+"""Small random models of every family named in docs/models.md. Weights are large enough for attention to matter."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_calibrate_on_a_store_asks_about_its_own_documents(run, model_dir, docum
 
 
 def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
-    text = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/architecture.md").read_text("utf-8")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "readme.md").write_text(text[:6000])
     arguments = ["doctor", "--calibrate", "--model", model_dir, "--count", 2, "--json"]

@@ -19,7 +19,7 @@ from cacheblend_rag.retrieval.chunking import split_text
 
 pytestmark = pytest.mark.slow
 
-README = Path(__file__).parent.parent.parent / "README.md"
+FOREIGN = Path(__file__).parents[2] / "docs/architecture.md"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(eng
         return done.ratio
 
     own = demo_samples(engine.tokenizer, 1, 99, chunks=4, chunk_tokens=512)[0]
-    foreign = split_text(README.read_text("utf-8"), engine.tokenizer, 512)[:4]
+    foreign = split_text(FOREIGN.read_text("utf-8"), engine.tokenizer, 512)[:4]
     of_own = ratio([make_chunk(text, engine.tokenizer) for text in own.texts], own.question)
     of_foreign = ratio(foreign, "What is a check layer?")
     assert profile.ratio <= of_own < of_foreign <= 0.6

@@ -1,0 +1,166 @@
+"""The tutorial's commands and programs run, in order, and print what the pages show; `...` stands for anything.
+
+What is run: `console` blocks (lines after `$ ` are commands, the rest is what they print) and `python` blocks (one namespace for
+all pages of a test, as in one session); a `text` block is what the `python` block before it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import doctest
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("sybil", reason="sybil is not installed; make setup installs it")
+from sybil import Example, Sybil
+from sybil.parsers.myst import CodeBlockParser
+
+from cacheblend_rag.cli import app
+from tests.server.running import RunningServer
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs/tutorial"
+PORT = "8000"  # as the pages write it; the server of the tests has a free one
+
+
+class Reader:
+    """Someone who does what a page says, in one folder and one Python session."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.printed: str | None = None
+        self.port = PORT
+        self.left = contextlib.ExitStack()
+        self.site = Sybil(
+            parsers=[
+                CodeBlockParser("console", self.run_commands),
+                CodeBlockParser("python", self.run_program),
+                CodeBlockParser("text", self.compare_printed),
+            ]
+        )
+
+    def follow(self, page: Path) -> None:
+        for example in self.site.parse(page):
+            example.evaluate()
+
+    def run_commands(self, example: Example) -> str | None:
+        wrong = []
+        for command, expected in commands_of(example.parsed):
+            got = self.run(command.replace(PORT, self.port)).replace(self.port, PORT)
+            if not matches(expected, got):
+                wrong.append(f"$ {command}\nshows:\n{expected}\nprinted:\n{got}")
+        return "\n".join(wrong) or None
+
+    def run(self, command: str) -> str:
+        """Return what a command prints, or its error; `cacheblend` runs in this process, which has torch, a server stays on."""
+        if command.startswith("cacheblend serve "):
+            server = self.left.enter_context(served(shlex.split(command)[2:]))
+            self.port = server.url.rpartition(":")[2]
+            return ""
+        if command.startswith("cacheblend "):
+            result = CliRunner().invoke(app, shlex.split(command)[1:])
+            # Progress and warnings are on stderr, and no page shows them.
+            return result.stdout if result.exit_code == 0 else result.stderr[result.stderr.find("Error:") :]
+        done = subprocess.run(
+            command, shell=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return done.stdout
+
+    def run_program(self, example: Example) -> str | None:
+        out = io.StringIO()
+        code = compile(example.parsed.replace(PORT, self.port), example.path, "exec")
+        try:
+            with contextlib.redirect_stdout(out):
+                exec(code, self.names)
+        except Exception:
+            return traceback.format_exc()
+        self.printed = out.getvalue()
+        return None
+
+    def compare_printed(self, example: Example) -> str | None:
+        got, self.printed = self.printed, None
+        if got is None:
+            return "There is no python block before it."
+        return None if matches(example.parsed, got) else f"shows:\n{example.parsed}\nprinted:\n{got}"
+
+    def close(self) -> None:
+        for value in self.names.values():
+            if not isinstance(value, type) and callable(getattr(value, "close", None)):
+                value.close()
+        self.left.close()
+
+
+def commands_of(block: str) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console block with what it is shown to print; a command ending in a backslash goes on."""
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, _, expected = part.replace("\\\n", " ").partition("\n")
+        yield command, expected
+
+
+def matches(expected: str, got: str) -> bool:
+    """Compare as doctest does: `...` stands for anything, any white space for any other."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(expected.strip() + "\n", got.strip() + "\n", flags)
+
+
+def served(arguments: list[str]) -> RunningServer:
+    """Return the server that a page starts, on a free port."""
+    parser = argparse.ArgumentParser()
+    for option in ("--store", "--port", "--api-key"):
+        parser.add_argument(option, required=True)
+    page, flags = parser.parse_known_args(arguments)
+    return RunningServer(None, Path(page.store).absolute(), *flags, key=page.api_key)
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    reader = Reader()
+    yield reader
+    reader.close()
+
+
+@pytest.mark.slow
+def test_the_tutorial_prints_what_it_shows(reader: Reader) -> None:
+    for page in ("index", "commands", "python", "chain"):
+        reader.follow(TUTORIAL / f"{page}.md")
+
+
+@pytest.mark.vllm
+def test_the_page_about_serving_prints_what_it_shows(reader: Reader) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    reader.follow(TUTORIAL / "serve.md")
+
+
+def test_the_tutorial_has_no_block_that_is_not_run_but_the_one_that_installs() -> None:
+    kinds = {"console", "python", "text", "{toctree}"}
+    for page in sorted(TUTORIAL.glob("*.md")):
+        blocks = re.findall(r"^```(\S+)\n(.*)", page.read_text("utf-8"), flags=re.MULTILINE)
+        unknown = [first for kind, first in blocks if kind not in kinds]
+        assert [line for line in unknown if not line.startswith("pip install ")] == [], page.name
+
+
+def test_another_output_than_the_shown_one_is_noticed(reader: Reader, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for shown, fits in (("a ... c", True), ("a b", False), ("", False)):
+        for block in (
+            f"```console\n$ echo a b c\n{shown}\n```\n",
+            f"```python\nprint('a b c')\n```\n\n```text\n{shown}\n```\n",
+        ):
+            page.write_text(block)
+            with contextlib.nullcontext() if fits else pytest.raises(Exception, match="printed:\na b c"):
+                reader.follow(page)
