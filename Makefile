@@ -44,7 +44,7 @@ quick: setup       ## Run the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test: setup browser ## Run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 	cd integrations/langchain-cacheblend && ../../$(BIN)/python -m pytest
 	cd integrations/llama-index-cacheblend && ../../$(BIN)/python -m pytest
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -95,19 +95,28 @@ def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as slow whatever starts a vLLM, which takes half a minute; of two workers (`pytest -n 2`) one has them all.
-
-    The tests of any other file share its fixtures, and so stay together.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow whatever starts a vLLM, which takes half a minute."""
     for item in items:
         marked = item.get_closest_marker("vllm") or "running_server" in getattr(item, "fixturenames", ())
-        starts_vllm = bool(marked) or "tests/engines/vllm/" in item.nodeid
-        if starts_vllm:
+        if marked or "tests/engines/vllm/" in item.nodeid:
             item.add_marker("slow")
-        if config.pluginmanager.hasplugin("xdist"):
-            group = "vllm" if starts_vllm or "tests/server/" in item.nodeid else item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group(group))
+
+
+# In these files a vLLM may be started.
+_VLLM = ("tests/engines/vllm/", "tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of two workers (`pytest -n 2`) one runs all that starts a vLLM; a file's tests stay together: they share its fixtures."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "vllm" if nodeid.startswith(_VLLM) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(params=list(TOKENIZERS))
