@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.costs import ComputeCost
@@ -93,13 +95,7 @@ def diagnose(
     say = progress or (lambda line: None)
     device, blended = engine.runner.device, engine.gate.passed
     say("bandwidths")
-    bandwidth = {"ram copy": measure_ram_copy()}
-    if device.type == "cuda":
-        bandwidth["host to device"] = measure_device_copy(device)
-    if store is not None and store.is_dir():
-        for name, cold in (("disk read, cold", True), ("disk read, warm", False)):
-            if (rate := measure_disk_read(store, cold)) is not None:
-                bandwidth[name] = rate
+    bandwidth = _bandwidths(device, store)
     say("prefill")
     prefill_s = measure_prefills(engine)
     compute = fit_compute(prefill_s)
@@ -141,6 +137,18 @@ def diagnose(
         ),
         machine=describe_machine(device),
     )
+
+
+def _bandwidths(device: torch.device, store: Path | None) -> dict[str, float]:
+    """Return bytes per second, by what is read and how."""
+    found = {"ram copy": measure_ram_copy()}
+    if device.type == "cuda":
+        found["host to device"] = measure_device_copy(device)
+    if store is not None and store.is_dir():
+        for name, cold in (("disk read, cold", True), ("disk read, warm", False)):
+            if (rate := measure_disk_read(store, cold)) is not None:
+                found[name] = rate
+    return found
 
 
 def rotation_groups(rope: Rope) -> list[RotationGroup]:

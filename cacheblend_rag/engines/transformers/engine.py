@@ -118,10 +118,11 @@ class TransformersEngine(BlendEngine):
         self._snapshots = None if self.gate.passed else snapshots_of(self.runner)
         self._stores = self.gate.passed or self._snapshots is not None
         if not self.gate.passed:
-            served = "ordinary prefill" if self._snapshots is None else "prefix caching of header and first chunk"
-            warnings.warn(
-                f"{self.fingerprint.name} is served by {served}, without blending: {self.gate.reason}.", stacklevel=2
-            )
+            warnings.warn(self._served_otherwise(), stacklevel=2)
+
+    def _served_otherwise(self) -> str:
+        served = "ordinary prefill" if self._snapshots is None else "prefix caching of header and first chunk"
+        return f"{self.fingerprint.name} is served by {served}, without blending: {self.gate.reason}."
 
     @property
     def entries(self) -> Entries:
