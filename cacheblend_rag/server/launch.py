@@ -193,7 +193,7 @@ class _EngineStart:
         self._engine, self._launch, self._verbose = engine, launch, verbose
 
     async def __aenter__(self) -> AsyncLLM:
-        from cacheblend_rag.engines.vllm.starting import FAILURES, StartError, StartLog
+        from cacheblend_rag.engines.vllm.starting import StartError, StartLog
 
         log = StartLog(self._verbose)
         try:
@@ -202,7 +202,7 @@ class _EngineStart:
                 return started
         except CacheBlendError:
             raise
-        except FAILURES as error:
+        except Exception as error:  # whatever vLLM raises
             why = log.why(error, "; --verbose shows it")
             raise StartError(self._launch.fingerprint.name, error, why) from error
 

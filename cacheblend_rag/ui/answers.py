@@ -56,7 +56,7 @@ class AnswerPanel:
         )
         with gr.Row():
             policy = gr.Dropdown(
-                [_PROFILES, *POLICIES], value=_PROFILES, label="Policy", min_width=140, elem_id="cb-policy"
+                [_PROFILES, *POLICIES], value=_PROFILES, label="Policy", min_width=240, elem_id="cb-policy"
             )
             own = gr.Checkbox(True, label="Model's own ratio", min_width=140, elem_id="cb-own-ratio")
             ratio = gr.Slider(

@@ -25,7 +25,7 @@ class DocumentsPanel:
         self._workspace, self._tabs = workspace, tabs
         self.collection = gr.Dropdown([], label="Collection", interactive=True, elem_id="cb-collection")
         self.files = gr.File(
-            label="Drop files: text, Office, PDF, HTML, tables, code",
+            label="Add documents",
             file_count="multiple",
             height=160,
             elem_id="cb-upload",

@@ -66,7 +66,7 @@ def test_eval_prints_a_table(run, model_dir, questions, tmp_path):
         "prefix caching",
         "full KV reuse",
         "blend",
-        "cross, 1 questions",
+        "cross, 1 question\n",
         "answers-questions-",
     ):
         assert text in result.stdout

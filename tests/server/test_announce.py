@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -13,19 +12,17 @@ pytest.importorskip("starlette", reason="the server's libraries come with vLLM")
 from cacheblend_rag.server import launch
 
 
-async def test_it_is_said_when_the_server_has_started(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_it_is_said_when_the_server_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_POLL_S", 0)
-    caplog.set_level(logging.INFO, logger="vllm.cacheblend")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    said: list[str] = []
+    monkeypatch.setattr(launch, "_log", SimpleNamespace(info=said.append))
     state = SimpleNamespace()
     task = asyncio.create_task(launch.announce(state, "Serving acme on http://127.0.0.1:8000."))
     for server in (None, SimpleNamespace(started=False)):
         state.server = server
         for _ in range(3):
             await asyncio.sleep(0)
-        assert not caplog.messages
+        assert not said
     state.server.started = True
     await asyncio.wait_for(task, 10)
-    assert caplog.messages == ["Serving acme on http://127.0.0.1:8000."]
+    assert said == ["Serving acme on http://127.0.0.1:8000."]

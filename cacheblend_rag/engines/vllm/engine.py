@@ -25,7 +25,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.client import BlendClient
-from cacheblend_rag.engines.vllm.starting import FAILURES, StartError
+from cacheblend_rag.engines.vllm.starting import StartError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore, open_store
 
@@ -121,7 +121,7 @@ class VLLMEngine(BlendEngine):
     async def _start(self, launch: Launch, ratio: float | None, write_back: bool, rank: Rank | None) -> BlendClient:
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
-        except FAILURES as error:
+        except Exception as error:  # whatever vLLM raises
             raise StartError(launch.fingerprint.name, error, str(error)) from error
         return await BlendClient.connect(self._llm, launch, self.store, ratio=ratio, write_back=write_back, rank=rank)
 

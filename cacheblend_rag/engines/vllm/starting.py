@@ -39,13 +39,10 @@ _ADVICE: Final = (
         r"[Oo]ut of memory|Free memory on device|Available memory|available memory|[Cc]annot allocate|can't allocate",
         "Give it less memory (--kv-memory 2GiB; on a GPU --gpu-memory-utilization 0.7), or choose a smaller model.",
     ),
+    (r"ipc path .* is longer than", "Set TMPDIR to a directory with a shorter path."),
     (r"requires Triton", "Set VLLM_USE_V2_MODEL_RUNNER=0, or install Triton."),
     (r"[Mm]odel architectures? .*not supported", "This vLLM does not know the model; a newer one may."),
 )
-
-
-FAILURES: Final = (RuntimeError, ValueError, TypeError, OSError, AssertionError)
-"""What vLLM raises where it cannot start."""
 
 
 class StartError(ModelError):

@@ -71,7 +71,7 @@ try:
             raise RuntimeError({parent!r})
 except RuntimeError as error:
     print("SAID", log.why(error), "KEPT", log.file.exists())
-print("after", "left" if log.file.exists() else "gone")
+print("after left" if log.file.exists() else "after gone")
 """
 
 
