@@ -91,34 +91,36 @@ def test_deeper_check_layers_and_gradual_filtering_equal_the_reference(family: s
     assert widths[-1] == 1
 
 
+def models_own(model: Any, scene: Scene, count: int) -> tuple[int, ...]:
+    """The model's greedy answer, each token by a forward over all tokens before it."""
+    ids = list(scene.prompt.token_ids)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return tuple(ids[-count:])
+
+
 @pytest.mark.parametrize("piece", [100, 108])
 def test_behind_the_first_piece_of_chunked_local_attention_nothing_is_blended_and_all_is_the_models_own(
     piece: int,
 ) -> None:
     scene, model = Scene(), make_model(llama4(_BASE, 16, piece))
-    ids = list(scene.prompt.token_ids)  # 110: the answer, too, stands behind a cut
-    want: list[int] = []
-    while len(want) < 12:
-        with torch.no_grad():
-            want.append(int(model(torch.tensor([ids + want]), use_cache=False).logits[0, -1].argmax()))
+    want = models_own(model, scene, 12)  # behind 110 tokens: the answer, too, stands behind a cut
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
     answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=0.15))
-    assert (answer.mode, answer.token_ids) == ("prefill", tuple(want))
+    assert (answer.mode, answer.token_ids) == ("prefill", want)
     assert f"cut after {piece} tokens" in answer.reason
 
 
 def test_an_answer_behind_a_blend_may_be_cut_by_chunked_local_attention() -> None:
     scene = Scene()
     model = make_model(llama4(_BASE, 16, len(scene.prompt.token_ids) + 4))
-    ids, want = list(scene.prompt.token_ids), []
-    while len(want) < 12:
-        with torch.no_grad():
-            want.append(int(model(torch.tensor([ids + want]), use_cache=False).logits[0, -1].argmax()))
+    want = models_own(model, scene, 12)
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
     answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=1.0))
-    assert (answer.mode, answer.token_ids) == ("blend", tuple(want))
+    assert (answer.mode, answer.token_ids) == ("blend", want)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
