@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
     from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.request import Request
-    from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, TokenLogprob, Usage
+    from cacheblend_rag.engines.results import (
+        Generation,
+        PrecomputeReport,
+        Score,
+        StreamEvent,
+        Timings,
+        TokenLogprob,
+        Usage,
+    )
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.vllm import VLLMEngine
@@ -80,6 +88,7 @@ _HOMES = {
     "Request": "engines.request",
     "Reuse": "blending.settings",
     "SamplingParams": "engines.sampling",
+    "Score": "engines.results",
     "ServerError": "errors",
     "StoreError": "errors",
     "StoreMismatchError": "errors",
@@ -136,6 +145,7 @@ __all__ = [
     "Request",
     "Reuse",
     "SamplingParams",
+    "Score",
     "ServerError",
     "StoreError",
     "StoreMismatchError",

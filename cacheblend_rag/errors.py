@@ -37,6 +37,13 @@ class DamagedKVError(StoreError):
     """A stored KV entry failed its checks. Always handled as a miss; it reaches a user only through `verify`."""
 
 
+class StoreUnavailableError(StoreError):
+    """A tier does not answer, or its medium cannot be read now: a timeout, a refused connection, a server's 5xx, ESTALE.
+
+    It says nothing about what is stored. For the prompt at hand it is a miss, and nothing is deleted for it.
+    """
+
+
 class ModelError(CacheBlendError):
     """A model that cannot be loaded or used."""
 

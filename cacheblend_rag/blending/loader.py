@@ -9,10 +9,11 @@ from types import TracebackType
 
 import torch
 
-from cacheblend_rag.blending.meter import TierReads
+from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.reads import reads_of
 from cacheblend_rag.blending.rope import Move, Rope, moved
+from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import LayerKV
 
 
@@ -64,11 +65,24 @@ class LayerLoader:
         self._exact_tokens = sum(s.end - s.start for s in self._exact)
         self.wait_s = 0.0
         self.loaded_bytes = 0
+        self._layers = [0] * len(self._all)
 
     @property
     def reads(self) -> Mapping[str, TierReads]:
         """What was read so far, by tier."""
         return self._reads.meter.taken()
+
+    @property
+    def loads(self) -> tuple[ChunkLoad, ...]:
+        """What was loaded so far, span by span."""
+        return tuple(
+            self._load_of(span, layers) for span, layers in zip(self._all, self._layers, strict=True) if layers
+        )
+
+    def _load_of(self, span: StoredSpan, layers: int) -> ChunkLoad:
+        kv = span.kv
+        chunk_id = "" if span.chunk is None else span.chunk.id
+        return ChunkLoad(chunk_id, kv.tier, kv.nbytes * layers // kv.num_layers, self._reads.meter.taken_of(kv).seconds)
 
     def __enter__(self) -> LayerLoader:
         """Return itself."""
@@ -86,13 +100,15 @@ class LayerLoader:
         Call once for each layer, in ascending order.
 
         Raises:
-            DamagedSpanError: A stored layer failed its checks.
+            UnusableSpanError: A stored layer failed its checks, or cannot be read now.
         """
         if not self._spans(index):
             return None
         begin = time.perf_counter()
         parts = self._reads.parts(index)
         self.wait_s += time.perf_counter() - begin
+        for span in range(len(parts)):  # the exact ones stand first, and are always among them
+            self._layers[span] += 1
         kv = self._reads.joined(index, parts)
         self.loaded_bytes += kv.k.nbytes + kv.v.nbytes
         count = kv.k.shape[1]

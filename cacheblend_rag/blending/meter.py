@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from cacheblend_rag.store.events import ReadClock, TierReads
 from cacheblend_rag.store.kv import StoredKV
 
 
 @dataclass(frozen=True)
-class TierReads:
-    """Reads from one tier for one prompt.
+class ChunkLoad:
+    """Where the stored KV of one chunk in a prompt came from.
 
     Attributes:
-        nbytes: Size of what was read.
-        count: How many reads.
-        seconds: Time during which at least one of them ran.
+        chunk_id: The chunk; empty for the header.
+        tier: Name of the tier.
+        nbytes: Size of what was read: layers that a dense pass computes afresh are not.
+        seconds: Time in which at least one of its reads ran, beside the computation; 0 from RAM, where nothing is read.
     """
 
-    nbytes: int = 0
-    count: int = 0
-    seconds: float = 0.0
-
-
-class _Tier:
-    def __init__(self) -> None:
-        self.reads = TierReads()
-        self.running = 0
-        self.since = 0.0
+    chunk_id: str
+    tier: str
+    nbytes: int
+    seconds: float
 
 
 class ReadMeter:
@@ -38,7 +33,8 @@ class ReadMeter:
 
     def __init__(self) -> None:
         """Begin with nothing read."""
-        self._tiers: dict[str, _Tier] = {}
+        self._tiers: dict[str, ReadClock] = {}
+        self._entries: dict[int, ReadClock] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -48,22 +44,19 @@ class ReadMeter:
             yield
             return
         with self._lock:
-            tier = self._tiers.setdefault(kv.tier, _Tier())
-            if tier.running == 0:
-                tier.since = time.perf_counter()
-            tier.running += 1
-        nbytes = 0
-        try:
+            tier = self._tiers.setdefault(kv.tier, ReadClock())
+            entry = self._entries.setdefault(id(kv), ReadClock())
+        nbytes = kv.nbytes // kv.num_layers
+        with tier.reading(nbytes), entry.reading(nbytes):
             yield
-            nbytes = kv.nbytes // kv.num_layers
-        finally:
-            with self._lock:
-                tier.running -= 1
-                took = time.perf_counter() - tier.since if tier.running == 0 else 0.0
-                done = tier.reads
-                tier.reads = TierReads(done.nbytes + nbytes, done.count + bool(nbytes), done.seconds + took)
 
     def taken(self) -> Mapping[str, TierReads]:
         """Return what was read so far, by tier."""
         with self._lock:
-            return {name: tier.reads for name, tier in self._tiers.items()}
+            return {name: tier.taken() for name, tier in self._tiers.items()}
+
+    def taken_of(self, kv: StoredKV) -> TierReads:
+        """Return what was read of one entry so far."""
+        with self._lock:
+            entry = self._entries.get(id(kv))
+        return TierReads() if entry is None else entry.taken()

@@ -12,30 +12,31 @@ import torch
 from cacheblend_rag.blending.meter import ReadMeter
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.transfer import Slot, Staged, Transfer, transfer_to
-from cacheblend_rag.errors import DamagedKVError
+from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
 
 # How much may lie ready on the device before it is computed with: enough that the copies never wait for the computation,
 # little enough to stay unseen beside a model. Two layers may always, so that one is copied while the other is used.
 AHEAD_BYTES = 128 << 20
-# From a disk to a CPU two layers hide a slow read; a second thread would take a core from the computation.
-_CPU_LAYERS_AHEAD, _CPU_THREADS = 2, 1
+# From a disk to a CPU two layers hide a slow read; a second thread would take a core from the computation. From afar, where a
+# read is a round trip, there are as many threads as the tier answers reads at once, and a layer more than that on its way.
+_CPU_LAYERS_AHEAD = 2
 # To a device the threads only read and check; one alone is slower than the device's bus.
 _DEVICE_THREADS = 4
 
 
-class DamagedSpanError(Exception):
-    """A span's stored KV failed its checks while it was being loaded."""
+class UnusableSpanError(Exception):
+    """A span's stored KV failed its checks, or could not be read, while it was being loaded."""
 
     def __init__(self, span: StoredSpan | None):
         """Name the span; None if another tensor-parallel rank holds it."""
         where = "on another rank" if span is None else f"for positions {span.start} to {span.end}"
-        super().__init__(f"stored KV {where} is damaged")
+        super().__init__(f"stored KV {where} cannot be used")
         self.span = span
 
     @property
     def token_ids(self) -> tuple[int, ...] | None:
-        """Token ids of the damaged entry, ``()`` for the header's; None if another rank holds it."""
+        """Token ids of the entry, ``()`` for the header's; None if another rank holds it."""
         if self.span is None:
             return None
         return self.span.chunk.token_ids if self.span.chunk is not None else ()
@@ -56,7 +57,7 @@ class Reads(Protocol):
         Call once for each layer that has spans, in ascending order.
 
         Raises:
-            DamagedSpanError: A stored layer failed its checks.
+            UnusableSpanError: A stored layer failed its checks, or cannot be read now.
         """
 
     def joined(self, layer: int, parts: Sequence[LayerKV]) -> LayerKV:
@@ -81,14 +82,17 @@ class _CPUReads:
 
     def __init__(self, spans: SpansOf, num_layers: int):
         self._spans, self._num_layers, self.meter = spans, num_layers, ReadMeter()
-        in_place = all(span.kv.tier == "ram" for span in spans(num_layers - 1))
-        self._pool = None if in_place else ThreadPoolExecutor(_CPU_THREADS, thread_name_prefix="cacheblend-load")
+        every = spans(num_layers - 1)
+        threads = _at_once(every)
+        self._ahead = max(_CPU_LAYERS_AHEAD, threads + 1)
+        in_place = all(span.kv.tier == "ram" for span in every)
+        self._pool = None if in_place else ThreadPoolExecutor(threads, thread_name_prefix="cacheblend-load")
         self._pending: dict[int, Future[list[LayerKV]]] = {}
         self._submitted = 0
-        self._read_ahead(_CPU_LAYERS_AHEAD)
+        self._read_ahead(self._ahead)
 
     def parts(self, layer: int) -> list[LayerKV]:
-        self._read_ahead(layer + 1 + _CPU_LAYERS_AHEAD)
+        self._read_ahead(layer + 1 + self._ahead)
         return self._read(layer) if self._pool is None else self._pending.pop(layer).result()
 
     def joined(self, layer: int, parts: Sequence[LayerKV]) -> LayerKV:
@@ -120,7 +124,8 @@ class _DeviceReads:
         every = spans(num_layers - 1)
         self._tokens = sum(span.kv.num_tokens for span in every)
         in_place = all(span.kv.tier == "ram" and span.kv.layer(0).k.is_pinned() for span in every)
-        self._pool = None if in_place else ThreadPoolExecutor(_DEVICE_THREADS, thread_name_prefix="cacheblend-load")
+        threads = max(_DEVICE_THREADS, _at_once(every))
+        self._pool = None if in_place else ThreadPoolExecutor(threads, thread_name_prefix="cacheblend-load")
         nbytes = sum(span.kv.nbytes for span in every) // num_layers
         self._slots = [Slot() for _ in range(min(max(2, AHEAD_BYTES // max(nbytes, 1)), num_layers))]
         self._pending: dict[int, tuple[Slot, Future[Staged]]] = {}
@@ -169,9 +174,13 @@ class _DeviceReads:
         return self._transfer.stage(slot, whole, self._tokens)
 
 
+def _at_once(spans: Sequence[StoredSpan]) -> int:
+    return max((span.kv.at_once for span in spans), default=1)
+
+
 def _checked(meter: ReadMeter, span: StoredSpan, read: Callable[[], LayerKV]) -> LayerKV:
     try:
         with meter.reading(span.kv):
             return read()
-    except DamagedKVError as error:
-        raise DamagedSpanError(span) from error
+    except (DamagedKVError, StoreUnavailableError) as error:
+        raise UnusableSpanError(span) from error

@@ -17,9 +17,11 @@ from cacheblend_rag.cli import (
     documents,
     eval,
     index,
+    realm,
     serve,
     store,
     sweeps,
+    tune,
     ui,
 )
 from cacheblend_rag.cli.app import UNEXPECTED_EXIT_CODE, app
@@ -36,9 +38,11 @@ __all__ = [
     "eval",
     "index",
     "main",
+    "realm",
     "serve",
     "store",
     "sweeps",
+    "tune",
     "ui",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,8 +12,12 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.chat import Chat
 from cacheblend_rag.cli.citations import reuse_line, source_lines
 from cacheblend_rag.cli.engines import open_pipeline
+from cacheblend_rag.cli.explain import explain_lines
 from cacheblend_rag.cli.groups import CONVERSATION, QuestionOptions, takes_groups
 from cacheblend_rag.cli.output import print_json
+
+if TYPE_CHECKING:
+    from cacheblend_rag.rag.results import RagAnswer
 
 
 @app.command()
@@ -22,12 +26,23 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     *,
     how: QuestionOptions,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Say where each chunk's KV came from, what that took, and why it was done so."),
+    ] = False,
+    retriever: options.Retriever = None,
+    answer_by: options.AnswerBy = "together",
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer one question from the indexed documents."""
     sampling, settings = how.sampling.params(), how.blend.settings()
-    with open_pipeline(how.model, how.store, how.budgets, k=how.k) as pipeline:
-        answer = pipeline.ask(question, sampling, settings)
+    with open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever) as pipeline:
+        if answer_by == "marginal":
+            from cacheblend_rag.rag.marginal import answer_marginally
+
+            answer: RagAnswer = answer_marginally(pipeline, question, how.k, sampling)
+        else:
+            answer = pipeline.ask(question, sampling, settings)
     if as_json:
         print_json(answer.to_dict())
         return
@@ -35,12 +50,16 @@ def ask(
     typer.echo()
     for line in (*source_lines(answer, question), reuse_line(answer)):
         typer.echo(line)
+    if explain:
+        typer.echo()
+        for line in explain_lines(answer):
+            typer.echo(line)
 
 
 @app.command()
 @takes_groups
-def chat(how: QuestionOptions = CONVERSATION) -> None:
+def chat(how: QuestionOptions = CONVERSATION, retriever: options.Retriever = None) -> None:
     """Answer questions one after another, streaming; one may refer to those before it. /help lists commands."""
     sampling, settings = how.sampling.params(), how.blend.settings()
-    with open_pipeline(how.model, how.store, how.budgets, k=how.k) as pipeline:
+    with open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever) as pipeline:
         Chat(pipeline, sampling, settings).run(sys.stdin.isatty())

@@ -1,4 +1,4 @@
-"""`cacheblend bench ttft`, `index`, `throughput` and `streams`, on either engine."""
+"""`cacheblend bench ttft`, `index`, `score`, `throughput` and `streams`, on either engine."""
 
 from __future__ import annotations
 
@@ -127,6 +127,37 @@ def index(
     typer.echo(
         f"index, ranked too       {rates['ranked']:10,.0f} tokens/s   {result['rank_cost']:.2f} times as long as without"
     )
+
+
+@bench.command()
+@takes_groups
+def score(
+    *,
+    model: BenchOptions,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks, each in a prompt of its own.")] = 8,
+    chunk_tokens: ChunkTokens = 512,
+    question_tokens: QuestionTokens = 32,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the answer that is scored.")] = 8,
+    repeat: Repeat = 3,
+    kv: KV = "ram",
+    directory: Directory = None,
+    seed: RandomSeed = 0,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Measure scoring a given answer over each chunk's stored KV, against prefilling chunk, question and answer."""
+    from cacheblend_rag.bench import ScoreSettings, Workbench, bench_score
+
+    settings = ScoreSettings(chunks, chunk_tokens, question_tokens, answer_tokens, repeat, seed)
+    with status("Measuring") as say, Workbench.open(model.choice(), kv, directory) as place:
+        result = bench_score(place, settings, say)
+    if as_json:
+        print_json(result)
+        return
+    times = {name: seconds(median(method["seconds_per_pair"])) for name, method in result["methods"].items()}
+    typer.echo(_heading(result))
+    typer.echo(f"prefill of chunk, question, answer   {times['prefill']} a pair")
+    typer.echo(f"score over the chunk's stored KV     {times['cached']} a pair   {result['speedup']:.1f}x")
+    typer.echo(f"largest difference of a token's log-probability  {result['largest_difference']:.1e}")
 
 
 @bench.command()

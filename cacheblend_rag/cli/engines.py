@@ -106,10 +106,11 @@ def open_any_engine(chosen: EngineOptions, store: Path, budgets: BudgetOptions) 
     from cacheblend_rag.store import open_store
 
     ram, disk = budgets.nbytes()
-    if chosen.server is not None and (ram, disk) != (None, None):
-        raise InputError("--ram-budget and --disk-budget do not go with --server: its store is its own.")
+    if chosen.server is not None and budgets.given:
+        raise InputError(f"{', '.join(budgets.given)} does not go with --server: its store is its own.")
     if chosen.server:
         return open_server(chosen)
+    budgets.note(store)
     if chosen.engine == "vllm":
         return open_vllm(chosen, store, ram, disk)
     return open_engine(chosen, open_store(store, ram, disk))
@@ -126,6 +127,7 @@ def open_pipeline(
     chunk_tokens: int | None = None,
     overlap: int | None = None,
     embedding: str | None = None,
+    query_encoder: Path | None = None,
 ) -> Iterator[RagPipeline]:
     """Open the store of a command with its model in front.
 
@@ -144,6 +146,12 @@ def open_pipeline(
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(
-            engine, path, k=k, chunk_tokens=chunk_tokens, overlap=overlap, embedding=embedding
+            engine,
+            path,
+            k=k,
+            chunk_tokens=chunk_tokens,
+            overlap=overlap,
+            embedding=embedding,
+            query_encoder=query_encoder,
         ) as pipeline:
             yield pipeline

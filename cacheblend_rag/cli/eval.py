@@ -74,6 +74,7 @@ class EvalOptions:
     kinds: Kinds = None
     k: options.K = 6
     chunk_tokens: ChunkTokens = 512
+    retriever: options.Retriever = None
     blend: BlendOptions = field(default_factory=BlendOptions)
 
     def settings(self, max_tokens: int | None = None, **more: Any) -> EvalSettings:
@@ -94,7 +95,12 @@ class EvalOptions:
             limit=self.limit,
             seed=self.seed,
             kinds=None if self.kinds is None else _split_names(self.kinds),
-            preparation=Preparation(self.k, self.chunk_tokens, max_tokens=max_tokens),
+            preparation=Preparation(
+                self.k,
+                self.chunk_tokens,
+                max_tokens=max_tokens,
+                query_encoder=None if self.retriever is None else str(self.retriever.expanduser()),
+            ),
             **more,
         )
 
@@ -138,7 +144,7 @@ def evaluate_command(
         str,
         typer.Option(
             help="full, prefix, reuse, blend, map_reduce, map_rerank, langchain_map_reduce, langchain_map_rerank, reorder "
-            "(chunks in an order that a prefix cache hits), reorder+blend, and further "
+            "(chunks in an order that a prefix cache hits), reorder+blend, marginal (each chunk alone, summed), and further "
             "blends as POLICY@RATIO or POLICY@RATIO@LAYERS (sink@0.1, hkvd@0.15@1+3); separated by commas.",
         ),
     ] = "full,prefix,reuse,blend",

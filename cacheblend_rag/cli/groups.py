@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
 
 from cacheblend_rag.cli import options
 
@@ -107,8 +110,9 @@ class BlendOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """How much KV the store may hold."""
+    """Where the store keeps its KV, and how much of it."""
 
+    kv: options.KV = None
     ram_budget: options.RamBudget = None
     disk_budget: options.DiskBudget = None
 
@@ -120,6 +124,32 @@ class BudgetOptions:
         """
         ram, disk = (None if text is None else options.nbytes(text) for text in (self.ram_budget, self.disk_budget))
         return ram, disk
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given."""
+        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
+
+    def note(self, directory: Path) -> None:
+        """Note in a store where its KV is kept from now on, if that was given; say on stderr if it was another place so far.
+
+        Raises:
+            InputError: It cannot be used, or does not go with the other options.
+            StoreError: It cannot be noted.
+        """
+        if self.kv is None:
+            return
+        from cacheblend_rag.errors import InputError
+        from cacheblend_rag.store import record_tiers, recorded_tiers
+
+        if others := [name for name in self.given if name != "--kv"]:
+            raise InputError(f"{', '.join(others)} does not go with --kv: each address takes a budget, as ram://8GiB.")
+        before = recorded_tiers(directory)
+        record_tiers(directory, self.kv)
+        if before not in (None, self.kv):
+            typer.echo(
+                f"The KV of {directory} is kept in {self.kv} from now on. What lies in {before} is not moved.", err=True
+            )
 
 
 @dataclass(frozen=True)

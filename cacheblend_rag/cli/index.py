@@ -143,7 +143,7 @@ def _room_line(plan: IndexPlan, expected: int) -> str:
         return f"{line}; the store's budget has {size(plan.room_bytes)} left for it."
     return (
         f"Warning: {line[0].lower()}{line[1:]}, but the store's budget has only {size(plan.room_bytes)} left: the KV of older "
-        "chunks will be dropped, and computed when it is asked for. Ctrl-C, and give it more with --disk-budget."
+        "chunks will be dropped, and computed when it is asked for. Ctrl-C, and give it more with --disk-budget, or in --kv."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -84,6 +83,18 @@ CheckLayers = Annotated[
         rich_help_panel=_BLEND,
     ),
 ]
+Retriever = Annotated[
+    Path | None,
+    typer.Option(help="Directory of a query encoder that `cacheblend tune-retriever` has made for the index."),
+]
+AnswerBy = Annotated[
+    Literal["together", "marginal"],
+    typer.Option(
+        "--answer",
+        help="From one prompt with all chunks, or from each chunk alone: the answer that is likeliest over all of them.",
+        rich_help_panel=_ANSWER,
+    ),
+]
 K = Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to answer with.", rich_help_panel=_ANSWER)]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.", rich_help_panel=_ANSWER)]
@@ -101,7 +112,16 @@ DiskBudget = Annotated[
     typer.Option(help="KV to hold on disk, as 100GiB (default: half of what is free).", rich_help_panel=_BLEND),
 ]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+KV = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        help="Where the store keeps its KV, fastest first: ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,"
+        "s3://bucket/prefix. Noted in the store, so that later commands need not be told "
+        "(default: what is noted, else RAM and the store's own directory).",
+        rich_help_panel=_BLEND,
+    ),
+]
 
 
 def store_directory(given: Path | None) -> Path:
@@ -117,17 +137,14 @@ def store_directory(given: Path | None) -> Path:
 
 
 def nbytes(text: str) -> int:
-    """Parse a size: ``2GiB`` is 2 * 1024³ bytes, ``2GB`` 2 * 1000³, ``2G`` as ``2GiB``.
+    """Parse a size; see :func:`parse_size`.
 
     Raises:
         InputError: It is no size.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise InputError(f"{text!r} is not a size; write 2GiB, 500MB or 0.")
-    number, unit, binary = match.groups()
-    decimal = not binary and text.strip().upper().endswith("B")
-    return int(float(number) * (1000 if decimal else 1024) ** " KMGT".index(unit.upper() or " "))
+    from cacheblend_rag.store.urls import parse_size
+
+    return parse_size(text)
 
 
 def ratio(text: str | None) -> float | Literal["auto"] | None:

@@ -12,6 +12,9 @@ from typing import Any
 
 import typer
 
+Show = Callable[[float, int, str], None]
+"""Takes how much is done, of how much, and what is at hand."""
+
 _SECONDS_A_LINE = 5.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -49,7 +52,7 @@ def seconds(value: float) -> str:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[float, int, str], None]]:
+def progress(label: str) -> Iterator[Show]:
     """Show on stderr how far the block is: a bar on a terminal, else a line every few seconds.
 
     Yields a function of how much is done, of how much, and what is at hand.

@@ -68,6 +68,7 @@ def serve(
     if model is None:
         warn_of_bundled_model()
     ram, disk = budgets.nbytes()
+    budgets.note(options.store_directory(store))
     if ratio is not None and not 0 <= ratio <= 1:
         from cacheblend_rag.errors import InputError
 

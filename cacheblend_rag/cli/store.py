@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from cacheblend_rag.cli.output import print_json, progress, seconds, size, statu
 
 if TYPE_CHECKING:
     from cacheblend_rag.doctor.storage import StoragePlan
+    from cacheblend_rag.rag.inventory import TierUse
 
 store = typer.Typer(
     no_args_is_help=True,
@@ -26,20 +27,63 @@ app.add_typer(store, name="store")
 
 @store.command()
 def stats(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
-    """Show how much the store holds."""
+    """Show what the store holds, tier by tier, and what was counted of them: by the processes that have closed it."""
     from cacheblend_rag.rag.inventory import Inventory
+    from cacheblend_rag.store import recorded_tiers
 
-    with Inventory(options.store_directory(directory)) as inventory:
+    place = options.store_directory(directory)
+    with Inventory(place) as inventory:
         kv, index = inventory.stats()
+        tiers = inventory.tiers(kv)
+    kept_in = recorded_tiers(place)
     if as_json:
-        print_json({"kv": {"entries": kv.entries, "bytes": kv.nbytes}, "index": index and asdict(index)})
+        shown = [_tier_json(tier) for tier in tiers]
+        contents = {"entries": kv.entries, "bytes": kv.nbytes, "kept_in": kept_in, "tiers": shown}
+        print_json({"kv": contents, "index": index and asdict(index)})
         return
     if index is not None:
         typer.echo(
             f"index  {index.documents:,} documents, {index.chunks:,} chunks, {index.tokens:,} tokens, "
             f"{size(index.nbytes)} (embedding {index.embedding})"
         )
-    typer.echo(f"KV     {kv.entries:,} entries, {size(kv.nbytes)}")
+    typer.echo(f"KV     {kv.entries:,} entries, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
+    typer.echo()
+    rows = [["tier", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading"]]
+    for tier in tiers:
+        found, counted = tier.stats, tier.activity
+        held = found is not None and not found.out
+        rows.append(
+            [
+                tier.name,
+                f"{found.entries:,}" if found and held else "-",
+                size(found.nbytes) if found and held else "-",
+                "-" if found is None else "none" if found.budget is None else size(found.budget),
+                "-" if counted.hit_rate is None else f"{counted.hit_rate:.0%}",
+                f"{counted.evictions:,}",
+                f"{counted.damaged:,}",
+                "-" if counted.bytes_per_s is None else f"{counted.bytes_per_s / 1e6:,.0f} MB/s",
+            ]
+        )
+    typer.echo(table(rows))
+    for tier in tiers:
+        if tier.stats is not None and tier.stats.out:
+            typer.echo(f"\nThe {tier.name} tier does not answer: {tier.stats.out}")
+
+
+def _tier_json(tier: TierUse) -> dict[str, Any]:
+    found, counted = tier.stats, tier.activity
+    held = found if found is not None and not found.out else None
+    return {
+        "tier": tier.name,
+        "entries": held and held.entries,
+        "bytes": held and held.nbytes,
+        "budget": found and found.budget,
+        "hit_rate": counted.hit_rate,
+        "evictions": counted.evictions,
+        "damaged": counted.damaged,
+        "read_bytes_per_s": counted.bytes_per_s,
+        "out": found.out if found is not None else "",
+    }
 
 
 @store.command()
@@ -137,19 +181,22 @@ def verify(
     keep: Annotated[bool, typer.Option("--keep", help="Only report damaged entries; do not remove them.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Read every KV entry against its checksums; exit code 3 if one is damaged. What is removed is computed anew."""
+    """Read every KV entry against its checksums; exit code 3 if not all are good. What is removed is computed anew."""
     from cacheblend_rag.rag.inventory import Inventory
 
     with Inventory(options.store_directory(directory)) as inventory, status("Verifying"):
         report = inventory.store.verify(repair=not keep)
     if as_json:
-        print_json({"checked": report.checked, "damaged": report.damaged, "removed": bool(report.damaged) and not keep})
+        found = {"checked": report.checked, "damaged": report.damaged, "removed": bool(report.damaged) and not keep}
+        print_json({**found, "unreadable": report.unreadable})
     else:
         done = "" if not report.damaged else " and kept" if keep else " and removed"
         typer.echo(f"{report.checked:,} entries checked, {len(report.damaged):,} damaged{done}")
         for key in report.damaged:
             typer.echo(key)
-    if report.damaged:
+        if report.unreadable:
+            typer.echo(f"{len(report.unreadable):,} cannot be read now, and stay")
+    if report.damaged or report.unreadable:
         raise typer.Exit(3)
 
 
@@ -157,14 +204,17 @@ def verify(
 def evict(
     to: Annotated[str, typer.Option("--to", help="Size to bring the KV down to: 2GiB, 500MB, 0.")],
     directory: options.Store = None,
+    tier: Annotated[
+        str | None, typer.Option(help="Of this tier alone, as `store stats` names it (default: of each of them).")
+    ] = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Remove the least recently used KV until the store is no larger than a size."""
+    """Remove the least recently used KV until no tier of the store is larger than a size."""
     from cacheblend_rag.rag.inventory import Inventory
 
     limit = options.nbytes(to)
     with Inventory(options.store_directory(directory)) as inventory:
-        freed = inventory.store.evict(limit)
+        freed = inventory.evict(limit, tier)
         left = inventory.store.stats()
     if as_json:
         print_json({"freed_bytes": freed, "entries": left.entries, "bytes": left.nbytes})

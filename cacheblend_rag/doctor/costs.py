@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
 from pathlib import Path
 
 import numpy as np
+import torch
 from scipy.optimize import nnls
 
 from cacheblend_rag.bench.bandwidth import (
@@ -19,16 +23,23 @@ from cacheblend_rag.bench.measure import median
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import StoreUnavailableError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, KVStore, LayerKV, TieredStore, open_store
+from cacheblend_rag.store.kv import StoredKV
 
 _LONG = 1024
 _REPEAT = 3
+# An entry of 8 MiB for tiers on other machines, in 16 layers.
+_PROBE_LAYERS, _PROBE_TOKENS, _PROBE_DIM = 16, 256, 1024
+_LEAST_S = 1e-4
 
 
 def measure_costs(engine: TransformersEngine, store: Path, progress: Callable[[str], None] | None = None) -> Costs:
-    """Measure a model on its device, and the RAM and disk tiers of the store at ``store``; takes seconds.
+    """Measure a model on its device, and the tiers of the store at ``store``; takes seconds.
 
-    The disk is read with an empty page cache: what the controller reckons with is what holds on a bad day, and runs correct it.
+    Disks are read with an empty page cache: what the controller reckons with is what holds on a bad day, and runs correct it.
+    Of a tier on another machine an entry of 8 MiB is put and read, and removed again; one that does not answer is left out.
     """
     say = progress or (lambda line: None)
     say("computing")
@@ -36,10 +47,50 @@ def measure_costs(engine: TransformersEngine, store: Path, progress: Callable[[s
     say("RAM")
     ram = measure_ram_copy() if engine.runner.device.type == "cpu" else measure_device_copy(engine.runner.device)
     tiers = {"ram": TierCost(0.0, ram)}
-    say("disk")
-    if (rate := measure_disk_read(store, cold=True)) is not None:
-        tiers["disk"] = TierCost(measure_disk_latency(store), rate)
+    with open_store(store, ram_budget=0) as kv:
+        for tier in kv.tiers if isinstance(kv, TieredStore) else (kv,):
+            if isinstance(tier, DiskStore):
+                say(tier.tier)
+                if (rate := measure_disk_read(tier.root, cold=True)) is not None:
+                    tiers[tier.tier] = TierCost(measure_disk_latency(tier.root), rate)
+            elif tier.remote:
+                (name,) = tier.activity()
+                say(name)
+                if (cost := measure_remote(tier)) is not None:
+                    tiers[name] = cost
     return Costs(engine.num_layers, compute, tiers)
+
+
+def measure_remote(tier: KVStore) -> TierCost | None:
+    """Return what reading layers from a tier on another machine costs; None where it does not answer, or has no room."""
+    layer = LayerKV(*torch.zeros(2, 1, _PROBE_TOKENS, _PROBE_DIM, dtype=torch.uint8))
+    probe = ChunkKV([layer] * _PROBE_LAYERS, 0)
+    key = KVKey(secrets.token_hex(20))
+    try:
+        if not tier.put(key, probe):
+            return None
+        try:
+            found = tier.get(key)
+            return None if found is None else _reading(tier, key, found)
+        finally:
+            tier.delete(key)
+    except StoreUnavailableError:
+        return None
+
+
+def _reading(tier: KVStore, key: KVKey, found: StoredKV) -> TierCost:
+    waits, whole = [], []
+    with ThreadPoolExecutor(found.at_once) as pool:
+        for _ in range(_REPEAT):
+            begin = time.perf_counter()
+            tier.contains(key)  # a round trip, and hardly a byte
+            waits.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            list(pool.map(found.layer, range(found.num_layers)))
+            whole.append(time.perf_counter() - begin)
+    latency = median(waits)
+    rounds = ceil(found.num_layers / found.at_once)
+    return TierCost(latency, found.nbytes / max(median(whole) - rounds * latency, _LEAST_S), found.at_once)
 
 
 def measure_prefills(engine: TransformersEngine) -> dict[int, float]:

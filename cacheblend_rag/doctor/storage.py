@@ -11,7 +11,7 @@ from cacheblend_rag.doctor.costs import token_bytes
 from cacheblend_rag.engines.transformers import TransformersEngine
 
 # What keeping KV costs, in some unit: only the order of the tiers matters.
-_PRICES: Final = {"ram": 10.0, "disk": 1.0}
+_PRICES: Final = {"ram": 10.0, "redis": 9.0, "disk": 1.0, "s3": 0.2, "gs": 0.2, "az": 0.2}
 _QUESTION: Final = 32
 
 

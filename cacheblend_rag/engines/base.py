@@ -16,7 +16,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request, check_length
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import iterate_in_thread
 from cacheblend_rag.errors import InputError
@@ -54,9 +54,11 @@ class BlendEngine(ABC):
         costs: What loading and computing cost, for the loading controller; None where it was not measured.
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
+        supports_scoring: Whether it has :meth:`score`.
     """
 
     supports_json_schema: ClassVar[bool] = False
+    supports_scoring: ClassVar[bool] = False
 
     fingerprint: ModelFingerprint
     tokenizer: Any
@@ -115,6 +117,32 @@ class BlendEngine(ABC):
         assert last is not None
         return last
 
+    def score(
+        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
+    ) -> list[Score]:
+        """Return how likely the model holds each of ``completions`` (token ids) behind the prompt, over stored KV.
+
+        The completions share the prompt's prefill. Behind header and one chunk nothing is blended: what is reused is exact.
+
+        Raises:
+            PromptTooLongError: Prompt and the longest completion exceed the context window.
+            UnknownChunkError: A reference to a chunk that was never registered.
+            InputError: A completion without tokens, or this engine cannot score.
+        """
+        raise InputError(
+            f"{type(self).__name__} cannot score completions; use TransformersEngine or VLLMEngine (--engine, without --server)."
+        )
+
+    def scoring_request(
+        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None
+    ) -> Request:
+        """Return the request for the prompt of :meth:`score`, with room for the longest completion; raises as it does."""
+        empty = [number for number, ids in enumerate(completions) if not ids]
+        if empty or not completions:
+            which = f"Completion {empty[0]} has no tokens" if empty else "There are no completions"
+            raise InputError(f"{which}; give the token ids of what is to be scored.")
+        return self.request(prompt, SamplingParams(max_tokens=max(map(len, completions))), settings)
+
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Return the prompt as token ids, and where its chunks are; a plain string is searched for registered chunks.
 
@@ -160,6 +188,12 @@ class BlendEngine(ABC):
         """Async twin of :meth:`generate`, off the event loop; the pool of threads bounds how many hold KV at once."""
         return await asyncio.to_thread(self.generate, prompt, sampling, settings)
 
+    async def ascore(
+        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
+    ) -> list[Score]:
+        """Async twin of :meth:`score`, off the event loop."""
+        return await asyncio.to_thread(self.score, prompt, completions, settings)
+
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
@@ -167,24 +201,26 @@ class BlendEngine(ABC):
         async for event in iterate_in_thread(lambda: self.stream(prompt, sampling, settings)):
             yield event
 
-    def forget(self, chunk_ids: Iterable[str]) -> int:
+    def forget(self, chunks: Iterable[str | Chunk]) -> int:
         """Drop chunks from the registry and delete their KV from the store; unknown ids are ignored.
+
+        Args:
+            chunks: Ids, or chunks where the registry may not know them any more. Those of an attached index stay known: their
+                KV is computed again when a prompt needs it.
 
         Returns:
             How many stored entries were deleted.
         """
-        chunks = self._registered(chunk_ids)
-        self.registry.remove([chunk.id for chunk in chunks])
-        return 0 if self.entries is None else sum(self.entries.delete(chunk.token_ids) for chunk in chunks)
+        known = ((self.registry.get(given) if isinstance(given, str) else given) for given in chunks)
+        gone = [chunk for chunk in known if chunk is not None]
+        self.registry.remove([chunk.id for chunk in gone])
+        return 0 if self.entries is None else sum(self.entries.delete(chunk.token_ids) for chunk in gone)
 
     def prefetch(self, chunk_ids: Iterable[str]) -> None:
         """Move the stored KV of chunks into the fastest tier (blocking); what is not stored or not known is left out."""
-        for chunk in self._registered(chunk_ids):
-            if self.entries is not None:
+        for chunk in map(self.registry.get, chunk_ids):
+            if chunk is not None and self.entries is not None:
                 self.entries.warm(chunk.token_ids)
-
-    def _registered(self, chunk_ids: Iterable[str]) -> list[Chunk]:
-        return [chunk for chunk_id in chunk_ids if (chunk := self.registry.get(chunk_id)) is not None]
 
     def flush(self) -> None:  # noqa: B027 - most engines write before they return
         """Wait until the chunks that answers found missing have been written back."""

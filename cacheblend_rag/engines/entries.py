@@ -22,9 +22,12 @@ class Entries:
         self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
 
     def lasting(self) -> Entries:
-        """Return the same entries as the last tier alone has them: what the faster ones hold are copies."""
-        last = self.store.tiers[-1] if isinstance(self.store, TieredStore) else self.store
-        return Entries(last, self._fingerprint, self.header_ids, self._rank, self._ranks)
+        """Return the same entries as the tiers alone have them that outlast the process; of RAM alone, as RAM has them."""
+        store = self.store
+        if isinstance(store, TieredStore):
+            lasting = [tier for tier in store.tiers if tier.lasts] or store.tiers
+            store = lasting[0] if len(lasting) == 1 else TieredStore(lasting)
+        return Entries(store, self._fingerprint, self.header_ids, self._rank, self._ranks)
 
     def contains(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cacheblend_rag.blending.meter import ChunkLoad
+
 Mode = Literal["blend", "prefill"]
 
 
@@ -64,6 +66,22 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class Score:
+    """How likely the model holds a given completion behind a prompt, at temperature 1.
+
+    Attributes:
+        token_logprobs: Natural-log probability of each of its tokens, given the prompt and those before it.
+    """
+
+    token_logprobs: tuple[float, ...]
+
+    @property
+    def logprob(self) -> float:
+        """The log-likelihood of the whole completion: log p(y | prompt)."""
+        return sum(self.token_logprobs)
+
+
 def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
     """Return the ``count`` likeliest of token ids with their log-probabilities, likeliest first."""
     return tuple(sorted(logprobs, key=lambda pair: -pair[1])[:count])
@@ -83,6 +101,8 @@ class Generation:
         in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
         policy: What chose the tokens to recompute; None for a prefill, and where a model's exact prefix alone is reused.
         ratio: Which share of the candidates it chose; None where ``policy`` is.
+        loads: Where the stored KV of each chunk came from, in a blend.
+        prefill_s: Seconds that an ordinary prefill was expected to take, where its cost was measured (``store calibrate``).
         logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
     """
 
@@ -97,6 +117,8 @@ class Generation:
     in_place: tuple[str, ...] = ()
     policy: str | None = None
     ratio: float | None = None
+    loads: tuple[ChunkLoad, ...] = ()
+    prefill_s: float | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
 
 

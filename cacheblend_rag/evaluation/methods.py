@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Final
@@ -16,6 +17,8 @@ from cacheblend_rag.evaluation.baselines.chunkwise import ChunkwiseAnswer
 from cacheblend_rag.evaluation.method import Method, Reply, generate_reply
 from cacheblend_rag.evaluation.reordered import ReorderMethod
 from cacheblend_rag.evaluation.samples import EvalCase
+from cacheblend_rag.prompts.prompt import rag_prompt
+from cacheblend_rag.rag.marginal import marginalise, priors
 
 NAMES: Final = (
     "full",
@@ -28,6 +31,7 @@ NAMES: Final = (
     "langchain_map_rerank",
     "reorder",
     "reorder+blend",
+    "marginal",
 )
 DEFAULT: Final = ("full", "prefix", "reuse", "blend")
 LABELS: Final = {
@@ -40,6 +44,7 @@ LABELS: Final = {
     "langchain_map_rerank": "MapRerank (LangChain)",
     "reorder": "prefix caching, reordered",
     "reorder+blend": "blend, reordered",
+    "marginal": "sum over chunks, each alone",
 }
 _BLEND = re.compile(r"(?P<policy>[a-z_-]+)@(?P<ratio>[\d.]+)(?:@(?P<layers>\d+(?:\+\d+)*))?")
 
@@ -71,6 +76,36 @@ class ChunkwiseMethod(Method):
         asked = self._kind(engine, instruction=case.sample.instruction)
         done = asked.answer(case.sample.question, case.chunks, SamplingParams(case.max_tokens))
         return _reply(done)
+
+
+class MarginalMethod(Method):
+    """The answer that is likeliest over the chunks, each alone in its prompt (REALM, RAG-Sequence).
+
+    Chunks count by their similarity to the question; where there was nothing to choose from, all alike.
+    """
+
+    name = key = "marginal"
+    label = LABELS[name]
+
+    def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
+        """See :class:`Method`."""
+        sample = case.sample
+        prompts = [rag_prompt(engine.tokenizer, [chunk], sample.question, sample.instruction) for chunk in case.chunks]
+        prior = priors(case.similarity or [0.0] * len(prompts))
+        begin = time.perf_counter()
+        found = marginalise(engine, prompts, prior, SamplingParams(case.max_tokens))
+        seconds = time.perf_counter() - begin
+        uses = [done.usage for done in found.generations]
+        return Reply(
+            found.best,
+            seconds,  # nothing is known of the answer before all chunks have been asked
+            seconds,
+            sum(done.timings.load_s for done in found.generations),
+            sum(use.prompt_tokens for use in uses),
+            sum(use.computed_tokens for use in uses),
+            sum(use.reused_tokens for use in uses),
+            "requests",
+        )
 
 
 def _reply(done: ChunkwiseAnswer) -> Reply:
@@ -137,6 +172,7 @@ def _method(name: str, blend: ResolvedSettings) -> Method:
         "map_rerank": lambda: ChunkwiseMethod(MapRerank),
         "langchain_map_reduce": lambda: LangChainMethod(name),
         "langchain_map_rerank": lambda: LangChainMethod(name),
+        "marginal": MarginalMethod,
         "reorder": lambda: ReorderMethod(name, LABELS[name], None),
         "reorder+blend": lambda: ReorderMethod(name, f"{LABELS[name]}, {how}", blend),
     }

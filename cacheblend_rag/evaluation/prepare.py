@@ -29,6 +29,7 @@ class Preparation:
         k: Most chunks in a prompt.
         chunk_tokens: Most tokens of a chunk.
         embedding: Retrieval model.
+        query_encoder: Directory of a model that embeds the questions in its place; see :meth:`Embedder.asked_by`.
         max_tokens: Most tokens of an answer; None takes the task's (:data:`MAX_TOKENS`).
     """
 
@@ -36,6 +37,7 @@ class Preparation:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     embedding: str = DEFAULT_EMBEDDING
     max_tokens: int | None = None
+    query_encoder: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1."""
@@ -95,13 +97,15 @@ class Preparer:
         """
         max_tokens = self._how.max_tokens or MAX_TOKENS[sample.task]
         chunks = self._chunks(sample)
-        ranked = self._rank(sample, chunks)[: self._how.k]
+        order, similarity = self._rank(sample, chunks)
+        ranked = order[: self._how.k]
         room = self._engine.context_window - max_tokens
         for count in range(len(ranked), 0, -1):
             kept = [chunks[i] for i in sorted(ranked[:count])]
             prompt = rag_prompt(self._engine.tokenizer, kept, sample.question, sample.instruction)
             if len(tokenize(prompt, self._engine.tokenizer, self._engine.registry).token_ids) <= room:
-                return EvalCase(sample, kept, prompt, max_tokens, len(ranked) - count)
+                near = None if similarity is None else tuple(similarity[i] for i in sorted(ranked[:count]))
+                return EvalCase(sample, kept, prompt, max_tokens, len(ranked) - count, near)
         raise PromptTooLongError(
             f"Sample {sample.id}: one chunk and the question exceed the context window of {self._engine.context_window} tokens "
             f"less {max_tokens} for the answer; use smaller chunks or lower max_tokens."
@@ -132,22 +136,26 @@ class Preparer:
         self._cut = (sample.texts, chunks)
         return chunks
 
-    def _rank(self, sample: Sample, chunks: Sequence[Chunk]) -> list[int]:
+    def _rank(self, sample: Sample, chunks: Sequence[Chunk]) -> tuple[list[int], list[float] | None]:
+        """Return the chunks' numbers, best first, and their similarities to the question where these say which is best."""
         everything = list(range(len(chunks)))
         if len(chunks) <= self._how.k:
-            return everything
+            return everything, None
         if sample.task == "dialogue":
-            return everything  # examples are drawn at random as it is
+            return everything, None  # examples are drawn at random as it is
         if sample.task == "summary":
-            return sorted(everything, key=lambda i: (chunks[i].metadata.get("part", i), i))
+            return sorted(everything, key=lambda i: (chunks[i].metadata.get("part", i), i)), None
         if self._embedder is None:
-            self._embedder = Embedder.load(self._how.embedding)
+            embedder = Embedder.load(self._how.embedding)
+            encoder = self._how.query_encoder
+            self._embedder = embedder if encoder is None else embedder.asked_by(encoder)
         question = self._embedder.question(sample.question)
         distances = [
             float(np.linalg.norm(windows - question, axis=1).min())
             for windows in self._embedder.texts([chunk.text for chunk in chunks])
         ]
-        return sorted(everything, key=lambda i: (distances[i], i))
+        # Of unit vectors, whose distance says how similar they are.
+        return sorted(everything, key=lambda i: (distances[i], i)), [1 - d * d / 2 for d in distances]
 
 
 def _packed(texts: Sequence[str], tokenizer: Any, size: int) -> list[str]:

@@ -72,6 +72,7 @@ class EvalCase:
         prompt: Instruction, chunks and question.
         max_tokens: Most tokens of an answer.
         left_out: Retrieved chunks that did not fit the context window.
+        similarity: Cosine similarity of each chunk to the question; None where there was nothing to choose from.
     """
 
     sample: Sample
@@ -79,3 +80,4 @@ class EvalCase:
     prompt: BlendPrompt
     max_tokens: int
     left_out: int = 0
+    similarity: tuple[float, ...] | None = None

@@ -9,7 +9,7 @@ from typing import Any, overload
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
 from cacheblend_rag.prompts.registry import MATCH_WINDOW, ChunkRegistry
-from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, reads_tools, render
+from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, reads_tools, render
 from cacheblend_rag.prompts.tokens import encoder_for
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ChunkRegistry",
     "ChunkSpan",
     "TokenizedPrompt",
+    "answer_ids",
     "chat_prompt",
     "chosen_header_ids",
     "chunk_of",
@@ -143,6 +144,17 @@ def rag_prompt(
         # Without chunks, too, the header is a segment of its own, so that its tokens are those KV was computed behind.
         return BlendPrompt((header, first[len(header) :], *rest))
     return prompt
+
+
+def answer_ids(tokenizer: Any, answer: str) -> tuple[int, ...]:
+    """Return the tokens of an answer as they stand behind :func:`rag_prompt`, the end of the sequence included.
+
+    With its end the answer's likelihood is that of just this answer, and those of different answers add up to at most 1.
+    """
+    encoder, lead = encoder_for(tokenizer), answer_lead(tokenizer)
+    ids = [*encoder.template(lead), *encoder.document(answer)] if lead.strip() else encoder.document(lead + answer)
+    end = getattr(tokenizer, "eos_token_id", None)
+    return (*ids, *([] if end is None else [int(end)]))
 
 
 def chat_prompt(

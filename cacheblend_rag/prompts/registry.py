@@ -2,92 +2,172 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import count
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.matching import OPENINGS, Indices, Signatures, TextTable, signatures_of
 
-MATCH_WINDOW = 16
-"""Characters every chunk is indexed by. Shorter chunks are never found by content: a phrase like "Yes, it is." stands in
-many prompts by chance, and reusing three tokens of KV gains nothing."""
+MATCH_WINDOW = OPENINGS[0]
+"""Characters a chunk needs to be found by content: a phrase like "Yes, it is." stands in many prompts by chance, and reusing
+three tokens of KV gains nothing."""
+
+_MAX_SOURCES = 16
+_PAGE = 256
+_SMALL = 4096
+
+_log = logging.getLogger(__name__)
 
 
-_MULTIPLIERS = np.array([pow(0x9E3779B97F4A7C15, power, 1 << 64) for power in range(1, MATCH_WINDOW + 1)], np.uint64)
-_MIN_FILTER_BITS = 16
-_SLOTS_PER_OPENING = 16
+class ChunkSource(Protocol):
+    """Where chunks are kept outside the registry, such as a file; the registry has their signatures alone."""
+
+    @property
+    def generation(self) -> Hashable:
+        """Another value after every change."""
+
+    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
+        """Return rows, ascending, and signatures of the chunks with rows behind ``after``; no row is ever used twice."""
+
+    def chunk_at(self, row: int) -> Chunk | None:
+        """Return the chunk of a row, None where it is gone."""
+
+    def known(self, chunk_ids: Sequence[str]) -> set[str]:
+        """Return which of these ids it has."""
+
+    def named(self, chunk_id: str) -> Chunk | None:
+        """Return the chunk with that id."""
+
+    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
+        """Return up to ``most`` chunks with ids behind ``chunk_id``, in the order of their ids."""
+
+    def count(self) -> int:
+        """Return how many chunks there are."""
 
 
 class ChunkRegistry:
-    """The known chunks, in memory; the index and a server's registered chunks are on disk.
+    """The known chunks: those added, in memory, and those of the sources attached, of which it keeps 20 bytes each.
 
-    Thread-safe; :meth:`find` takes no lock.
-    Each chunk is indexed by a hash of its first :data:`MATCH_WINDOW` characters. A prompt's windows are hashed at once and
-    looked up in a bit filter; where it says yes, the lengths of the chunks with that opening are known, and whole chunks are
-    compared by one dictionary look-up a length. So neither the number of chunks nor a common opening costs much.
+    Thread-safe; :meth:`find` takes no lock of its own.
     """
 
     def __init__(self, chunks: Iterable[Chunk] = ()):
         """Start with ``chunks``."""
-        self._by_id: dict[str, Chunk] = {}
-        self._by_text: dict[str, Chunk] = {}
-        self._lengths: dict[int, tuple[int, ...]] = {}  # descending; replaced, never changed, so readers need no lock
-        self._uses: Counter[tuple[int, int]] = Counter()  # chunks by (opening, length)
-        self._filter: npt.NDArray[np.bool_] = np.zeros(1 << _MIN_FILTER_BITS, np.bool_)
+        self._added = _Added()
+        self._sources: tuple[ChunkSource, ...] = (self._added,)
+        self._taken: list[tuple[Hashable, int]] = [(None, 0)]  # of each source: its generation then, and the last row
+        self._table = TextTable()
+        self._check_at = _SMALL
         self._lock = threading.Lock()
         self.add(chunks)
 
-    def add(self, chunks: Iterable[Chunk]) -> None:
-        """Register chunks; one with a known id replaces the former."""
-        chunks = list(chunks)
-        openings = _opening_hashes([chunk.text for chunk in chunks])
+    def attach(self, source: ChunkSource) -> None:
+        """Know the chunks of ``source``, too, and what becomes of them: see :meth:`follow`.
+
+        Raises:
+            StoreError: They cannot be read.
+        """
         with self._lock:
-            for chunk, opening in zip(chunks, openings, strict=True):
-                self._forget(chunk.id)
-                self._by_id[chunk.id] = chunk
-                if len(chunk.text) >= MATCH_WINDOW and chunk.text not in self._by_text:
-                    self._by_text[chunk.text] = chunk
-                    self._add_length(opening, len(chunk.text))
+            if source in self._sources:
+                return
+            if len(self._sources) == _MAX_SOURCES:
+                raise ValueError(f"a registry takes {_MAX_SOURCES - 1} sources")
+            self._sources += (source,)
+            self._taken.append((None, 0))
+        self.follow()
+
+    def detach(self, source: ChunkSource) -> None:
+        """Forget a source and its chunks; one that is not attached is ignored."""
+        with self._lock:
+            if source in self._sources:
+                self._sources = tuple(each for each in self._sources if each is not source)
+                self._rebuild()
+
+    def follow(self, only: ChunkSource | None = None) -> None:
+        """Take up what has been added to the sources, or to ``only`` one; chunks added here that they have now are theirs.
+
+        What was removed from a source is not found from then on, whether this is called or not.
+
+        Raises:
+            StoreError: A source cannot be read.
+        """
+        with self._lock:
+            for number, source in enumerate(self._sources):
+                if only in (None, source) and self._take_up(number) and source is not self._added:
+                    self._added.remove(source.known(self._added.ids()))
+            self._drop_stale()
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Register chunks; one with a known id replaces the former, and what a source has already stays there.
+
+        Raises:
+            StoreError: A source cannot be read.
+        """
+        given = {chunk.id: chunk for chunk in chunks}
+        if not given:
+            return
+        with self._lock:
+            for source in self._sources[1:]:
+                for known in source.known(list(given)):
+                    del given[known]
+            self._added.put(given.values())
+            self._take_up(0)
+            self._drop_stale()
 
     def remove(self, chunk_ids: Iterable[str]) -> None:
-        """Forget chunks; unknown ids are ignored."""
+        """Forget chunks that were added; those of a source stay, and unknown ids are ignored."""
         with self._lock:
-            for chunk_id in chunk_ids:
-                self._forget(chunk_id)
+            self._added.remove(chunk_ids)
 
     def get(self, chunk_id: str) -> Chunk | None:
-        """Return the chunk with that id."""
-        return self._by_id.get(chunk_id)
+        """Return the chunk with that id.
+
+        Raises:
+            StoreError: A source cannot be read.
+        """
+        return next((found for source in self._sources if (found := source.named(chunk_id)) is not None), None)
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        """Count the chunks; one in two sources counts in both."""
+        return sum(source.count() for source in self._sources)
 
     def __contains__(self, chunk_id: object) -> bool:
-        return chunk_id in self._by_id
+        return isinstance(chunk_id, str) and any(source.known([chunk_id]) for source in self._sources)
 
     def __iter__(self) -> Iterator[Chunk]:
-        with self._lock:
-            return iter(list(self._by_id.values()))
+        last = ""
+        while page := self.named_after(last, _PAGE):
+            yield from page
+            last = page[-1].id
+
+    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
+        """Return up to ``most`` chunks with ids behind ``chunk_id``, in the order of their ids."""
+        found: dict[str, Chunk] = {}
+        for source in reversed(self._sources):
+            found |= {chunk.id: chunk for chunk in source.named_after(chunk_id, most)}
+        return [found[name] for name in sorted(found)[:most]]
 
     def find(self, text: str) -> list[str | Chunk]:
-        """Split plain text into text and registered chunks.
+        """Split plain text into text and known chunks.
 
-        At each position from the left the longest registered chunk that stands there is taken, and the search goes on
-        behind it. Joining the texts of the result gives back ``text``; no piece is empty.
+        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it.
+        Joining the texts of the result gives back ``text``; no piece is empty.
         """
         found: list[str | Chunk] = []
         end = 0
-        openings = _window_hashes(text)
-        slots = self._filter  # held once: a writer may replace it by a larger one
-        hits = np.flatnonzero(slots[_slot(openings, len(slots))])
-        for at, opening in zip(hits.tolist(), openings[hits].tolist(), strict=True):
+        table, sources = self._table, self._sources
+        candidates = table.candidates(text)
+        for at, number in zip(candidates.at.tolist(), candidates.number.tolist(), strict=True):
             if at < end:
                 continue
-            chunk = self._longest(text, at, self._lengths.get(opening, ()))
-            if chunk is None:
+            chunk = _chunk_at(sources, number)
+            if chunk is None or not text.startswith(chunk.text, at):
                 continue
             if at > end:
                 found.append(text[end:at])
@@ -97,69 +177,100 @@ class ChunkRegistry:
             found.append(text[end:])
         return found
 
-    def _longest(self, text: str, at: int, lengths: tuple[int, ...]) -> Chunk | None:
-        room = len(text) - at
-        for length in lengths:
-            if length <= room and (chunk := self._by_text.get(text[at : at + length])) is not None:
-                return chunk
+    def _take_up(self, number: int) -> bool:
+        """File the new chunks of a source; return whether it has changed."""
+        generation, last = self._taken[number]
+        now = self._sources[number].generation
+        if now == generation:
+            return False
+        self._table, last = self._filed(self._table, number, last)
+        self._taken[number] = (now, last)
+        return True
+
+    def _filed(self, table: TextTable, number: int, last: int) -> tuple[TextTable, int]:
+        """Return ``table`` with the chunks of a source behind the row ``last``, and the last row now."""
+        rows, signatures = self._sources[number].signatures_after(last)
+        if not len(rows):
+            return table, last
+        return table.with_more(signatures, rows * _MAX_SOURCES + number), int(rows[-1])
+
+    def _drop_stale(self) -> None:
+        """Make the table anew once half of what it files is gone."""
+        if self._table.size > self._check_at:
+            if self._table.size > 2 * len(self) + _SMALL:
+                self._rebuild()
+            self._check_at = 2 * max(self._table.size, _SMALL)
+
+    def _rebuild(self) -> None:
+        table, taken = TextTable(), []
+        for number, source in enumerate(self._sources):
+            generation = source.generation
+            table, last = self._filed(table, number, 0)
+            taken.append((generation, last))
+        self._table, self._taken = table, taken
+
+
+def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:
+    row, source = divmod(number, _MAX_SOURCES)
+    if source >= len(sources):
+        return None  # detached since
+    try:
+        return sources[source].chunk_at(row)
+    except StoreError as error:
+        _log.warning("A chunk in the prompt is taken for text: %s", error)
         return None
 
-    def _forget(self, chunk_id: str) -> None:
-        chunk = self._by_id.pop(chunk_id, None)
-        if chunk is not None and self._by_text.get(chunk.text) is chunk:
-            del self._by_text[chunk.text]
-            self._remove_length(_opening_hashes([chunk.text])[0], len(chunk.text))
 
-    def _add_length(self, opening: int, length: int) -> None:
-        """Count one more chunk of that length with that opening; :meth:`find` looks for the lengths counted."""
-        self._uses[opening, length] += 1
-        if self._uses[opening, length] > 1:
-            return  # find knows the length already
-        self._lengths[opening] = tuple(sorted((*self._lengths.get(opening, ()), length), reverse=True))
-        self._filter[_slot(np.uint64(opening), len(self._filter))] = True
-        if len(self._lengths) * _SLOTS_PER_OPENING > len(self._filter):
-            self._grow()
+class _Added:
+    """The chunks in memory."""
 
-    def _remove_length(self, opening: int, length: int) -> None:
-        """Count one chunk of that length with that opening less."""
-        self._uses[opening, length] -= 1
-        if self._uses[opening, length] > 0:
-            return  # other chunks have the same opening and length
-        del self._uses[opening, length]
-        remaining = tuple(known for known in self._lengths[opening] if known != length)
-        if remaining:
-            self._lengths[opening] = remaining
-        else:
-            del self._lengths[opening]  # its bit stays: a false alarm at worst
+    def __init__(self) -> None:
+        self._rows = count(1)
+        self._row_of: dict[str, int] = {}
+        self._chunks: dict[int, Chunk] = {}
+        self._last = 0
 
-    def _grow(self) -> None:
-        slots = np.zeros(4 * len(self._filter), np.bool_)
-        slots[_slot(np.fromiter(self._lengths, np.uint64, len(self._lengths)), len(slots))] = True
-        self._filter = slots
+    @property
+    def generation(self) -> int:
+        return self._last
 
+    def put(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            row = self._row_of.get(chunk.id)
+            if row is not None and self._chunks[row].text != chunk.text:
+                del self._chunks[row]
+                row = None
+            if row is None:
+                row = self._last = next(self._rows)
+            self._chunks[row] = chunk
+            self._row_of[chunk.id] = row
 
-def _codes(text: str) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+    def remove(self, chunk_ids: Iterable[str]) -> None:
+        for chunk_id in chunk_ids:
+            row = self._row_of.pop(chunk_id, None)
+            if row is not None:
+                del self._chunks[row]
 
+    def ids(self) -> list[str]:
+        return list(self._row_of)
 
-def _opening_hashes(texts: Sequence[str]) -> list[int]:
-    openings = "".join(text[:MATCH_WINDOW].ljust(MATCH_WINDOW) for text in texts)
-    hashes: list[int] = (
-        (_codes(openings).reshape(-1, MATCH_WINDOW) * _MULTIPLIERS).sum(axis=1, dtype=np.uint64).tolist()
-    )
-    return hashes
+    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
+        new = [row for row in range(after + 1, self._last + 1) if row in self._chunks]
+        return np.array(new, np.int64), signatures_of([self._chunks[row].text for row in new])
 
+    def chunk_at(self, row: int) -> Chunk | None:
+        return self._chunks.get(row)
 
-def _window_hashes(text: str) -> npt.NDArray[np.uint64]:
-    """Hash every window of :data:`MATCH_WINDOW` characters; returns ``[max(0, len(text) - MATCH_WINDOW + 1)]``."""
-    codes = _codes(text)
-    count = max(0, len(codes) - MATCH_WINDOW + 1)
-    hashes = np.zeros(count, np.uint64)
-    for offset, multiplier in enumerate(_MULTIPLIERS):
-        hashes += codes[offset : offset + count] * multiplier
-    return hashes
+    def known(self, chunk_ids: Sequence[str]) -> set[str]:
+        return {chunk_id for chunk_id in chunk_ids if chunk_id in self._row_of}
 
+    def named(self, chunk_id: str) -> Chunk | None:
+        row = self._row_of.get(chunk_id)
+        return None if row is None else self._chunks.get(row)
 
-def _slot(hashes: npt.NDArray[np.uint64] | np.uint64, slots: int) -> npt.NDArray[np.uint64] | np.uint64:
-    # The high bits of a multiplicative hash are the mixed ones.
-    return hashes >> np.uint64(64 - (slots.bit_length() - 1))
+    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
+        names = sorted(name for name in list(self._row_of) if name > chunk_id)[:most]
+        return [chunk for name in names if (chunk := self.named(name)) is not None]
+
+    def count(self) -> int:
+        return len(self._row_of)

@@ -47,6 +47,16 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[M
     raise InputError(f"The model's chat template refuses these messages: {refusal}.") from refusal
 
 
+def answer_lead(tokenizer: Any) -> str:
+    """Return what the template writes between the end of a prompt and its answer: nothing for most, for some a space."""
+    asked = [{"role": "user", "content": "x"}]
+    before = render(tokenizer, asked)
+    head, found, _ = render(tokenizer, [*asked, {"role": "assistant", "content": PROBE}]).partition(PROBE)
+    if found and head.startswith(before):
+        return head[len(before) :]
+    return "" if before[-1:].isspace() else " "
+
+
 def dated_template(template: str) -> str:
     """Return a chat template that prints a fixed date where it would print today's."""
     # Written into the template: newer versions of transformers hand it plain data only, no functions.

@@ -145,10 +145,12 @@ class _Run:
         if entries is None or store is None:
             return
         stats = store.stats()
-        self.report.kv_bytes = (stats.tiers or (stats,))[-1].nbytes  # the last tier keeps all, the faster ones copies
+        self.report.kv_bytes = max(
+            tier.nbytes for tier in stats.tiers or (stats,)
+        )  # the largest keeps all, others copies
         if not (self.report.tokens and self.engine.gate.passed):
             return
-        lost = "the store's budget is full, and newer KV took its place (see --disk-budget)"
+        lost = "the store's budget is full, and newer KV took its place (see --disk-budget and --kv)"
         lasting = entries.lasting()
         for chunk in self.index.chunks():
             if chunk.id not in self.report.without_kv and not lasting.contains(chunk.token_ids):
@@ -221,9 +223,10 @@ class _Run:
         self._forget(self.index.delete(path))
         self.report.removed.append(path)
 
-    def _forget(self, chunk_ids: Sequence[str]) -> None:
+    def _forget(self, chunks: Sequence[Chunk]) -> None:
         """Drop chunks that no document holds any more from the engine and its store."""
-        self.engine.forget(chunk_ids)
+        self.engine.registry.follow()  # what was indexed is the index's from now on, and not kept in memory
+        self.engine.forget(chunks)
 
 
 def _vanished(candidates: Iterable[str], paths: Sequence[Path]) -> list[str]:

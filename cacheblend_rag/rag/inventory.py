@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
+from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError, UnknownChunkError
 from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
-from cacheblend_rag.store import DiskStore, StoreStats
+from cacheblend_rag.store import StoreStats, TieredStore, open_store, recorded_tiers
+from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import KVKey, kv_key
+from cacheblend_rag.store.tally import Tally
 
 _MIN_PREFIX = 6
 _MOST_RANKS = 16
@@ -58,6 +60,21 @@ class RemovedDocument:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class TierUse:
+    """A tier of a KV store.
+
+    Attributes:
+        name: Its name.
+        stats: Its contents; None of RAM.
+        activity: What the processes counted that have closed the store.
+    """
+
+    name: str
+    stats: StoreStats | None
+    activity: Activity
+
+
 class Inventory:
     """A store directory opened for looking at and tidying up, as ``cacheblend store`` and ``cacheblend documents`` do.
 
@@ -71,11 +88,12 @@ class Inventory:
             StoreError: There is none, or it cannot be read.
         """
         self.directory = Path(directory).expanduser()
-        if not self.directory.is_dir() or not (ChunkIndex.exists(self.directory) or (self.directory / "kv").is_dir()):
+        known = ChunkIndex.exists(self.directory) or (self.directory / "kv").is_dir() or recorded_tiers(self.directory)
+        if not self.directory.is_dir() or not known:
             raise StoreError(
                 f"There is no store in {self.directory}. Make one with `cacheblend index FILES --store DIR`."
             )
-        self.store = DiskStore(self.directory)
+        self.store = open_store(self.directory, ram_budget=0)
 
     def items(self) -> list[InventoryItem]:
         """List every chunk of the index and every stored entry: chunks in document order, then entries without one."""
@@ -108,8 +126,24 @@ class Inventory:
         ]
         if len(named) != 1:
             raise UnknownChunkError(_why_not_one(item_id, len(named)))
+        self._need_every_tier()
         self.store.delete(named[0].key)
         return named[0]
+
+    def evict(self, to_bytes: int, tier: str | None = None) -> int:
+        """Evict least recently used KV until ``to_bytes`` remain in a tier, or in each; return the bytes freed.
+
+        Raises:
+            InputError: There is no such tier.
+            StoreError: A tier refuses, or does not answer.
+        """
+        if tier is None:
+            return self.store.evict(to_bytes)
+        tiers = self.store.tiers if isinstance(self.store, TieredStore) else (self.store,)
+        by_name = {name: each for each in tiers for name in each.activity()}
+        if tier not in by_name:
+            raise InputError(f"This store has no tier {tier!r} to evict from; it has {', '.join(by_name)}.")
+        return by_name[tier].evict(to_bytes)
 
     def documents(self) -> list[IndexedDocument]:
         """List the documents of the index in path order."""
@@ -145,26 +179,43 @@ class Inventory:
             InputError: It is not in the index.
             StoreError: The index cannot be written, or a run is indexing into it.
         """
+        self._need_every_tier()
         with ChunkIndex.open(self.directory) as index, indexing_alone(self.directory):
-            held = {chunk.id: chunk.token_ids for chunk in index.chunks_of(path)}
+            held = {chunk.id for chunk in index.chunks_of(path)}
             orphans = index.delete(path)
             config = index.config
             before = {entry.key: entry.nbytes for entry in self.store.entries()}
             freed = 0
-            for chunk_id in orphans:
+            for chunk in orphans:
                 # A worker of several stores a shard of its own under a key of its own.
                 for ranks in range(1, _MOST_RANKS + 1):
-                    keys = Entries(self.store, config.model, config.header_ids, 0, ranks).keys(held[chunk_id])
+                    keys = Entries(self.store, config.model, config.header_ids, 0, ranks).keys(chunk.token_ids)
                     found = [key for key in keys if key in before and self.store.delete(key)]
                     freed += sum(before[key] for key in found)
                     if found:
                         break
         return RemovedDocument(path, len(held), len(orphans), freed)
 
+    def _need_every_tier(self) -> None:
+        for tier in self.store.stats().tiers:
+            if tier.out:
+                raise StoreUnavailableError(
+                    f"The {tier.tier} tier does not answer ({tier.out}), and what is to be removed would stay there. Try again "
+                    "when it answers."
+                )
+
     def stats(self) -> tuple[StoreStats, IndexStats | None]:
         """Return the contents of the KV store and of the index, if there is one."""
         with self._index() as index:
             return self.store.stats(), None if index is None else index.stats()
+
+    def tiers(self, stats: StoreStats) -> list[TierUse]:
+        """Return each tier of :meth:`stats`, and what was counted of it, and RAM, which each process has for itself."""
+        counted = Tally(self.directory).read()
+        found = [TierUse(each.tier, each, counted.get(each.tier, Activity())) for each in stats.tiers]
+        if "ram" in counted:
+            found.insert(0, TierUse("ram", None, counted["ram"]))
+        return found
 
     @contextmanager
     def _index(self) -> Iterator[ChunkIndex | None]:

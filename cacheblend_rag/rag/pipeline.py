@@ -41,6 +41,7 @@ class RagPipeline:
         chunk_tokens: int | None = None,
         overlap: int | None = None,
         embedding: str | None = None,
+        query_encoder: str | Path | None = None,
     ):
         """Open the index in ``store`` (made if missing) and register its chunks with the engine.
 
@@ -55,6 +56,7 @@ class RagPipeline:
             chunk_tokens: Most tokens of a chunk; None takes the index's own (512 for a new one).
             overlap: Tokens neighbouring chunks share; None takes the index's own (0 for a new one).
             embedding: Retrieval model; None takes the index's own (all-MiniLM-L6-v2 for a new one).
+            query_encoder: Directory of a model that `cacheblend tune-retriever` has made for this index: it embeds the questions.
 
         Raises:
             StoreMismatchError: The index was made for another model or with other settings.
@@ -68,6 +70,8 @@ class RagPipeline:
         self._k, self._follow = k, follow
         self._indexing = threading.Lock()
         if isinstance(store, ChunkIndex):
+            if query_encoder is not None:
+                raise InputError("Open the index with query_encoder=, or give its directory: it is open already.")
             self.chunks = store
         else:
             own = _config_in(store)
@@ -76,8 +80,12 @@ class RagPipeline:
             if overlap is None:
                 overlap = own.overlap if own else 0
             config = IndexConfig(engine.fingerprint, engine.header_ids, chunk_tokens, overlap, embedding)
-            self.chunks = ChunkIndex.open(store, config)
-        engine.registry.add(self.chunks.chunks())
+            self.chunks = ChunkIndex.open(store, config, query_encoder)
+        engine.registry.attach(self.chunks)
+
+    def over(self, chunks: ChunkIndex) -> RagPipeline:
+        """Return the same pipeline over another open index, such as this one asked by another query encoder."""
+        return RagPipeline(self.engine, chunks, k=self._k, follow=self._follow, instruction=self.instruction)
 
     def index(
         self,
@@ -127,8 +135,7 @@ class RagPipeline:
         last = {hit.chunk.id: replace(hit, score=None) for hit in history[-1].hits} if history else {}
         if chosen.keys() <= last.keys():
             chosen |= {key: hit for key, hit in last.items() if key not in chosen}
-        # Another process may have indexed them.
-        self.engine.registry.add(hit.chunk for hit in chosen.values())
+        self.engine.registry.follow()  # another process may have indexed them
         return Retrieved(tuple(chosen.values()), time.perf_counter() - begin)
 
     def _choose(self, chosen: dict[str, Hit], hits: Sequence[Hit], most: int, follow: int) -> None:
@@ -270,6 +277,7 @@ class RagPipeline:
 
     def close(self) -> None:
         """Close the index; the engine stays open."""
+        self.engine.registry.detach(self.chunks)
         self.chunks.close()
 
     def __enter__(self) -> RagPipeline:

@@ -118,6 +118,8 @@ class RagAnswer:
             "policy": g.policy,
             "ratio": g.ratio,
             "usage": asdict(g.usage),
+            "loads": [asdict(load) for load in g.loads],
+            "prefill_s": g.prefill_s,
             "timings": {"retrieve_s": self.retrieve_s, **asdict(g.timings)},
             "notes": list(self.notes),
         }

@@ -6,11 +6,11 @@ import json
 import os
 import sqlite3
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Vectors
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
@@ -29,8 +30,14 @@ _SCHEMA = """
 CREATE TABLE manifest (json TEXT NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE documents (id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, digest TEXT NOT NULL);
 CREATE TABLE chunks (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, text TEXT NOT NULL, token_ids BLOB NOT NULL, checksum BLOB NOT NULL
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, text TEXT NOT NULL, token_ids BLOB NOT NULL, checksum BLOB NOT NULL,
+    signature BLOB NOT NULL DEFAULT x''  -- of the text; not in the checksum, since what it finds is compared
 );
+CREATE INDEX signatures ON chunks (id, signature);
+CREATE TABLE rows (
+    last INTEGER NOT NULL  -- id of a chunk; none is used twice, so an id says whether a chunk is new
+);
+INSERT INTO rows VALUES (0);
 CREATE TABLE occurrences (
     document INTEGER NOT NULL REFERENCES documents ON DELETE CASCADE,
     ordinal INTEGER NOT NULL,
@@ -47,6 +54,17 @@ CREATE TABLE vectors (
 );
 CREATE INDEX vectors_of_chunk ON vectors (chunk);
 """
+
+
+def _upgrade(database: IndexDatabase) -> None:
+    """Give chunks signatures, and rows that are never used twice, which format 1 did not have."""
+    database.db.execute("ALTER TABLE chunks ADD COLUMN signature BLOB NOT NULL DEFAULT x''")
+    database.db.execute("CREATE TABLE rows (last INTEGER NOT NULL)")
+    database.db.execute("INSERT INTO rows SELECT ifnull(max(id), 0) FROM chunks")
+    database.sign("chunks")
+    database.db.execute("CREATE INDEX signatures ON chunks (id, signature)")
+
+
 _CHUNK = "c.name, c.text, c.token_ids, c.checksum"
 _METADATA_OF_CHUNK = (
     "(SELECT o.metadata FROM occurrences o JOIN documents d ON d.id = o.document WHERE o.chunk = c.id "
@@ -65,8 +83,9 @@ class IndexDatabase(SQLiteFile):
     start_over = (
         f"Delete {FILE_NAME}* in that directory and index the documents again; the stored KV is kept and reused."
     )
-    format = 1
+    format = 2
     schema = _SCHEMA
+    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {1: _upgrade}
 
     def __init__(self, directory: Path, config: IndexConfig | None):
         """Open the file in ``directory``; create it for ``config`` where there is none.
@@ -191,8 +210,8 @@ class IndexDatabase(SQLiteFile):
 
     def replace_document(
         self, path: str, digest: str, chunks: Sequence[Chunk], vectors: Mapping[str, Vectors]
-    ) -> list[str]:
-        """Enter a document in place of what has its path; return the ids of the chunks that no document holds any more.
+    ) -> list[Chunk]:
+        """Enter a document in place of what has its path; return the chunks that no document holds any more.
 
         ``vectors`` (``[windows, dimension]`` by chunk id) are kept for the chunks that have none yet.
         """
@@ -204,8 +223,8 @@ class IndexDatabase(SQLiteFile):
             self._put_occurrence(document, ordinal, chunk, vectors.get(chunk.id))
         return self._remove_orphans(before)
 
-    def delete_document(self, path: str) -> list[str]:
-        """Remove a document; return the ids of the chunks that no document holds any more."""
+    def delete_document(self, path: str) -> list[Chunk]:
+        """Remove a document; return the chunks that no document holds any more."""
         before = self._clear_document(path)
         self.db.execute("DELETE FROM documents WHERE path = ?", (path,))
         return self._remove_orphans(before)
@@ -218,22 +237,27 @@ class IndexDatabase(SQLiteFile):
         return held
 
     def _put_occurrence(self, document: int, ordinal: int, chunk: Chunk, vectors: Vectors | None) -> None:
-        name, text, token_ids, metadata = chunk_row(chunk)
-        query = "INSERT INTO chunks (name, text, token_ids, checksum) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO NOTHING"
-        self.db.execute(query, (name, text, token_ids, _chunk_checksum(name, text, token_ids)))
-        row = self.rows("SELECT id FROM chunks WHERE name = ?", name)[0][0]
+        name, text, token_ids, metadata, signature = chunk_row(chunk)
+        known = self.rows("SELECT id FROM chunks WHERE name = ?", name)
+        row = known[0][0] if known else self.rows("UPDATE rows SET last = last + 1 RETURNING last")[0][0]
+        if not known:
+            query = "INSERT INTO chunks (id, name, text, token_ids, checksum, signature) VALUES (?, ?, ?, ?, ?, ?)"
+            checksum = _chunk_checksum(name, text, token_ids)
+            self.db.execute(query, (row, name, text, token_ids, checksum, signature))
         if vectors is not None and not self.rows("SELECT 1 FROM vectors WHERE chunk = ? LIMIT 1", row):
             self._put_vectors(row, vectors)
         query = "INSERT INTO occurrences (document, ordinal, chunk, metadata) VALUES (?, ?, ?, ?)"
         self.db.execute(query, (document, ordinal, row, metadata))
 
-    def _remove_orphans(self, rows: Iterable[int]) -> list[str]:
-        """Remove those of these chunks that no document holds; return their ids."""
+    def _remove_orphans(self, rows: Iterable[int]) -> list[Chunk]:
+        """Remove those of these chunks that no document holds; return them, without metadata."""
         query = (
             "DELETE FROM chunks AS c WHERE c.id = ? AND NOT EXISTS (SELECT 1 FROM occurrences WHERE chunk = c.id) "
-            "RETURNING name"
+            "RETURNING name, text, token_ids"
         )
-        return [name for row in rows for (name,) in self.rows(query, row)]
+        with self.decoding():
+            gone = (values for row in rows for values in self.rows(query, row))
+            return [row_chunk(name, text, token_ids, None) for name, text, token_ids in gone]
 
     def chunk_rows(self) -> dict[str, int]:
         """Return the row of every chunk by its id."""
@@ -244,10 +268,26 @@ class IndexDatabase(SQLiteFile):
         query = f"SELECT c.id, {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE c.id > ? ORDER BY c.id LIMIT ?"
         return [(found, self._chunk(values)) for found, *values in self.rows(query, row, count)]
 
-    def chunk(self, name: str) -> Chunk | None:
-        """Return the chunk of that id with the metadata of its first place."""
-        rows = self.rows(f"SELECT {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE c.name = ?", name)
-        return self._chunk(rows[0]) if rows else None
+    def find_chunks(self, which: str, *parameters: object) -> list[Chunk]:
+        """Return the chunks of table ``c`` for which an SQL condition holds, each with the metadata of its first place."""
+        query = f"SELECT {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE {which}"
+        return [self._chunk(values) for values in self.rows(query, *parameters)]
+
+    def signatures_after(self, row: int) -> tuple[Indices, Signatures]:
+        """Return rows and signatures of all chunks behind a row."""
+        # By the index alone: the table's rows hold the texts, too.
+        query = "SELECT id, signature FROM chunks INDEXED BY signatures WHERE id > ? ORDER BY id"
+        return self.read_signatures(query, row)
+
+    def known(self, names: Iterable[str]) -> set[str]:
+        """Return which of these ids are in the index."""
+        # CROSS: the names first, or SQLite may go through all chunks.
+        query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value"
+        return {name for (name,) in self.rows(query, json.dumps(list(names)))}
+
+    def chunk_count(self) -> int:
+        """Return the number of distinct chunks."""
+        return int(self.rows("SELECT count(*) FROM chunks")[0][0])
 
     def first_place(self, row: int) -> tuple[str, int, Chunk]:
         """Return a chunk's first place by path: the document's path, the ordinal there, and the chunk."""
@@ -282,7 +322,7 @@ class IndexDatabase(SQLiteFile):
     def embedded(self, names: Iterable[str]) -> set[str]:
         """Return which of these chunks are stored with their vectors."""
         query = (
-            "SELECT c.name FROM json_each(?) j JOIN chunks c ON c.name = j.value "
+            "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
             "WHERE EXISTS (SELECT 1 FROM vectors v WHERE v.chunk = c.id)"
         )
         return {name for (name,) in self.rows(query, json.dumps(list(names)))}
@@ -308,6 +348,23 @@ class IndexDatabase(SQLiteFile):
                 values.frombytes(data)
                 length, count = len(data), count + 1
         return np.frombuffer(values, "<f4").reshape(count, length // 4).astype(np.float32, copy=False)
+
+    def vectors_of(self, names: Iterable[str]) -> dict[str, Vectors]:
+        """Return the vectors ``[windows, dimension]`` of these chunks by id; those without any are left out.
+
+        Raises:
+            StoreError: One does not match its checksum.
+        """
+        query = (
+            "SELECT c.name, v.vector, v.checksum FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
+            "JOIN vectors v ON v.chunk = c.id ORDER BY v.id"
+        )
+        found: dict[str, list[Vectors]] = {}
+        for name, data, stored in self.rows(query, json.dumps(list(dict.fromkeys(names)))):
+            if _checksum(data) != stored:
+                raise self.damaged("a vector fails its checksum; rebuilding the index repairs that")
+            found.setdefault(name, []).append(np.frombuffer(data, "<f4").astype(np.float32, copy=False))
+        return {name: np.stack(windows) for name, windows in found.items()}
 
     def replace_vectors(self, vectors: Iterable[tuple[int, Vectors]]) -> None:
         """Remove all vectors and enter those of these chunks (by row), ``[windows, dimension]`` each."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
@@ -69,23 +70,31 @@ class ChunkIndex:
         directory: Where the index is; the KV store's directory.
     """
 
-    def __init__(self, database: IndexDatabase):
+    def __init__(self, database: IndexDatabase, query_encoder: str | Path | None = None):
         """Use an open database; see :meth:`open`."""
         self.directory = database.path.parent
+        self._query_encoder = query_encoder
         self._database = database
         self._vectors = VectorSearch(database)
         self._embedder: Embedder | None = None
         self._loading = threading.Lock()
 
     @classmethod
-    def open(cls, directory: Path | str, config: IndexConfig | None = None) -> Self:
+    def open(
+        cls, directory: Path | str, config: IndexConfig | None = None, query_encoder: str | Path | None = None
+    ) -> Self:
         """Open the index in ``directory``; with a config, create it where there is none.
+
+        Args:
+            directory: Where it is.
+            config: What it must have been made with, or is made with.
+            query_encoder: Directory of a model that embeds questions in place of the index's own; see :meth:`Embedder.asked_by`.
 
         Raises:
             StoreMismatchError: The index was made with another model or other settings.
             StoreError: There is none (and no config), it is damaged, or the directory cannot be used.
         """
-        return cls(IndexDatabase(Path(directory).expanduser(), config))
+        return cls(IndexDatabase(Path(directory).expanduser(), config), query_encoder)
 
     @staticmethod
     def exists(directory: Path | str) -> bool:
@@ -108,7 +117,7 @@ class ChunkIndex:
         digest: str,
         chunks: Iterable[Chunk],
         progress: Callable[[int], None] | None = None,
-    ) -> list[str]:
+    ) -> list[Chunk]:
         """Index a document in one transaction, in place of what was indexed under that path.
 
         Args:
@@ -118,7 +127,7 @@ class ChunkIndex:
             progress: Called with the number of chunks embedded since its last call.
 
         Returns:
-            Ids of the chunks that no document holds any more.
+            The chunks that no document holds any more, without metadata.
 
         Raises:
             StoreError: It cannot be written; the index is as it was.
@@ -139,8 +148,8 @@ class ChunkIndex:
                 elif distinct.keys() <= known.keys() | self._database.embedded(distinct):
                     return self._database.replace_document(document_path, digest, ordered, known)
 
-    def delete(self, path: str) -> list[str]:
-        """Remove a document; return the ids of the chunks that no document holds any more.
+    def delete(self, path: str) -> list[Chunk]:
+        """Remove a document; return the chunks that no document holds any more, without metadata.
 
         Raises:
             InputError: It is not in the index.
@@ -175,10 +184,34 @@ class ChunkIndex:
         Raises:
             UnknownChunkError: There is none with that id.
         """
-        chunk = self._database.chunk(chunk_id)
+        chunk = self.named(chunk_id)
         if chunk is None:
             raise UnknownChunkError(f"There is no chunk {chunk_id} in the index {self.directory}.")
         return chunk
+
+    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
+        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`, as the next five."""
+        return self._database.signatures_after(after)
+
+    def chunk_at(self, row: int) -> Chunk | None:
+        """Return the chunk of a row, None where it is gone."""
+        return next(iter(self._database.find_chunks("c.id = ?", row)), None)
+
+    def known(self, chunk_ids: Sequence[str]) -> set[str]:
+        """Return which of these ids are in the index."""
+        return self._database.known(chunk_ids)
+
+    def named(self, chunk_id: str) -> Chunk | None:
+        """Return the chunk with that id."""
+        return next(iter(self._database.find_chunks("c.name = ?", chunk_id)), None)
+
+    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
+        """Return up to ``most`` chunks with ids behind ``chunk_id``, in the order of their ids."""
+        return self._database.find_chunks("c.name > ? ORDER BY c.name LIMIT ?", chunk_id, most)
+
+    def count(self) -> int:
+        """Return the number of distinct chunks."""
+        return self._database.chunk_count()
 
     def chunks_of(self, path: str) -> list[Chunk]:
         """Return a document's chunks in order; none where it is not in the index."""
@@ -211,13 +244,23 @@ class ChunkIndex:
         around = self._database.chunks_between(hit.path, hit.ordinal - before, hit.ordinal + after)
         return [Hit(chunk, None, hit.path, ordinal) for ordinal, chunk in around if ordinal != hit.ordinal]
 
-    def load_embedder(self) -> None:
-        """Load the embedding model now, which the first call that needs it would do.
+    def nearest(self, vector: Vectors, k: int) -> list[tuple[str, float]]:
+        """Return ids and cosine similarities of the ``k`` chunks nearest to a question's unit vector ``[dim]``, best first."""
+        with self._database.transaction(write=False):
+            found = self._vectors.search(vector, k)
+            return [(self._database.first_place(row)[2].id, score) for row, score in found]
+
+    def vectors_of(self, chunk_ids: Iterable[str]) -> dict[str, Vectors]:
+        """Return the unit vectors ``[windows, dim]`` of chunks by their id; ids that are not in the index are left out."""
+        return self._database.vectors_of(chunk_ids)
+
+    def load_embedder(self) -> Embedder:
+        """Load the embedding model now, which the first call that needs it would do, and return it.
 
         Raises:
             ModelError: It cannot be loaded.
         """
-        self._load(self._embedding())
+        return self._load(self._embedding())
 
     def rebuild(self, embedding: str | None = None, progress: Callable[[int], None] | None = None) -> None:
         """Embed every chunk again, with another embedding model if one is named. Searches see all old or all new.
@@ -268,7 +311,8 @@ class ChunkIndex:
     def _load(self, name: str) -> Embedder:
         with self._loading:
             if self._embedder is None or self._embedder.name != name:
-                self._embedder = Embedder.load(name)
+                embedder = Embedder.load(name)
+                self._embedder = embedder if self._query_encoder is None else embedder.asked_by(self._query_encoder)
             return self._embedder
 
     def _embed(

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
 
 FILE_NAME = "registered.sqlite"
+_TABLE = """
+CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so a row says whether a chunk is new
+    name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, metadata TEXT NOT NULL,
+    signature BLOB NOT NULL, UNIQUE (model, name)
+)
+"""
+# Else all texts would have to be read for them.
+_SIGNATURES = "CREATE INDEX signatures ON chunks (model, id, signature)"
+
+
+def _upgrade(file: RegisteredChunks) -> None:
+    """Give chunks rows and signatures, which format 1 did not have."""
+    file.db.execute("ALTER TABLE chunks RENAME TO former")
+    file.db.execute(_TABLE)
+    columns = "name, model, text, token_ids, metadata"
+    file.db.execute(f"INSERT INTO chunks ({columns}, signature) SELECT {columns}, x'' FROM former ORDER BY name")
+    file.db.execute("DROP TABLE former")
+    file.sign("chunks")
+    file.db.execute(_SIGNATURES)
 
 
 class RegisteredChunks(SQLiteFile):
-    """The registered chunks of a store directory; unlike the index, without documents and vectors.
+    """One model's registered chunks in a store directory; unlike the index, without documents and vectors.
 
     Thread-safe; several servers may share the file. It has a rollback journal, which works on a network file system with
     locks, as the index's WAL does not.
@@ -21,21 +44,24 @@ class RegisteredChunks(SQLiteFile):
     name = "the file of registered chunks"
     kind = "a file of registered chunks"
     start_over = "To start over, delete it and register the chunks again; their stored KV is kept."
-    format = 1
-    schema = (
-        "CREATE TABLE chunks (name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, "
-        "metadata TEXT NOT NULL, PRIMARY KEY (model, name)) WITHOUT ROWID"
-    )
+    format = 2
+    schema = f"{_TABLE};\n{_SIGNATURES}"
+    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {1: _upgrade}
     busy_timeout_s = 30.0  # a client waits for it
 
-    def __init__(self, directory: Path | None):
+    def __init__(self, directory: Path | None, model: str):
         """Open the file in ``directory``, made if missing; None keeps the chunks in memory until :meth:`close`.
+
+        Args:
+            directory: The store directory.
+            model: Digest of the model whose chunks are read and changed; those of others stay as they are.
 
         Raises:
             StoreError: It cannot be used.
             StoreMismatchError: It has another format.
         """
         super().__init__((directory or Path()) / FILE_NAME)
+        self._model = model
         with self.explained("open"):
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -48,33 +74,64 @@ class RegisteredChunks(SQLiteFile):
                 self.db.close()
                 raise
 
-    def read(self, model: str) -> list[Chunk]:
-        """Return the chunks of the model with that digest, in the order of their ids.
+    @property
+    def generation(self) -> Hashable:
+        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
+        with self.access():
+            return self.others_commits(), self.db.total_changes
 
-        Raises:
-            StoreError: They cannot be read.
-        """
-        query = "SELECT name, text, token_ids, metadata FROM chunks WHERE model = ? ORDER BY name"
+    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
+        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
+        return self.read_signatures(
+            "SELECT id, signature FROM chunks INDEXED BY signatures WHERE model = ? AND id > ? ORDER BY id",
+            self._model,
+            after,
+        )
+
+    def chunk_at(self, row: int) -> Chunk | None:
+        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
+        return next(iter(self._read("id = ?", row)), None)
+
+    def known(self, chunk_ids: Sequence[str]) -> set[str]:
+        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
+        # CROSS: the names first, or SQLite may go through all chunks.
+        query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ?"
+        return {name for (name,) in self.rows(query, json.dumps(list(chunk_ids)), self._model)}
+
+    def named(self, chunk_id: str) -> Chunk | None:
+        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
+        return next(iter(self._read("name = ?", chunk_id)), None)
+
+    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
+        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
+        return self._read("name > ? ORDER BY name LIMIT ?", chunk_id, most)
+
+    def count(self) -> int:
+        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
+        return int(self.rows("SELECT count(*) FROM chunks WHERE model = ?", self._model)[0][0])
+
+    def _read(self, which: str, *parameters: object) -> list[Chunk]:
+        query = f"SELECT name, text, token_ids, metadata FROM chunks WHERE model = ? AND {which}"
         with self.decoding():
-            return [row_chunk(*row) for row in self.rows(query, model)]
+            return [row_chunk(*row) for row in self.rows(query, self._model, *parameters)]
 
-    def add(self, model: str, chunks: Iterable[Chunk]) -> None:
-        """Keep chunks for a model, each in place of one with its id.
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Keep chunks, each in place of one with its id.
 
         Raises:
             StoreError: They cannot be written; none is kept.
         """
-        query = "INSERT OR REPLACE INTO chunks (name, text, token_ids, metadata, model) VALUES (?, ?, ?, ?, ?)"
-        rows = [(*chunk_row(chunk), model) for chunk in chunks]
+        query = "INSERT OR REPLACE INTO chunks (name, text, token_ids, metadata, signature, model) VALUES (?, ?, ?, ?, ?, ?)"
+        rows = [(*chunk_row(chunk), self._model) for chunk in chunks]
         with self.transaction():
             self.db.executemany(query, rows)
 
-    def remove(self, model: str, chunk_ids: Iterable[str]) -> None:
-        """Remove chunks of a model; unknown ids are ignored.
+    def remove(self, chunk_ids: Iterable[str]) -> None:
+        """Remove chunks; unknown ids are ignored.
 
         Raises:
             StoreError: The file cannot be written; none is removed.
         """
         with self.transaction():
-            rows = [(model, chunk_id) for chunk_id in chunk_ids]
+            rows = [(self._model, chunk_id) for chunk_id in chunk_ids]
             self.db.executemany("DELETE FROM chunks WHERE model = ? AND name = ?", rows)

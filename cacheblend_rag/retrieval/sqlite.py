@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,10 @@ import numpy as np
 
 from cacheblend_rag.errors import StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.matching import SIGNATURE, Indices, Signatures, signatures_of
 from cacheblend_rag.prompts.tokens import pack_ids
+
+_ROWS_AT_ONCE = 1 << 16
 
 
 class SQLiteFile:
@@ -34,6 +37,7 @@ class SQLiteFile:
         format: The format of the tables, which the file holds as its ``user_version``.
         schema: The statements that make the tables, separated by ";" at a line's end.
         busy_timeout_s: How long to wait for another process that is writing.
+        upgrades: By format, what brings the tables to the next one.
     """
 
     name: ClassVar[str]
@@ -42,6 +46,7 @@ class SQLiteFile:
     format: ClassVar[int]
     schema: ClassVar[str]
     busy_timeout_s: ClassVar[float] = 60.0
+    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {}
     db: sqlite3.Connection
 
     def __init__(self, path: Path):
@@ -67,18 +72,31 @@ class SQLiteFile:
         Raises:
             StoreError: It holds tables of somebody else.
         """
+        # In this order: another process may make the tables, and their format with them, between the two.
+        tables = self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         version = int(self.db.execute("PRAGMA user_version").fetchone()[0])
-        if version == 0 and self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        if version == 0 and tables:
             raise StoreError(f"{self.path} is not {self.kind} of this library. Use another store directory.")
         return version
 
     def check_format(self) -> None:
-        """Refuse a file whose tables are of another format.
+        """Refuse a file whose tables are of another format, after :meth:`upgrade` has had a chance to change that.
 
         Raises:
             StoreMismatchError: They are.
         """
         version = self.stored_format()
+        if version in self.upgrades:
+            try:
+                with self.transaction():
+                    while (version := self.stored_format()) in self.upgrades:
+                        self.upgrades[version](self)
+                        self.db.execute(f"PRAGMA user_version = {version + 1}")
+            except StoreError as error:
+                raise StoreError(
+                    f"{self.name.capitalize()} {self.path} has format {version} and must be brought to format {self.format} "
+                    f"once, by a user who may write it. {error}"
+                ) from error
         if version != self.format:
             raise StoreMismatchError(
                 f"{self.name.capitalize()} {self.path} has format {version}; this version reads format {self.format}. "
@@ -122,6 +140,22 @@ class SQLiteFile:
         """Return all rows of a query."""
         with self.access():
             return self.db.execute(query, parameters).fetchall()
+
+    def read_signatures(self, query: str, *parameters: object) -> tuple[Indices, Signatures]:
+        """Return what a query for rows and signatures finds, as arrays."""
+        rows: list[int] = []
+        stored: list[bytes] = []
+        with self.access(), self.decoding():
+            cursor = self.db.execute(query, parameters)
+            while page := cursor.fetchmany(_ROWS_AT_ONCE):
+                rows += (row for row, _ in page)
+                stored.append(b"".join(signature for _, signature in page))
+            return np.array(rows, np.int64), np.frombuffer(b"".join(stored), SIGNATURE)
+
+    def sign(self, table: str) -> None:
+        """Fill in the signatures of all chunks of a table; part of an upgrade."""
+        self.db.create_function("signature", 1, signature_bytes, deterministic=True)
+        self.db.execute(f"UPDATE {table} SET signature = signature(text)")
 
     @contextmanager
     def explained(self, action: str) -> Iterator[None]:
@@ -168,10 +202,15 @@ class SQLiteFile:
             self.db.close()
 
 
-def chunk_row(chunk: Chunk) -> tuple[str, str, bytes, str]:
-    """Return a chunk as stored: id, text, little-endian 32-bit token ids, metadata as JSON."""
+def chunk_row(chunk: Chunk) -> tuple[str, str, bytes, str, bytes]:
+    """Return a chunk as stored: id, text, little-endian 32-bit token ids, metadata as JSON, signature."""
     token_ids = np.asarray(chunk.token_ids, dtype="<i4").tobytes()
-    return chunk.id, chunk.text, token_ids, json.dumps(dict(chunk.metadata), default=str)
+    return chunk.id, chunk.text, token_ids, json.dumps(dict(chunk.metadata), default=str), signature_bytes(chunk.text)
+
+
+def signature_bytes(text: str) -> bytes:
+    """Return a text's signature as stored: :data:`~cacheblend_rag.prompts.matching.SIGNATURE`, little-endian."""
+    return signatures_of([text]).tobytes()
 
 
 def row_chunk(name: str, text: str, token_ids: bytes, metadata: str | None) -> Chunk:

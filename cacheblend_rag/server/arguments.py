@@ -44,6 +44,7 @@ _OUR_FLAGS = (
     "--instruction",
     "--write-back",
     "--no-write-back",
+    "--kv",
     "--ram-budget",
     "--disk-budget",
     "--max-request-size",

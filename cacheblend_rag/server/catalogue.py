@@ -44,15 +44,11 @@ class ChunkCatalogue:
         self._registry, self._fingerprint = registry, fingerprint
         self._lock = threading.Lock()
         self._checked = 0.0
-        self._registered: dict[str, Chunk] = {}
-        self._indexed: dict[str, Chunk] = {}
-        self._noted: dict[str, Chunk] = {}
+        self._noted: dict[str, None] = {}  # in the order they came
         self._directory = directory
-        self._registered_file = RegisteredChunks(directory)
-        self._registered_commits: int | None = None
+        self._registered = RegisteredChunks(directory, fingerprint.digest)
         self._index: ChunkIndex | None = None
-        self._index_generation: object = None
-        self._open_index()
+        registry.attach(self._registered)
         self.refresh(force=True)
 
     def _open_index(self) -> None:
@@ -61,6 +57,7 @@ class ChunkCatalogue:
         index = ChunkIndex.open(self._directory)
         made_for = index.config.model
         if made_for == self._fingerprint:
+            self._registry.attach(index)
             self._index = index
             return
         index.close()
@@ -87,29 +84,12 @@ class ChunkCatalogue:
                 return
             self._checked = now
             try:
-                self._take_up()
+                self._open_index()
+                self._registry.follow()
             except StoreError as error:
                 if force:
                     raise
                 _log.warning("What other processes have registered or indexed is not known here: %s", error)
-
-    def _take_up(self) -> None:
-        commits = self._registered_file.others_commits()
-        if commits != self._registered_commits:
-            stored = {chunk.id: chunk for chunk in self._registered_file.read(self._fingerprint.digest)}
-            self._update_registry(self._registered, stored, others=self._indexed)
-            self._registered, self._registered_commits = stored, commits
-        if self._index is None:
-            self._open_index()
-        if self._index is not None and (generation := self._index.generation) != self._index_generation:
-            indexed = {chunk.id: chunk for chunk in self._index.chunks()}
-            self._update_registry(self._indexed, indexed, others=self._registered)
-            self._indexed, self._index_generation = indexed, generation
-
-    def _update_registry(self, old: dict[str, Chunk], new: dict[str, Chunk], others: dict[str, Chunk]) -> None:
-        """Bring the registry from the ``old`` chunks of a file to its ``new`` ones; ``others`` are of another file."""
-        self._registry.remove(name for name in old if name not in new and name not in others)
-        self._registry.add(chunk for name, chunk in new.items() if name not in old)
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Keep and register chunks.
@@ -118,9 +98,8 @@ class ChunkCatalogue:
             StoreError: They cannot be written; none is kept.
         """
         with self._lock:
-            self._registered_file.add(self._fingerprint.digest, chunks)
-            self._registered.update((chunk.id, chunk) for chunk in chunks)
-            self._registry.add(chunks)
+            self._registered.add(chunks)
+            self._registry.follow(self._registered)
 
     def note(self, chunk: Chunk) -> None:
         """Register a chunk that a prompt has brought, so that its KV can be written back; not kept over a restart.
@@ -130,12 +109,12 @@ class ChunkCatalogue:
         with self._lock:
             if chunk.id in self._registry:
                 return
-            self._noted[chunk.id] = chunk
+            self._noted[chunk.id] = None
             self._registry.add([chunk])
             if len(self._noted) > _MAX_NOTED:
                 oldest = next(iter(self._noted))
                 del self._noted[oldest]
-                self._registry.remove(() if oldest in self._registered or oldest in self._indexed else (oldest,))
+                self._registry.remove([oldest])
 
     def remove(self, chunk_ids: Sequence[str]) -> None:
         """Forget registered chunks; those of the index stay.
@@ -144,21 +123,21 @@ class ChunkCatalogue:
             StoreError: The file cannot be written.
         """
         with self._lock:
-            self._registered_file.remove(self._fingerprint.digest, chunk_ids)
+            self._registered.remove(chunk_ids)
             for name in chunk_ids:
-                self._registered.pop(name, None)
                 self._noted.pop(name, None)
-            self._registry.remove(name for name in chunk_ids if name not in self._indexed)
+            self._registry.remove(chunk_ids)
 
     def origin(self, chunk_id: str) -> Origin | None:
         """Say where a chunk is kept; None for one that only this process knows (a prompt brought it) or nobody."""
-        if chunk_id in self._indexed:
+        if self._index is not None and self._index.known([chunk_id]):
             return "index"
-        return "registered" if chunk_id in self._registered else None
+        return "registered" if self._registered.known([chunk_id]) else None
 
     def close(self) -> None:
         """Close the files."""
         with self._lock:
-            self._registered_file.close()
-            if self._index is not None:
-                self._index.close()
+            for source in (self._registered, self._index):
+                if source is not None:
+                    self._registry.detach(source)
+                    source.close()

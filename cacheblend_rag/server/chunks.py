@@ -14,8 +14,6 @@ from cacheblend_rag.protocol import (
     first_problem,
 )
 from cacheblend_rag.server.naming import tokens_match
-from cacheblend_rag.store import EntryInfo
-from cacheblend_rag.store.kv import KVKey
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.client import BlendClient
@@ -91,21 +89,13 @@ class ServedChunks:
     def page(self, limit: int, after: str | None) -> tuple[list[dict[str, Any]], bool]:
         """Return what :meth:`describe` says of up to ``limit`` chunks behind an id, and whether there are more."""
         self._catalogue.refresh()
-        ordered = sorted(self._client.registry, key=lambda chunk: chunk.id)
-        rest = [chunk for chunk in ordered if after is None or chunk.id > after]
-        return self._describe(rest[:limit]), len(rest) > limit
+        found = self._client.registry.named_after(after or "", limit + 1)
+        return [self.describe(chunk) for chunk in found[:limit]], len(found) > limit
 
     def describe(self, chunk: Chunk) -> dict[str, Any]:
         """Return what a listing shows of a chunk: its size, where it is kept, whether its KV is stored."""
-        return self._describe([chunk])[0]
-
-    def _describe(self, chunks: list[Chunk]) -> list[dict[str, Any]]:
-        listing = {entry.key: entry for entry in self._client.store.entries()}
-        return [self._described(chunk, listing) for chunk in chunks]
-
-    def _described(self, chunk: Chunk, listing: dict[KVKey, EntryInfo]) -> dict[str, Any]:
-        entries = self._client.entries
-        found = [entry for key in entries.keys(chunk.token_ids) if (entry := listing.get(key)) is not None]
+        entries, store = self._client.entries, self._client.store
+        found = [entry for key in entries.keys(chunk.token_ids) if (entry := store.entry(key)) is not None]
         return {
             "id": chunk.id,
             "object": "chunk",
@@ -132,7 +122,7 @@ class ServedChunks:
     def delete_named(self, names: list[str], everything: bool) -> list[str]:
         """Do :meth:`delete` for the registered ones of ``names``, or all; return their ids."""
         self._catalogue.refresh(force=True)
-        named = list(self._client.registry) if everything else map(self._client.registry.get, names)
+        named = self._client.registry if everything else map(self._client.registry.get, names)
         wanted = [chunk for chunk in named if chunk is not None and self._catalogue.origin(chunk.id) != "index"]
         self.delete(wanted)
         return [chunk.id for chunk in wanted]

@@ -81,12 +81,12 @@ async def _serve_engine(
     from cacheblend_rag.engines.vllm.client import BlendClient
 
     client = await BlendClient.connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
-    catalogue = ChunkCatalogue(launch.store, client.registry, client.fingerprint)
+    catalogue = ChunkCatalogue(options.store, client.registry, client.fingerprint)
     for warning in catalogue.warnings:
         _log.warning(warning)
     try:
         app = await build_app(options, args, llm, client, catalogue)
-        known = f"{len(client.registry)} chunks known in {launch.store}"
+        known = f"{len(client.registry)} chunks known in {options.store}"
         announcing = asyncio.create_task(
             announce(app.state, f"Serving {client.fingerprint.name} on {address}: {known}.")
         )

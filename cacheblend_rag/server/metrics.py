@@ -33,6 +33,10 @@ class ReuseMetrics:
         self._computed = counter("computed_tokens", "Prompt tokens that went through all layers.")
         self._loaded = counter("loaded_tokens", "Prompt tokens whose KV was loaded from the store.")
         self._bytes = counter("loaded_bytes", "Bytes of KV loaded from the store.")
+        self._tier_bytes = counter("tier_loaded_bytes", "Bytes of KV loaded, by the tier that they came from.", "tier")
+        self._tier_seconds = counter(
+            "tier_read_seconds", "Seconds that reads of chunks took, each chunk's added up.", "tier"
+        )
         self._missing = counter("missing_chunks", "Chunks in prompts without stored KV.")
         self._fallbacks = counter("fallbacks", "Prompts served by ordinary prefill, by reason.", "reason")
         self._blend = seconds("blend_seconds", "Placement and both passes of a blended prompt.")
@@ -53,6 +57,9 @@ class ReuseMetrics:
         if report.loaded_bytes:
             self._loaded.inc(report.reused_tokens + report.recomputed_tokens)
             self._bytes.inc(report.loaded_bytes)
+        for load in report.loads:
+            self._tier_bytes.labels(load.tier).inc(load.nbytes)
+            self._tier_seconds.labels(load.tier).inc(load.seconds)
         self._blend.observe(report.blend_s)
         self._load.observe(report.load_s)
 

@@ -82,6 +82,7 @@ class ServedEngine:
             load_s=outcome.load_s,
             blend_s=outcome.blend_s,
             loaded_bytes=outcome.loaded_bytes,
+            loads=outcome.loads,
             fingerprint=self._client.fingerprint.digest,
         )
         self._metrics.finished(ticket.report)

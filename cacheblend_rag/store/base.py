@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from cacheblend_rag.store.events import Activity, TierReads
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
 if TYPE_CHECKING:
     import torch
+
+TIMEOUT_S = 2.0
+"""Seconds that a look-up in a remote tier, or the read of a layer from it, may take, unless it is told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,14 @@ class EntryInfo:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counters since the store was opened, and its present contents. Sizes in bytes."""
+    """Counters since the store was opened, and its present contents. Sizes in bytes.
+
+    Attributes:
+        tier: Name of the tier; ``"tiered"`` for several.
+        reads: What reading layers took; nothing is read from RAM.
+        out: Why the tier is not used at the moment, in words; empty if it is. Its contents are then unknown, and counted as 0.
+        tiers: Each tier's own.
+    """
 
     tier: str
     entries: int
@@ -36,28 +47,41 @@ class StoreStats:
     puts: int = 0
     evictions: int = 0
     damaged: int = 0
+    reads: TierReads = field(default=TierReads())
+    out: str = ""
     tiers: tuple[StoreStats, ...] = field(default=())
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a full check found. Damaged entries have been removed when ``repair`` was asked for."""
+    """What a full check found. Damaged entries have been removed when ``repair`` was asked for.
+
+    Attributes:
+        checked: How many entries were looked at.
+        damaged: Those whose bytes are not what was stored.
+        unreadable: Those that cannot be read now, for want of permission, say; they stay.
+    """
 
     checked: int
     damaged: tuple[KVKey, ...]
+    unreadable: tuple[KVKey, ...] = ()
 
 
 class KVStore(ABC):
     """One canonical, immutable copy of KV per key.
 
     All methods may be called from several threads. ``put`` is atomic: a reader sees a whole entry or none. A damaged or
-    missing entry is a miss, never a wrong answer.
+    missing entry is a miss, never a wrong answer; so is one that cannot be read now, and nothing is removed for that.
 
     Attributes:
         budget: Bytes that :meth:`put` stays within; None: no limit.
+        lasts: Whether entries outlast the process.
+        remote: Whether a look-up goes to another machine, and may take its time.
     """
 
     budget: int | None = None
+    lasts: bool = True
+    remote: bool = False
 
     @abstractmethod
     def get(self, key: KVKey) -> StoredKV | None:
@@ -73,7 +97,7 @@ class KVStore(ABC):
         False means that it is larger than the budget.
 
         Raises:
-            StoreError: The medium refuses (disk full, read-only). Existing entries are untouched.
+            StoreError: The medium refuses (disk full, read-only) or does not answer. Existing entries are untouched.
         """
 
     @abstractmethod
@@ -82,7 +106,13 @@ class KVStore(ABC):
 
     @abstractmethod
     def delete(self, key: KVKey) -> bool:
-        """Remove an entry; readers that hold it finish undisturbed. Return whether it was there."""
+        """Remove an entry; return whether it was there.
+
+        Readers that hold it finish undisturbed, or, where a tier is read from afar, find that it cannot be read any more.
+
+        Raises:
+            StoreError: The medium refuses, or does not answer.
+        """
 
     def touch(self, key: KVKey) -> None:  # noqa: B027 - not every tier has a cheap way
         """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
@@ -98,20 +128,40 @@ class KVStore(ABC):
         return None
 
     @abstractmethod
+    def entry(self, key: KVKey) -> EntryInfo | None:
+        """Return what :meth:`entries` would list of one key, without listing; it does not count as a use."""
+
+    @abstractmethod
     def entries(self) -> Iterator[EntryInfo]:
-        """List what is stored, least recently used first."""
+        """List what is stored, least recently used first.
+
+        Raises:
+            StoreUnavailableError: A remote tier does not answer.
+        """
 
     @abstractmethod
     def evict(self, to_bytes: int) -> int:
-        """Evict least recently used entries until at most ``to_bytes`` remain. Return the bytes freed."""
+        """Evict least recently used entries until at most ``to_bytes`` remain. Return the bytes freed.
+
+        Raises:
+            StoreError: The medium refuses, or does not answer.
+        """
 
     @abstractmethod
     def stats(self) -> StoreStats:
         """Return counters and contents."""
 
+    def activity(self) -> dict[str, Activity]:
+        """Return what this process has counted, by tier: the counters of :meth:`stats` without looking at the contents."""
+        return {}
+
     @abstractmethod
     def verify(self, repair: bool = True) -> VerifyReport:
-        """Read every entry against its checksums; with ``repair``, remove the damaged ones."""
+        """Read every entry against its checksums; with ``repair``, remove the damaged ones.
+
+        Raises:
+            StoreUnavailableError: A remote tier does not answer.
+        """
 
     def close(self) -> None:  # noqa: B027 - not every tier holds something open
         """Release handles. The store must not be used afterwards."""

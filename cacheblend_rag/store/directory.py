@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import struct
 import threading
 import time
@@ -14,11 +13,9 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.kv import KVKey
+from cacheblend_rag.store.kv import KVKey, checked_key, is_key
 
 LOCK_TIMEOUT_S = 60.0
-_KEY = re.compile(r"[0-9a-f]{8,128}")  # nothing else becomes a file name, whatever a user types after `store rm`
 _USAGE = struct.Struct("<qq")
 
 
@@ -65,16 +62,21 @@ class EntryDirectory:
         Raises:
             InputError: ``key`` is not a KV key.
         """
-        if not _KEY.fullmatch(key):
-            raise InputError(f"{key!r} is not the id of a KV entry: ids are hex digits, see `cacheblend store ls`")
+        checked_key(key)
         return self.path / key[:2] / f"{key}.safetensors"
+
+    def entry(self, key: KVKey) -> EntryFile | None:
+        """Return ``key``'s file as :meth:`scan` lists it, None where there is none."""
+        try:
+            status = self.file(key).stat()
+        except OSError:
+            return None
+        return EntryFile(status.st_mtime_ns, key, status.st_size)
 
     def size(self, key: KVKey) -> int | None:
         """Return the size of ``key``'s file in bytes, None where there is none."""
-        try:
-            return self.file(key).stat().st_size
-        except OSError:
-            return None
+        file = self.entry(key)
+        return file and file.nbytes
 
     def touch(self, path: Path) -> None:
         """Mark a file as used now; silent where that is not permitted."""
@@ -92,9 +94,9 @@ class EntryDirectory:
                 continue
             for file in _listing(shard.path):
                 key = KVKey(file.name.removesuffix(".safetensors"))
-                if key == file.name or not _KEY.fullmatch(key):
+                if key == file.name or not is_key(key):
                     continue
-                with suppress(FileNotFoundError):  # evicted since it was listed
+                with suppress(OSError):  # evicted since it was listed, or it cannot be looked at now
                     status = file.stat()
                     found.append(EntryFile(status.st_mtime_ns, key, status.st_size))
         return sorted(found)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cacheblend_rag.errors import DamagedKVError, StoreError
+from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
 from cacheblend_rag.store import kvfile
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
-from cacheblend_rag.store.events import Events
+from cacheblend_rag.store.events import Activity, Events
 from cacheblend_rag.store.faults import explain, explained
 from cacheblend_rag.store.kv import ChunkKV, KVKey
+from cacheblend_rag.store.source import FileSource
 from cacheblend_rag.store.spool import Spool
 
 _log = logging.getLogger(__name__)
@@ -27,19 +28,20 @@ class DiskStore(KVStore):
     Entries being written count once they are complete.
     """
 
-    def __init__(self, root: Path | str, budget: int | None = None, codec: str = "raw"):
+    def __init__(self, root: Path | str, budget: int | None = None, codec: str = "raw", tier: str = "disk"):
         """Open the store at ``root``, creating the directory where it is missing.
 
         Args:
             root: The store's directory. One that cannot be written to can still be read.
             budget: Bytes on disk to stay within when putting (None: no limit).
             codec: How new entries are encoded; the one named in their keys.
+            tier: What it is called in statistics and costs, where there are several disks.
 
         Raises:
             StoreError: ``root`` is not a directory or cannot be made.
         """
         self.root = Path(root)
-        self.budget = budget
+        self.budget, self.tier = budget, tier
         self._codec = get_codec(codec)
         self._directory = EntryDirectory(self.root / "kv")
         self._spool = Spool(self.root / "tmp")
@@ -109,10 +111,15 @@ class DiskStore(KVStore):
         """See :meth:`KVStore.touch`."""
         self._directory.touch(self._directory.file(key))
 
+    def entry(self, key: KVKey) -> EntryInfo | None:
+        """See :meth:`KVStore.entry`; the size is that of the file."""
+        file = self._directory.entry(key)
+        return file and EntryInfo(file.key, file.nbytes, self.tier, file.mtime_ns / 1e9)
+
     def entries(self) -> Iterator[EntryInfo]:
         """See :meth:`KVStore.entries`; sizes are those of the files."""
         for file in self._directory.scan():
-            yield EntryInfo(file.key, file.nbytes, "disk", file.mtime_ns / 1e9)
+            yield EntryInfo(file.key, file.nbytes, self.tier, file.mtime_ns / 1e9)
 
     def evict(self, to_bytes: int) -> int:
         """See :meth:`KVStore.evict`.
@@ -126,24 +133,30 @@ class DiskStore(KVStore):
     def stats(self) -> StoreStats:
         """See :meth:`KVStore.stats`; the contents are what all processes have put."""
         files = self._directory.scan()
-        return StoreStats("disk", len(files), sum(file.nbytes for file in files), self.budget, **self._events.counts())
+        nbytes = sum(file.nbytes for file in files)
+        counted = self._events.counts()
+        return StoreStats(self.tier, len(files), nbytes, self.budget, **counted, reads=self._events.reads.taken())
+
+    def activity(self) -> dict[str, Activity]:
+        """See :meth:`KVStore.activity`."""
+        return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """See :meth:`KVStore.verify`. Entries that cannot be opened for lack of permission are reported as well."""
+        """See :meth:`KVStore.verify`."""
         checked = 0
-        damaged = []
+        damaged, unreadable = [], []
         for file in self._directory.scan():
             checked += 1
+            path = self._directory.file(file.key)
             try:
-                entry = kvfile.KVFile(
-                    self._directory.file(file.key), file.key, self._discard if repair else lambda *_: None
-                )
-                entry.verify()
+                self._file(path, file.key, self._discard if repair else lambda *_: None).verify()
             except FileNotFoundError:
                 checked -= 1  # evicted meanwhile
-            except (DamagedKVError, OSError):
+            except DamagedKVError:
                 damaged.append(file.key)
-        return VerifyReport(checked, tuple(damaged))
+            except (StoreUnavailableError, OSError):
+                unreadable.append(file.key)
+        return VerifyReport(checked, tuple(damaged), tuple(unreadable))
 
     def close(self) -> None:
         """Remove this writer's temporary directory. Handles stay readable."""
@@ -169,14 +182,19 @@ class DiskStore(KVStore):
 
     def _open(self, path: Path, key: KVKey) -> kvfile.KVFile | None:
         try:
-            found = kvfile.KVFile(path, key, self._discard)
+            found = self._file(path, key, self._discard)
         except (FileNotFoundError, DamagedKVError):
             return None
-        except OSError as error:
-            # Says nothing about the entry (too many open files, no permission), so the file stays.
-            _log.warning("KV entry %s cannot be opened and counts as missing: %s", key, error)
+        except (StoreUnavailableError, OSError) as error:
+            # Says nothing about the entry (too many open files, no permission, a stale handle), so the file stays.
+            _log.warning("KV entry %s cannot be read now and counts as missing: %s", key, error)
             return None
-        return None if (key, found.inode) in self._condemned else found
+        return None if (key, _file_of(found).inode) in self._condemned else found
+
+    def _file(
+        self, path: Path, key: KVKey, on_damage: Callable[[kvfile.KVFile, DamagedKVError], None]
+    ) -> kvfile.KVFile:
+        return kvfile.KVFile(FileSource(path), key, self.tier, on_damage, self._events)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -205,11 +223,17 @@ class DiskStore(KVStore):
         """Remove a damaged entry, unless another file has taken its place already."""
         self._events.add("damaged")
         _log.warning("%s", damage)
+        file = _file_of(entry)
         try:
             with self._writing(), self._directory.exclusive(), suppress(FileNotFoundError):
                 # The handle still has the file open, so no other file can have its inode number.
-                if entry.path.stat().st_ino == entry.inode:
+                if file.path.stat().st_ino == file.inode:
                     self._directory.remove(entry.key)
         except StoreError as error:
             _log.warning("the damaged entry stays, unused: %s", error)
-            self._condemned.add((entry.key, entry.inode))
+            self._condemned.add((entry.key, file.inode))
+
+
+def _file_of(entry: kvfile.KVFile) -> FileSource:
+    assert isinstance(entry.source, FileSource)
+    return entry.source

@@ -1,8 +1,12 @@
-"""Counters of what has happened in a tier: hits, misses, puts, evictions, damage."""
+"""Counters of what has happened in a tier: hits, misses, puts, evictions, damage, and what reading took."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Literal, TypedDict
 
 Event = Literal["hits", "misses", "puts", "evictions", "damaged"]
@@ -18,12 +22,106 @@ class Counts(TypedDict):
     damaged: int
 
 
-class Events:
-    """Thread-safe counters, named as the fields of :class:`~cacheblend_rag.store.base.StoreStats`."""
+@dataclass(frozen=True)
+class TierReads:
+    """Reads from one tier.
+
+    Attributes:
+        nbytes: Size of what was read.
+        count: How many reads.
+        seconds: Time during which at least one of them ran.
+    """
+
+    nbytes: int = 0
+    count: int = 0
+    seconds: float = 0.0
+
+
+class ReadClock:
+    """Adds up reads of several threads; time in which several of them run counts once."""
 
     def __init__(self) -> None:
+        """Begin with nothing read."""
+        self._lock = threading.Lock()
+        self._done = TierReads()
+        self._running = 0
+        self._since = 0.0
+
+    @contextmanager
+    def reading(self, nbytes: int) -> Iterator[None]:
+        """Measure what runs inside as a read of ``nbytes``; one that fails counts as time alone."""
+        with self._lock:
+            if self._running == 0:
+                self._since = time.perf_counter()
+            self._running += 1
+        read = 0
+        try:
+            yield
+            read = nbytes
+        finally:
+            with self._lock:
+                self._running -= 1
+                took = time.perf_counter() - self._since if self._running == 0 else 0.0
+                done = self._done
+                self._done = TierReads(done.nbytes + read, done.count + bool(read), done.seconds + took)
+
+    def taken(self) -> TierReads:
+        """Return what was read so far."""
+        with self._lock:
+            return self._done
+
+
+@dataclass(frozen=True)
+class Activity:
+    """All that was counted of a tier, by one process or by several.
+
+    Attributes:
+        hits: Look-ups that found an entry.
+        misses: Look-ups that did not.
+        puts: Entries written.
+        evictions: Entries evicted for want of room.
+        damaged: Entries found damaged.
+        read_bytes: Size of the layers read.
+        read_s: Seconds in which at least one of a process's reads ran.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    evictions: int = 0
+    damaged: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+
+    def __add__(self, other: Activity) -> Activity:
+        """Return both together."""
+        mine, theirs = astuple(self), astuple(other)
+        return Activity(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the look-ups that found an entry; None without any."""
+        looked = self.hits + self.misses
+        return self.hits / looked if looked else None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Rate of reading; None where nothing was read."""
+        return self.read_bytes / self.read_s if self.read_s > 0 else None
+
+
+class Events:
+    """Thread-safe counters, named as the fields of :class:`~cacheblend_rag.store.base.StoreStats`.
+
+    Attributes:
+        reads: What reading layers took.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing counted."""
         self._lock = threading.Lock()
         self._counts = Counts(hits=0, misses=0, puts=0, evictions=0, damaged=0)
+        self.reads = ReadClock()
 
     def add(self, event: Event, times: int = 1) -> None:
         """Count ``event``."""
@@ -34,3 +132,8 @@ class Events:
         """Return all counts so far."""
         with self._lock:
             return self._counts.copy()
+
+    def activity(self) -> Activity:
+        """Return all that was counted so far."""
+        reads = self.reads.taken()
+        return Activity(**self.counts(), read_bytes=reads.nbytes, read_s=reads.seconds)

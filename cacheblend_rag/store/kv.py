@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 import torch
 import xxhash
 
-from cacheblend_rag.errors import DamagedKVError
+from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from cacheblend_rag.store.block import Take
@@ -24,6 +25,23 @@ KVKey = NewType("KVKey", str)
 # Fields of a config.json that say nothing about the numbers a model computes.
 _VOLATILE_CONFIG = {"transformers_version", "_name_or_path", "use_cache", "architectures", "dtype", "torch_dtype"}
 _READ_BLOCK = 1 << 24
+_KEY = re.compile(r"[0-9a-f]{8,128}")
+
+
+def is_key(text: str) -> bool:
+    """Say whether ``text`` is a KV key. Nothing else becomes a name in a tier, whatever a user types after ``store rm``."""
+    return _KEY.fullmatch(text) is not None
+
+
+def checked_key(key: KVKey) -> KVKey:
+    """Return ``key``.
+
+    Raises:
+        InputError: It is not a KV key.
+    """
+    if not is_key(key):
+        raise InputError(f"{key!r} is not the id of a KV entry: ids are hex digits, see `cacheblend store ls`")
+    return key
 
 
 class LayerKV(NamedTuple):
@@ -55,6 +73,7 @@ class StoredKV(ABC):
         start: Position of the first token when the keys were computed (the header's length).
         nbytes: Size of the keys and values in bytes.
         tier: ``"ram"``, ``"disk"`` or a later tier's name: where :meth:`layer` reads from.
+        at_once: How many reads of layers are worth having on the way side by side.
     """
 
     num_layers: int
@@ -62,6 +81,7 @@ class StoredKV(ABC):
     start: int
     nbytes: int
     tier: str
+    at_once: int = 1
 
     @abstractmethod
     def layer(self, index: int) -> LayerKV:
@@ -70,7 +90,8 @@ class StoredKV(ABC):
         The tensors are shared and must not be written to.
 
         Raises:
-            DamagedKVError: The stored bytes do not match their checksum.
+            DamagedKVError: The stored bytes do not match their checksum; the tier has dropped them.
+            StoreUnavailableError: They cannot be read now; nothing was dropped.
         """
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
@@ -114,10 +135,10 @@ class ChunkKV(StoredKV):
 
 
 def read_whole(kv: StoredKV) -> ChunkKV | None:
-    """Read all layers of an entry into memory; None if it is damaged."""
+    """Read all layers of an entry into memory; None if it is damaged, or cannot be read now."""
     try:
         return ChunkKV([kv.layer(index) for index in range(kv.num_layers)], kv.start, static=kv.static_deviation())
-    except DamagedKVError:
+    except (DamagedKVError, StoreUnavailableError):
         return None
 
 

@@ -1,4 +1,4 @@
-"""The file format of one KV entry: a safetensors file whose every byte is checked before it is believed.
+"""The format of one KV entry: a safetensors file, on a disk or elsewhere, whose every byte is checked before it is believed.
 
 ``docs/store.md`` describes the format. Nothing here knows of budgets, locks or directories.
 """
@@ -8,21 +8,21 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import struct
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
-from cacheblend_rag.errors import DamagedKVError, InputError
+from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
 from cacheblend_rag.store.block import Take, plain
 from cacheblend_rag.store.codec import Codec, get_codec
+from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.source import Source
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +102,11 @@ def write(encoded: EncodedKV, path: Path) -> None:
     save_file(encoded.tensors, path, encoded.metadata)
 
 
+def serialized(encoded: EncodedKV) -> bytes:
+    """Return the bytes that :func:`write` would write."""
+    return save(encoded.tensors, encoded.metadata)
+
+
 class _Place(NamedTuple):
     """A tensor in the file: what it is, and where it lies, in bytes from the file's beginning."""
 
@@ -113,36 +118,34 @@ class _Place(NamedTuple):
 
 
 class KVFile(StoredKV):
-    """A KV entry that is read from its open file, one layer at a time.
+    """A KV entry that is read from its source, one layer at a time, each into memory that the reader gives, and checked there."""
 
-    It reads with ``preadv`` into memory that the reader gives and checks that copy: a mapped file would turn an unreadable sector
-    or a truncation into a crash, and could change after it was checked. The open file keeps its bytes readable when
-    the entry is evicted meanwhile, by this process or another.
-    """
-
-    tier = "disk"
-
-    def __init__(self, path: Path, key: KVKey, on_damage: Callable[[KVFile, DamagedKVError], None]):
-        """Open ``path`` and check everything but the layers.
+    def __init__(
+        self,
+        source: Source,
+        key: KVKey,
+        tier: str,
+        on_damage: Callable[[KVFile, DamagedKVError], None],
+        events: Events | None = None,
+        at_once: int = 1,
+    ):
+        """Read and check everything but the layers.
 
         Args:
-            path: The file.
+            source: The entry's bytes.
             key: The key that it must hold.
+            tier: See :class:`StoredKV`.
             on_damage: Called with the handle and the error, here or from :meth:`layer`, before the error is raised.
+            events: Where to count reads of layers.
+            at_once: See :class:`StoredKV`.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            OSError: The file cannot be opened.
-            DamagedKVError: The file is not a whole entry of ``key``.
+            DamagedKVError: These bytes are not a whole entry of ``key``.
+            StoreUnavailableError: They cannot be read now.
         """
-        self.key = key
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._fd)
+        self.source, self.key, self.tier, self.at_once = source, key, tier, at_once
         self._on_damage = on_damage
-        status = os.fstat(self._fd)
-        self.inode = status.st_ino
-        self.file_bytes = status.st_size
+        self._clock = (events or Events()).reads
         try:
             metadata, places = self._parse()
             self._codec = get_codec(metadata["codec"])
@@ -156,7 +159,7 @@ class KVFile(StoredKV):
             self._static_checksum = metadata.get(_STATIC_CHECKSUM)
             for place in sorted(place for place in places if place.name != _STATIC):
                 self._layers[_layer_index(place.name)].append(place)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, InputError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, InputError) as error:
             raise self._report(f"header: {error!r}") from error
 
     def layer(self, index: int) -> LayerKV:
@@ -164,12 +167,14 @@ class KVFile(StoredKV):
         return self.layer_in(index, plain)
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
-        """See :meth:`StoredKV.layer_in`; the file's bytes go there and nowhere else."""
+        """See :meth:`StoredKV.layer_in`; the stored bytes go there and nowhere else."""
         if not 0 <= index < self.num_layers:
             raise IndexError(f"layer {index} of an entry with {self.num_layers} layers")
+        places = self._layers[index]
         try:
-            tensors = self._checked(self._layers[index], self._checksums[index], take)
-        except (ValueError, OSError) as error:
+            with self._clock.reading(sum(place.nbytes for place in places)):
+                tensors = self._checked(places, self._checksums[index], take)
+        except ValueError as error:
             raise self._report(f"layer {index}: {error!r}") from error
         return self._codec.decode({_tensor_name(name): tensor for name, tensor in tensors.items()})
 
@@ -181,8 +186,10 @@ class KVFile(StoredKV):
             (static,) = self._checked([self._static], self._static_checksum).values()
             if static.shape != (self.num_tokens,):
                 raise ValueError(f"shape {list(static.shape)} for {self.num_tokens} tokens")
-        except (ValueError, OSError) as error:
-            _log.warning("The static deviation of KV entry %s cannot be used: %r (%s)", self.key, error, self.path)
+        except (ValueError, StoreUnavailableError) as error:
+            _log.warning(
+                "The static deviation of KV entry %s cannot be used: %r (%s)", self.key, error, self.source.place
+            )
             return None
         return static
 
@@ -191,16 +198,21 @@ class KVFile(StoredKV):
 
         Raises:
             DamagedKVError: Something does not match.
+            StoreUnavailableError: Something cannot be read now.
         """
         for index in range(self.num_layers):
             self.layer(index)
-        if self._static is not None and self.static_deviation() is None:
-            raise self._report("static deviation")
+        if self._static is not None:
+            try:
+                self._checked([self._static], self._static_checksum)
+            except ValueError as error:
+                raise self._report(f"static deviation: {error!r}") from error
 
     def _checked(self, places: Sequence[_Place], checksum: str | None, take: Take = plain) -> dict[str, torch.Tensor]:
-        """Read tensors by name; raise ValueError unless they have that checksum, OSError if they cannot be read.
+        """Read tensors by name; raise ValueError unless they have that checksum, StoreUnavailableError if they cannot be read.
 
-        They come to lie one behind the other, as ``places`` are in order, in memory from ``take``.
+        They come to lie one behind the other, as ``places`` are in order, in memory from ``take``; what lies so in the source,
+        too, is read at once: from far away each read costs a round trip.
         """
         state = xxhash.xxh3_128()
         tensors: dict[str, torch.Tensor] = {}
@@ -209,40 +221,37 @@ class KVFile(StoredKV):
             starts.append(end + -end % _DTYPES[place.dtype].itemsize)
             end = starts[-1] + place.nbytes
         memory = take(end)
+        together = all(place.offset - places[0].offset == start for place, start in zip(places, starts, strict=True))
+        if together and end:
+            self.source.read(places[0].offset, memory[:end])
         for place, start in zip(places, starts, strict=True):
             data = memory[start : start + place.nbytes]
-            self._read(place.offset, data)
-            _update(state, place.name, place.dtype, place.shape, data)  # while the processor's cache still has it
+            if place.nbytes and not together:
+                self.source.read(place.offset, data)
+            _update(state, place.name, place.dtype, place.shape, data)
             tensors[place.name] = data.view(_DTYPES[place.dtype]).view(place.shape)
         if state.hexdigest() != checksum:
             raise ValueError("checksum mismatch")
         return tensors
 
     def _report(self, what: str) -> DamagedKVError:
-        damage = DamagedKVError(f"KV entry {self.key} is damaged and counts as missing; {what} ({self.path})")
+        place = self.source.place
+        damage = DamagedKVError(f"KV entry {self.key} is damaged and counts as missing; {what} ({place})")
         self._on_damage(self, damage)
         return damage
 
-    def _read(self, offset: int, into: torch.Tensor) -> None:
-        """Fill ``into``, uint8, from the file's bytes at ``offset``."""
-        view = into.numpy().data
-        done = 0
-        while done < len(view):
-            size = os.preadv(self._fd, [view[done:]], offset + done)
-            if not size:
-                raise ValueError("the file ends too early")
-            done += size
-
     def _read_bytes(self, offset: int, nbytes: int) -> bytes:
+        if offset + nbytes > self.source.nbytes:
+            raise ValueError(f"{self.source.nbytes} bytes, which is too few")
         buffer = plain(nbytes)
-        self._read(offset, buffer)
+        self.source.read(offset, buffer)
         return buffer.numpy().tobytes()
 
     def _parse(self) -> tuple[dict[str, str], list[_Place]]:
         """Read the header ourselves: the library would map the file, see the class. Raises what a broken one causes."""
         (length,) = struct.unpack("<Q", self._read_bytes(0, 8))
-        if length > min(_MAX_HEADER, self.file_bytes - 8):
-            raise ValueError(f"header of {length} bytes in a file of {self.file_bytes}")
+        if length > min(_MAX_HEADER, self.source.nbytes - 8):
+            raise ValueError(f"header of {length} bytes in an entry of {self.source.nbytes}")
         header = json.loads(self._read_bytes(8, length))
         metadata = header.pop("__metadata__")
         if metadata.pop("checksum") != _metadata_checksum(metadata):
@@ -251,8 +260,8 @@ class KVFile(StoredKV):
             raise ValueError(f"holds {metadata['key']} in format {metadata['format']}, not {self.key} in {FORMAT}")
         places = [_place(name, entry, 8 + length) for name, entry in header.items()]
         end = max((place.offset + place.nbytes for place in places), default=8 + length)
-        if end != self.file_bytes:
-            raise ValueError(f"{self.file_bytes} bytes instead of {end}")
+        if end != self.source.nbytes:
+            raise ValueError(f"{self.source.nbytes} bytes instead of {end}")
         return metadata, places
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.block import ALIGNMENT, Pieces, flat, nbytes_of, packed
-from cacheblend_rag.store.events import Events
+from cacheblend_rag.store.events import Activity, Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store.pinned import PinnedMemory, can_pin
 
@@ -28,6 +28,8 @@ class MemoryStore(KVStore):
 
     Every layer is one contiguous block. Where a device reads them (:meth:`pin_for`), the blocks are pinned.
     """
+
+    lasts = False
 
     def __init__(self, budget: int | None = None):
         """Open an empty store that holds at most ``budget`` bytes of keys and values (None: no limit)."""
@@ -107,6 +109,12 @@ class MemoryStore(KVStore):
         with self._lock:
             self._use(key)
 
+    def entry(self, key: KVKey) -> EntryInfo | None:
+        """See :meth:`KVStore.entry`."""
+        with self._lock:
+            held = self._held.get(key)
+            return None if held is None else EntryInfo(key, held.kv.nbytes, "ram", held.last_used)
+
     def entries(self) -> Iterator[EntryInfo]:
         """See :meth:`KVStore.entries`; a snapshot."""
         with self._lock:
@@ -122,6 +130,10 @@ class MemoryStore(KVStore):
         """See :meth:`KVStore.stats`."""
         with self._lock:
             return StoreStats("ram", len(self._held), self._nbytes, self.budget, **self._events.counts())
+
+    def activity(self) -> dict[str, Activity]:
+        """See :meth:`KVStore.activity`."""
+        return {"ram": self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
         """Count the entries; memory carries no checksums, so none of them can be found damaged."""

@@ -62,11 +62,12 @@ class DocumentsPanel:
             conversation.collection = collections.first.name
         return self._listed(collections.get(conversation.collection))
 
-    def _listed(self, collection: Collection) -> Updates:
+    def _listed(self, collection: Collection, keep_chosen: bool = False) -> Updates:
         names = self._workspace.collections().names()
+        choices = render.document_choices(collection.documents())
         return {
             self.collection: gr.update(choices=names, value=collection.name),
-            self.documents: gr.update(choices=render.document_choices(collection.documents()), value=[]),
+            self.documents: gr.update(choices=choices) if keep_chosen else gr.update(choices=choices, value=[]),
         }
 
     def _chosen(self, tab: str) -> Collection:
@@ -109,14 +110,15 @@ class DocumentsPanel:
             collection.remove(paths)
             yield [FileState(Path(path).name, "removed") for path in paths]
 
-        yield from self._changing(tab, remove)
+        yield from self._changing(tab, remove, keep_chosen=False)
 
-    def _changing(self, tab: str, change: Any) -> Iterator[Updates]:
+    def _changing(self, tab: str, change: Any, keep_chosen: bool = True) -> Iterator[Updates]:
         """Show how far a change of the tab's collection is, and what is indexed behind it."""
         try:
             collection = self._chosen(tab)
             for states in change(collection):
                 yield {self.progress: render.files(states)}
-            yield self._listed(collection)
+            # What the person has chosen while the change went on stays chosen.
+            yield self._listed(collection, keep_chosen)
         except Exception as error:  # said where the person looks
             yield {self.progress: render.error(explain(error))}

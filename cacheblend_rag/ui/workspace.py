@@ -159,13 +159,13 @@ def _beside(engine: BlendEngine, directory: Path) -> BlendEngine:
     """
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.prompts.registry import ChunkRegistry
-    from cacheblend_rag.store import default_ram_budget, open_store
+    from cacheblend_rag.store import open_store
 
     if not isinstance(engine, TransformersEngine):
         return engine
     sibling = copy.copy(engine)  # shares the model, and the lock that lets requests take turns
     sibling.registry = ChunkRegistry()
-    sibling.store = open_store(directory, default_ram_budget(4))
+    sibling.store = open_store(directory, processes=4)  # collections are opened side by side
     return sibling
 
 

@@ -61,7 +61,7 @@ def inputs(seed: int, kv_heads: int, groups: int, queries: int, keys: int, dim: 
     return 2 * query, key, value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_attention_in_parts_equals_masked_attention(data: Any) -> None:
     runs = data.draw(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.blending.auto import AutoRatio, TextRange, left_out
@@ -25,7 +25,6 @@ SHARES = st.floats(0, 1)
 STATIC = st.lists(st.floats(0, 1e3, width=32), min_size=1, max_size=80).map(torch.tensor)
 
 
-@settings(deadline=None)
 @given(STATIC, SHARES, SHARES, SHARES)
 def test_the_smallest_ratio_within_the_limits_is_chosen(static: Any, least: float, limit: float, most: float) -> None:
     ratio = AutoRatio(least, limit, most).choose(static)
@@ -38,7 +37,6 @@ def test_the_smallest_ratio_within_the_limits_is_chosen(static: Any, least: floa
         assert least >= most or left_out(static, least) <= limit or round(least * len(static)) < len(static)
 
 
-@settings(deadline=None)
 @given(STATIC, SHARES, SHARES)
 def test_what_is_left_out_falls_with_the_ratio(static: Any, one: float, other: float) -> None:
     assert left_out(static, min(one, other)) >= left_out(static, max(one, other))

@@ -84,7 +84,7 @@ def test_the_cheapest_device_that_adds_no_delay_is_named() -> None:
     assert cheapest_tier(load, known, {"tape": 0.1}) is None
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(st.integers(1, 900), st.sampled_from(["ram", "nvme", "net"]), st.booleans()), min_size=1, max_size=6

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.blending import meter
-from cacheblend_rag.blending.meter import ReadMeter, TierReads
+from cacheblend_rag.blending.meter import ReadMeter
+from cacheblend_rag.store import events
+from cacheblend_rag.store.events import TierReads
 
 DISK: Any = SimpleNamespace(tier="disk", nbytes=800, num_layers=8)
 
@@ -18,7 +19,7 @@ DISK: Any = SimpleNamespace(tier="disk", nbytes=800, num_layers=8)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    monkeypatch.setattr(events, "time", SimpleNamespace(perf_counter=lambda: now.s))
     return now
 
 

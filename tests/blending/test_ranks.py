@@ -12,7 +12,7 @@ import torch
 from cacheblend_rag.blending.fusor import BlendSchedule, OtherRankError, fuse
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.reads import DamagedSpanError
+from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import DamagedKVError
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -105,9 +105,9 @@ def test_an_error_on_one_rank_ends_the_blend_on_all(error: Exception) -> None:
 
 def test_damage_on_one_rank_lets_all_plan_anew() -> None:
     first, second = blend_on_ranks({1: DamagedKVError("flipped bit")})
-    assert isinstance(first, DamagedSpanError)
+    assert isinstance(first, UnusableSpanError)
     assert first.token_ids is None
-    assert isinstance(second, DamagedSpanError)
+    assert isinstance(second, UnusableSpanError)
     assert second.token_ids is not None
 
 

@@ -40,7 +40,7 @@ def move(table, layout: str, k: torch.Tensor, start: int, end: int) -> torch.Ten
 
 
 @given(tables, positions, positions, st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_moving_there_and_back_gives_the_keys_again_and_keeps_their_length(
     chosen, start: int, end: int, seed: int
 ) -> None:
@@ -53,7 +53,7 @@ def test_moving_there_and_back_gives_the_keys_again_and_keeps_their_length(
 
 
 @given(tables, positions, positions, positions)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_two_moves_are_one_move(chosen, a: int, b: int, c: int) -> None:
     table, layout, _ = chosen
     k = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(1))
@@ -63,7 +63,7 @@ def test_two_moves_are_one_move(chosen, a: int, b: int, c: int) -> None:
 
 
 @given(tables, positions, positions)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_moving_equals_rotating_the_unrotated_key_at_its_new_position(chosen, start: int, end: int) -> None:
     table, layout, dims = chosen
     raw = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(2))
@@ -81,7 +81,7 @@ def test_moving_equals_rotating_the_unrotated_key_at_its_new_position(chosen, st
 
 
 @given(tables, st.integers(0, 5000), st.integers(1, 5000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_scores_depend_on_distance_alone(chosen, start: int, shift: int) -> None:
     table, layout, dims = chosen
     k = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(3))

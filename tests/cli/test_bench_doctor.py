@@ -42,6 +42,14 @@ def test_bench_index_prints_a_ratio(run):
     assert "of plain" in run("bench", "index", *TINY).stdout
 
 
+def test_bench_score_gives_the_same_likelihoods_either_way(run):
+    found = as_json(run("bench", "score", *TINY, "--question-tokens", 8, "--answer-tokens", 3, "--json"))
+    assert set(found["methods"]) == {"cached", "prefill"} and found["speedup"] > 0
+    assert found["largest_difference"] < 1e-4
+    shown = run("bench", "score", *TINY)
+    assert shown.exit_code == 0 and "score over the chunk's stored KV" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

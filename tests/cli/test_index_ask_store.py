@@ -47,7 +47,7 @@ def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents
     found = run(*small, "--disk-budget", str(whole["kv_bytes"] // 2))
     assert found.exit_code == 0, found.stderr
     assert "KV         " in found.stdout
-    assert "newer KV took its place (see --disk-budget)" in found.stderr
+    assert "newer KV took its place (see --disk-budget and --kv)" in found.stderr
 
 
 def test_ask_json_has_the_documented_fields(run, model_dir, store):

@@ -107,11 +107,11 @@ def test_every_command_that_prints_a_result_takes_json():
 def test_an_option_means_the_same_in_every_command():
     """One definition each: the help of two commands may not drift apart. What differs on purpose is named here."""
     # Defaults of their own, and what of an evaluation is drawn, written or changed; doctor measures a store beside the model.
-    own = {"--seed", "--out", "--ratio", "--store", "--chunk-tokens", "--max-tokens"}
+    own = {"--seed", "--out", "--output", "--ratio", "--store", "--chunk-tokens", "--max-tokens"}
     helps: dict[str, set[str]] = {}
     for name, command in commands():
-        if name.startswith("bench") or name == "serve":
-            continue  # random tokens and vLLM's flags have options of their own
+        if name.startswith(("bench", "realm")) or name == "serve":
+            continue  # random tokens, a BERT's training and vLLM's flags have options of their own
         for option in command.params:
             if option.param_type_name == "option":
                 helps.setdefault(option.opts[0], set()).add(option.help or "")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from cacheblend_rag.blending import reads
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import StoredSpan
-from cacheblend_rag.blending.reads import DamagedSpanError
+from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.transfer import Transfer, transfer_to
 from cacheblend_rag.engines.entries import Entries
@@ -292,6 +292,6 @@ def test_a_read_that_fails_says_so_at_its_layer_and_not_before(device: str, erro
     with own_stream(device), LayerLoader((), spans, ROPE, LAYERS, torch.device(device)) as loader:
         assert loader.layer(0) is not None
         assert loader.layer(1) is not None
-        with pytest.raises(DamagedSpanError if isinstance(error, DamagedKVError) else MemoryError):
+        with pytest.raises(UnusableSpanError if isinstance(error, DamagedKVError) else MemoryError):
             loader.layer(2)
     gc.collect()

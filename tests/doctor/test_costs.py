@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from cacheblend_rag.blending.controller import Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, load_costs, save_costs
-from cacheblend_rag.doctor.costs import fit_compute, measure_costs
+from cacheblend_rag.doctor.costs import fit_compute, measure_costs, measure_remote
 from cacheblend_rag.doctor.storage import plan_tiers
+from cacheblend_rag.store import open_store, record_tiers
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 
@@ -46,6 +49,23 @@ def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> N
     assert load_costs(digest, "cuda:0") is None
     file.write_text('{"layers": 3}', encoding="utf-8")
     assert load_costs(digest, "cpu") is None  # and the log says why
+
+
+def test_tiers_on_other_machines_are_measured_by_name_and_left_as_they_were(tmp_path, redis_url: str) -> None:
+    record_tiers(tmp_path, f"ram://,{redis_url}?timeout=30s")
+    engine = engine_for(make_model(BLENDED["llama"]()), Scene())
+    found = measure_costs(engine, tmp_path)
+    assert set(found.tiers) == {"ram", "redis"}
+    redis = found.tiers["redis"]
+    assert redis.latency_s > 0
+    assert redis.at_once > 1
+    assert list(open_store(redis_url).entries()) == []
+
+
+def test_a_tier_that_does_not_answer_has_no_cost(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    assert measure_remote(open_store(f"redis://127.0.0.1:{port}").tiers[0]) is None
 
 
 def test_the_plan_says_for_each_tier_what_to_expect_and_which_is_cheap_enough() -> None:

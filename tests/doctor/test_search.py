@@ -42,7 +42,7 @@ def test_many_tokens_or_prompts_about_the_same_chunks_are_no_more_prompts() -> N
     assert not Standard().shown_by(few)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, TOKENS), min_size=2, max_size=60), st.integers(0, 59))
 def test_another_disagreement_never_makes_surer(wrong: list[int], at: int) -> None:
     at %= len(wrong)
@@ -55,7 +55,7 @@ def test_another_disagreement_never_makes_surer(wrong: list[int], at: int) -> No
     assert before.low <= clean.low
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, TOKENS), min_size=1, max_size=40), st.integers(0, 39))
 def test_what_is_given_up_could_not_have_been_shown(wrong: list[int], seen: int) -> None:
     seen = 1 + seen % len(wrong)

@@ -28,6 +28,11 @@ SHORT = SamplingParams(max_tokens=12)
 FULL = BlendSettings(reuse="off")
 
 
+def _skip_without_scoring(engine: BlendEngine) -> None:
+    if not engine.supports_scoring:
+        pytest.skip("this engine refuses to score")
+
+
 class EngineContract:
     """Subclass and override :meth:`make`; every engine gets the same model and tokenizer."""
 
@@ -228,6 +233,46 @@ class EngineContract:
         assert engine.generate(prompt, SHORT).logprobs == ()
         with pytest.raises(InputError, match="logprobs is 21"):
             SamplingParams(logprobs=21)
+
+    def test_an_engine_that_cannot_score_says_which_can(self, engine, prompt) -> None:
+        if engine.supports_scoring:
+            assert len(engine.score(prompt, [[5], [6]])) == 2
+        else:
+            with pytest.raises(InputError, match="TransformersEngine"):
+                engine.score(prompt, [[5]])
+
+    def test_scores_of_completions_are_those_the_model_gives_its_own_answer(self, engine, chunks, prompt) -> None:
+        """Whatever is reused: the answer's tokens are as likely when they are given as when they are generated."""
+        _skip_without_scoring(engine)
+        for settings in (FULL, BlendSettings(ratio=1.0), BlendSettings(ratio=0.3), BlendSettings(ratio=0.0)):
+            made = engine.generate(prompt, SamplingParams(max_tokens=6, logprobs=0), settings)
+            other = [*reversed(made.token_ids)]
+            got = engine.score(prompt, [made.token_ids, other, made.token_ids[:1]], settings)
+            assert got[0].token_logprobs == pytest.approx([each.logprob for each in made.logprobs], abs=1e-4)
+            assert got[0].logprob == pytest.approx(sum(got[0].token_logprobs))
+            assert len(got[1].token_logprobs) == len(other)
+            assert got[2].token_logprobs == pytest.approx(got[0].token_logprobs[:1], abs=1e-4)
+            engine.precompute(chunks)
+
+    def test_scores_over_header_and_one_stored_chunk_are_exact(self, engine, chunks) -> None:
+        _skip_without_scoring(engine)
+        engine.precompute(chunks)
+        answers = [[5, 6, 7, 8], [9], [7, 7]]
+        for chunk in chunks:
+            alone = rag_prompt(engine.tokenizer, [chunk], "Who runs the observatory?")
+            assert engine.generate(alone, SHORT).usage.reused_tokens == len(engine.header_ids) + len(chunk.token_ids)
+            want = [score.token_logprobs for score in engine.score(alone, answers, FULL)]
+            for got, expected in zip(engine.score(alone, answers), want, strict=True):
+                assert got.token_logprobs == pytest.approx(expected, abs=1e-4)
+
+    def test_what_cannot_be_scored_is_refused(self, engine, prompt) -> None:
+        _skip_without_scoring(engine)
+        with pytest.raises(InputError, match="Completion 1 has no tokens"):
+            engine.score(prompt, [[5], []])
+        with pytest.raises(InputError, match="no completions"):
+            engine.score(prompt, [])
+        with pytest.raises(PromptTooLongError):
+            engine.score(prompt, [[5] * engine.context_window])
 
     def test_references_are_resolved_and_unknown_ones_refused(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)

@@ -19,6 +19,7 @@ from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.store import MemoryStore
 from tests.blending.families import _BASE, make_model
 from tests.blending.prompts import Scene, engine_for
+from tests.blending.reference import Part, blend
 from tests.conftest import tokenizer_named
 from tests.engines.contract import TEXTS, EngineContract
 
@@ -77,6 +78,19 @@ class TestTransformersEngine(EngineContract):
             assert mine.logprob == pytest.approx(float(row[mine.token_id]), abs=1e-4)
             assert [p for _, p in mine.top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-4)
 
+    def test_scores_are_those_of_the_models_own_forward_of_the_whole_text(self, engine, chunks, prompt) -> None:
+        import torch
+
+        engine.precompute(chunks)
+        answers = [[5, 6, 7], [9, 8, 7, 6, 5]]
+        for settings in (BlendSettings(reuse="off"), BlendSettings(ratio=1.0)):
+            for ids, got in zip(answers, engine.score(prompt, answers, settings), strict=True):
+                whole = torch.tensor([[*engine.tokenize(prompt).token_ids, *ids]])
+                with torch.no_grad():
+                    rows = engine.runner.model(whole).logits[0, -len(ids) - 1 : -1].log_softmax(-1)
+                want = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
+                assert got.token_logprobs == pytest.approx(want, abs=1e-4)
+
     def test_kv_read_from_disk_once_is_in_ram_for_the_next_prompt(self, tmp_path: Path) -> None:
         root = tmp_path / "store"
         with self.make(root) as engine:
@@ -91,6 +105,24 @@ class TestTransformersEngine(EngineContract):
                 del plan
                 engine.generate(prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.3, check_layers=(2,)))
             assert tiers == [{"disk"}, {"ram"}]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_scores_behind_a_blend_are_those_of_the_reference(ratio: float) -> None:
+    """The reference computes the prompt with each longer piece of the completion behind it, and shows the next token."""
+    scene = Scene()
+    model = make_model(hf.LlamaConfig(**_CONFIG))
+    engine = engine_for(model, scene)
+    engine.precompute(scene.chunks)
+    answer = [7, 11, 5]
+    settings = BlendSettings(ratio=ratio, policy="hkvd", check_layers=(1,))
+    (got,) = engine.score(scene.prompt, [answer], settings)
+    parts = scene.parts()
+    first = blend(model, scene.header, parts, ratio)
+    for at, token in enumerate(answer):
+        longer = [*parts, Part(answer[:at], "text")] if at else parts
+        result = blend(model, scene.header, longer, ratio, chosen=first.recomputed)
+        assert got.token_logprobs[at] == pytest.approx(float(result.logits.log_softmax(-1)[token]), abs=1e-4)
 
 
 class HeldUp(MemoryStore):

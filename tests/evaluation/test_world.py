@@ -34,7 +34,7 @@ def test_the_same_seed_gives_the_same_context():
 
 
 @given(st.integers(0, 10_000), st.sampled_from([48, 128, 512]), st.integers(1, 8), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_contexts_keep_their_limits(seed, chunk_tokens, chunks, missing):
     context = context_of(seed, chunks=chunks, chunk_tokens=chunk_tokens, missing_chunk=missing, questions=20)
     assert len(context.chunks) == chunks
@@ -46,7 +46,7 @@ def test_contexts_keep_their_limits(seed, chunk_tokens, chunks, missing):
 
 
 @given(st.integers(0, 10_000), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_cross_chunk_fact_stands_in_a_chunk_without_the_name(seed, missing):
     context = context_of(seed, missing_chunk=missing, filler=0.1)
     for question in context.questions:
@@ -61,7 +61,7 @@ def test_a_cross_chunk_fact_stands_in_a_chunk_without_the_name(seed, missing):
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_answer_and_every_entity_in_between_is_stated(seed):
     context = context_of(seed, missing_chunk=True)
     for question in context.questions:

@@ -84,7 +84,7 @@ def test_chunk_ids_that_are_not_in_the_text_change_nothing_and_unknown_ones_are_
             call()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from([LONG, SHORT, f"Note. {LONG}", "  ", "Why?", LONG[:20]]), max_size=8), st.data())
 def test_naming_chunks_never_changes_the_text(parts: list[str], data: st.DataObject) -> None:
     known = [make_chunk(t, TOKENIZER) for t in (LONG, f"Note. {LONG}", SHORT)]

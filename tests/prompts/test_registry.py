@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
+from cacheblend_rag.prompts.matching import Indices, Signatures, signatures_of
 from cacheblend_rag.prompts.registry import MATCH_WINDOW, ChunkRegistry
 
 
@@ -33,7 +38,7 @@ BODIES = st.text(alphabet="ab", max_size=8).map(lambda tail: "aaaaaaaaaaaaaaaa" 
 CHUNKS = st.lists(st.one_of(BODIES, st.text(alphabet="ab", min_size=14, max_size=20), st.text(min_size=1)), max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts=CHUNKS, removed=st.sets(st.integers(0, 11)), data=st.data())
 def test_find_equals_a_naive_search(texts: list[str], removed: set[int], data: st.DataObject) -> None:
     chunks = list({c.id: c for c in map(chunk, texts)}.values())
@@ -48,7 +53,7 @@ def test_find_equals_a_naive_search(texts: list[str], removed: set[int], data: s
     found = registry.find(text)
     assert found == naive_find(text, kept)
     assert "".join(p if isinstance(p, str) else p.text for p in found) == text
-    assert list(registry) == kept and len(registry) == len(kept)
+    assert list(registry) == sorted(kept, key=lambda c: c.id) and len(registry) == len(kept)
     assert all(registry.get(c.id) is c for c in kept) and not any(c.id in registry for c in gone)
 
 
@@ -79,6 +84,106 @@ def test_ten_thousand_chunks_are_each_found() -> None:
     chunks = [chunk(f"Entry {n} of the harbour log, in full.") for n in range(10_000)]
     registry = ChunkRegistry(chunks)
     assert registry.find("\n\n".join(c.text for c in chunks[::7]))[::2] == chunks[::7]
+
+
+class Shelf:
+    """A source of chunks, in memory, whose reads are counted."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.rows = dict(enumerate(map(chunk, texts), 1))
+        self.last = len(texts)
+        self.read: list[int] = []
+        self.broken = False
+
+    @property
+    def generation(self) -> int:
+        return self.last
+
+    def append(self, text: str) -> Chunk:
+        self.last += 1
+        self.rows[self.last] = chunk(text)
+        return self.rows[self.last]
+
+    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
+        new = [row for row in sorted(self.rows) if row > after]
+        return np.array(new, np.int64), signatures_of([self.rows[row].text for row in new])
+
+    def chunk_at(self, row: int) -> Chunk | None:
+        self.read.append(row)
+        if self.broken:
+            raise StoreError("the disk is gone")
+        return self.rows.get(row)
+
+    def known(self, chunk_ids: Sequence[str]) -> set[str]:
+        return {c.id for c in self.rows.values()} & set(chunk_ids)
+
+    def named(self, chunk_id: str) -> Chunk | None:
+        return next((c for c in self.rows.values() if c.id == chunk_id), None)
+
+    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
+        return sorted((c for c in self.rows.values() if c.id > chunk_id), key=lambda c: c.id)[:most]
+
+    def count(self) -> int:
+        return len(self.rows)
+
+
+def test_chunks_of_a_source_are_found_and_only_those_in_the_prompt_are_read() -> None:
+    shelf = Shelf([f"Entry {n} of the harbour log, in full." for n in range(50)])
+    registry = ChunkRegistry([chunk("A chunk that was added by hand.")])
+    registry.attach(shelf)
+    prompt = f"First: {shelf.rows[8].text} Then: A chunk that was added by hand."
+    assert registry.find(prompt) == ["First: ", shelf.rows[8], " Then: ", chunk("A chunk that was added by hand.")]
+    assert shelf.read == [8]
+    assert len(registry) == 51 and sorted(c.id for c in registry) == [c.id for c in registry]
+    assert registry.get(shelf.rows[3].id) is shelf.rows[3] and shelf.rows[3].id in registry
+
+
+def test_a_source_is_followed_without_reading_its_former_chunks_again() -> None:
+    shelf = Shelf(["The first entry of the harbour log."])
+    registry = ChunkRegistry()
+    registry.attach(shelf)
+    new = shelf.append("The second entry of the harbour log.")
+    assert registry.find(new.text) == [new.text]
+    registry.follow()
+    assert registry.find(new.text) == [new]
+    gone = shelf.rows.pop(1)
+    assert registry.find(gone.text) == [gone.text] and registry.get(gone.id) is None
+
+
+def test_what_was_added_is_the_sources_once_it_has_it_and_stays_when_removed_here() -> None:
+    shelf = Shelf([])
+    one = chunk("A chunk that is about to be indexed.")
+    registry = ChunkRegistry([one])
+    registry.attach(shelf)
+    shelf.append(one.text)
+    registry.follow()
+    assert len(registry) == 1
+    registry.remove([one.id])
+    registry.add([one])
+    assert len(registry) == 1 and registry.find(one.text) == [one]
+    registry.detach(shelf)
+    assert registry.find(one.text) == [one.text] and len(registry) == 0
+
+
+def test_a_source_that_cannot_be_read_makes_its_chunks_text(caplog: pytest.LogCaptureFixture) -> None:
+    shelf = Shelf(["The first entry of the harbour log."])
+    registry = ChunkRegistry()
+    registry.attach(shelf)
+    shelf.broken = True
+    assert registry.find(f"See: {shelf.rows[1].text}") == [f"See: {shelf.rows[1].text}"]
+    assert "the disk is gone" in caplog.text
+
+
+def test_what_is_added_and_removed_for_ever_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.prompts.registry._SMALL", 8)
+    registry = ChunkRegistry()
+    registry._check_at = 8
+    for number in range(500):
+        one = chunk(f"Entry {number} of the harbour log, in full.")
+        registry.add([one])
+        assert registry.find(one.text) == [one]
+        registry.remove([one.id])
+    assert registry._table.size < 100
 
 
 def test_readers_see_whole_chunks_while_others_write() -> None:

@@ -33,7 +33,7 @@ def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS, kind=st.sampled_from(KINDS), limit=st.sampled_from([48, 64, 200]))
 def test_nothing_is_lost_or_doubled_and_the_limit_holds(text: str, kind: str, limit: int) -> None:
     tokenizer = tokenizer_named(kind)
@@ -50,7 +50,7 @@ def test_nothing_is_lost_or_doubled_and_the_limit_holds(text: str, kind: str, li
     assert text[position:].strip() == ""
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS, kind=st.sampled_from(KINDS), overlap=st.sampled_from([1, 12, 24]))
 def test_overlapping_chunks_cover_everything_and_each_brings_something_new(text: str, kind: str, overlap: int) -> None:
     covered = 0

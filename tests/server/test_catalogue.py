@@ -135,7 +135,7 @@ def test_chunks_that_prompts_bring_are_forgotten_oldest_first_unless_registered(
     assert [c.id for c in catalogue(tmp_path)[1]] == [brought[0].id]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5)), max_size=25))
 def test_two_servers_end_up_with_the_same_chunks(steps: list[tuple[bool, bool, int]]) -> None:
     import tempfile

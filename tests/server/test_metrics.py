@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.protocol import ReuseReport
 from cacheblend_rag.server.metrics import ReuseMetrics, reason_label
@@ -22,6 +23,7 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
         load_s=0.002,
         blend_s=0.2,
         loaded_bytes=4096,
+        loads=(ChunkLoad("a", "redis", 3000, 0.5), ChunkLoad("b", "redis", 1000, 0.25), ChunkLoad("", "ram", 96, 0.0)),
     )
     metrics.finished(blend)
     metrics.finished(blend)
@@ -44,6 +46,9 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
     assert value("computed_tokens_total") == 570
     assert value("loaded_tokens_total") == 2000
     assert value("loaded_bytes_total") == 8192
+    assert value("tier_loaded_bytes_total", tier="redis") == 8000
+    assert value("tier_loaded_bytes_total", tier="ram") == 192
+    assert value("tier_read_seconds_total", tier="redis") == 1.5
     assert value("missing_chunks_total") == 2
     assert value("blend_seconds_count") == 2
     assert value("blend_seconds_sum") == 0.4

@@ -59,7 +59,7 @@ async def test_either_key_opens_and_health_needs_none() -> None:
             assert (await client.options("/v1/chunks", headers=headers)).status_code == 401
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(0, 60), max_size=5), declared=st.booleans())
 async def test_bodies_up_to_the_limit_arrive_unchanged_and_larger_ones_never_do(
     sizes: list[int], declared: bool

@@ -96,7 +96,7 @@ class TestChat:
         assert (second["mode"], second["missing"]) == ("blend", [])
 
     def test_a_stream_reports_what_the_whole_answer_does(self, server) -> None:
-        register(server)
+        ids = register(server)
         want = chat(server, PLAIN, cacheblend={"ratio": 0.3})
         assert server.post("/reset_prefix_cache", None).json()["success"]
         fields = body(PLAIN, stream=True, stream_options={"include_usage": True}, cacheblend={"ratio": 0.3})
@@ -106,10 +106,14 @@ class TestChat:
         text = "".join(choice["delta"].get("content") or "" for piece in pieces for choice in piece["choices"])
         assert text == want["choices"][0]["message"]["content"]
         report = reuse(pieces[-1])
-        timed = {"load_s", "blend_s", "loaded_bytes"}
+        timed = {"load_s", "blend_s", "loaded_bytes", "loads"}
         assert {k: v for k, v in report.items() if k not in timed} == {
             k: v for k, v in reuse(want).items() if k not in timed
         }
+        for loads in (report["loads"], reuse(want)["loads"]):
+            assert {load["chunk_id"] for load in loads} == {"", *ids}
+            assert {load["tier"] for load in loads} <= {"ram", "disk"}
+            assert all(load["nbytes"] > 0 for load in loads)
 
     def test_approximate_kv_never_serves_an_exact_request(self, server) -> None:
         register(server)

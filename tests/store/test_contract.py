@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import obstore.store
 import pytest
 import torch
 
@@ -15,19 +16,32 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
 from cacheblend_rag.store.block import flat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
+from cacheblend_rag.store.objects import ObjectStore
+from cacheblend_rag.store.redis import RedisStore
 from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
 
 Open = Callable[[int | None], KVStore]
 """Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
 
 
-@pytest.fixture(params=["memory", "disk", "tiered", "tiered_disk_only"])
+@pytest.fixture(params=["memory", "disk", "tiered", "tiered_disk_only", "redis", "objects", "s3", "tiered_redis"])
 def open_with(request: pytest.FixtureRequest) -> Iterator[Open]:
+    def remote() -> dict[str, Callable[[int | None], KVStore]]:
+        if request.param in {"redis", "tiered_redis"}:
+            url = request.getfixturevalue("redis_url")
+            return {"redis": lambda budget: RedisStore(url, budget)}
+        if request.param == "s3":
+            url = request.getfixturevalue("s3_url")
+            endpoint = request.getfixturevalue("s3_endpoint")
+            return {"s3": lambda budget: ObjectStore.at(url, budget, endpoint=endpoint, timeout_s=30)}
+        bucket = obstore.store.MemoryStore()
+        return {"objects": lambda budget: ObjectStore(bucket, budget)}
+
     with memory_directory() as root:
-        yield from _opener(request.param, root)
+        yield from _opener(request.param, root, remote())
 
 
-def _opener(kind: str, root: Path) -> Iterator[Open]:
+def _opener(kind: str, root: Path, remote: dict[str, Callable[[int | None], KVStore]]) -> Iterator[Open]:
     opened: list[KVStore] = []
     measured = DiskStore(root / "measured")
     measured.put(key_of(0), kv_of(0))
@@ -36,12 +50,16 @@ def _opener(kind: str, root: Path) -> Iterator[Open]:
     def open_it(entries: int | None = None) -> KVStore:
         ram = MemoryStore(None if entries is None else entries * kv_of(0).nbytes)
         disk = DiskStore(root / "store", None if entries is None else entries * file_size)
+        budget = None if entries is None else entries * file_size
         stores: dict[str, KVStore] = {
             "memory": ram,
             "disk": disk,
             "tiered": TieredStore([ram, disk]),
             "tiered_disk_only": TieredStore([disk]),
+            **{name: opened(budget) for name, opened in remote.items()},
         }
+        if "redis" in stores:
+            stores["tiered_redis"] = TieredStore([ram, stores["redis"]])
         opened.append(stores[kind])
         return opened[-1]
 
@@ -158,6 +176,17 @@ def test_the_budget_holds_and_the_least_recently_used_goes_first(open_with: Open
     assert store.put(key_of(5), kv_of(5))
     assert [entry.key for entry in store.entries()] == [key_of(4), key_of(1), key_of(5)]
     assert store.stats().evictions >= 2
+
+
+def test_one_entry_is_described_as_the_listing_does_and_that_is_no_use(open_with: Open) -> None:
+    store = open_with(3)
+    for number in (1, 2, 3):
+        store.put(key_of(number), kv_of(number))
+    listed = {entry.key: entry for entry in store.entries()}
+    assert [store.entry(key_of(number)) for number in (1, 2, 3)] == [listed[key_of(number)] for number in (1, 2, 3)]
+    assert store.entry(key_of(9)) is None
+    store.put(key_of(4), kv_of(4))
+    assert store.entry(key_of(1)) is None
 
 
 def test_what_cannot_fit_is_refused_and_evicts_nothing(open_with: Open) -> None:

@@ -57,7 +57,7 @@ def test_the_safetensors_library_reads_the_file_layer_by_layer(store: DiskStore)
         assert file.metadata()["key"] == key_of(1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 5), st.integers(0, 5)), min_size=0, max_size=4

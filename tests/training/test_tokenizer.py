@@ -31,7 +31,7 @@ def test_words_of_the_world_are_single_tokens(pool):
 
 
 @given(st.lists(PIECES, min_size=1, max_size=5), st.text(max_size=30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_prompt_has_the_ids_of_its_pieces(chunks, question):
     chunks = [chunk.strip() or "x" for chunk in chunks]
     tail = NATIVE.question.format(q=question.strip() or "x")
@@ -43,7 +43,7 @@ def test_a_prompt_has_the_ids_of_its_pieces(chunks, question):
 
 
 @given(PIECES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_text_encodes_and_offsets_cover_it_in_order(text):
     encoded = TOKENIZER(text, add_special_tokens=False, return_offsets_mapping=True)
     assert all(0 <= token < len(TOKENIZER) for token in encoded.input_ids)
@@ -57,7 +57,7 @@ def test_any_text_encodes_and_offsets_cover_it_in_order(text):
 @given(
     st.lists(st.sampled_from(["Halwick", "naïve", "日本", "12,345", "(b.", "🦊!", "\n", "\n\n", "it's"]), max_size=12)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ordinary_text_survives_decoding(parts):
     text = " ".join(parts).replace(" \n", "\n").replace("\n ", "\n").strip(" ")
     assert TOKENIZER.decode(ids_of(text)) == text

@@ -99,6 +99,7 @@ class Answer:
                 missing=report.missing,
                 policy=report.policy,
                 ratio=report.ratio,
+                loads=report.loads,
                 logprobs=tuple(self._logprobs[: len(ids)]),
             ),
         )

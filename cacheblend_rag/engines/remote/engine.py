@@ -212,13 +212,13 @@ class RemoteEngine(BlendEngine):
             raise self._not_ours()
         return answer
 
-    def forget(self, chunk_ids: Iterable[str]) -> int:
+    def forget(self, chunks: Iterable[str | Chunk]) -> int:
         """Drop chunks here and on the server, and delete their KV; unknown ids and chunks of the server's own index are left.
 
         Returns:
             How many chunks the server has dropped.
         """
-        names = list(chunk_ids)
+        names = [chunk if isinstance(chunk, str) else chunk.id for chunk in chunks]
         gone = 0
         for begin in range(0, len(names), _DELETE_BATCH):
             query = "&".join(f"id={quote(name, safe='')}" for name in names[begin : begin + _DELETE_BATCH])

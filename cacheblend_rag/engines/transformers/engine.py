@@ -5,22 +5,22 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from cacheblend_rag.blending.controller import control
-from cacheblend_rag.blending.costs import load_costs
+from cacheblend_rag.blending.costs import Costs, load_costs
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.gate import GateReport, run_gate
-from cacheblend_rag.blending.meter import TierReads
+from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
-from cacheblend_rag.blending.reads import DamagedSpanError
+from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids
@@ -28,9 +28,10 @@ from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.blendable import why_not_blendable
 from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.lookups import entries_of, side_by_side
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
-from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, Score, StreamEvent, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.decoding import AnswerBuilder
@@ -38,6 +39,7 @@ from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.ranking import Ranker
 from cacheblend_rag.engines.transformers.recurrent import snapshots_of
+from cacheblend_rag.engines.transformers.scoring import score_behind
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersTarget
 from cacheblend_rag.errors import CacheBlendError
@@ -45,6 +47,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt, chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import StoredKV
 
 
@@ -58,6 +61,8 @@ class TransformersEngine(BlendEngine):
         rope: Its rotation; None where the gate found none.
         on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
     """
+
+    supports_scoring: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -77,7 +82,8 @@ class TransformersEngine(BlendEngine):
         Args:
             model: A directory, a hub name, a loaded model, or None for the bundled one.
             tokenizer: Its tokenizer; None loads the one beside the model.
-            store: A store, a directory for one (RAM in front of disk), or None for RAM alone.
+            store: A store; a directory for one (RAM in front of disk); its tiers by address, as
+                ``"ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix"``; or None for RAM alone.
             device: ``"cpu"``, ``"cuda"``...; None takes CUDA if there is one.
             dtype: None takes fp32 on a CPU, the model's own elsewhere.
             header: What stands before the first chunk in your prompts: the rendered text, or its token ids. None takes
@@ -171,6 +177,7 @@ class TransformersEngine(BlendEngine):
         return self._stream(self.request(prompt, sampling, settings), begin)
 
     def _stream(self, request: Request, begin: float) -> Iterator[StreamEvent]:
+        costs = self.costs  # as they are before this prompt corrects them
         prefill = self._prefill(request)
         answer = AnswerBuilder(request.sampling, self.tokenizer, self._end_tokens, self.runner.device)
         logits, ttft = prefill.logits, 0.0
@@ -187,7 +194,26 @@ class TransformersEngine(BlendEngine):
                 if not answer.finished:
                     logits = self._decode(answer.tokens[-1], prefill)
             timings = Timings(prefill.load_s, ttft, time.perf_counter() - begin)
-            yield StreamEvent(answer.flush(), _generation(request, prefill, answer, timings))
+            yield StreamEvent(answer.flush(), _generation(request, prefill, answer, timings, costs))
+        finally:
+            del prefill.cache
+            self._release(prefill)
+
+    def score(
+        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
+    ) -> list[Score]:
+        """See :class:`BlendEngine`; a model that is not blended runs the prompt anew for each completion."""
+        request = self.scoring_request(prompt, completions, settings)
+        if self.gate.passed:
+            return self._score(request, completions)
+        # The state of a recurrent layer cannot go back to where the prompt ended.
+        return [score for ids in completions for score in self._score(request, [ids])]
+
+    def _score(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
+        prefill = self._prefill(request)
+        try:
+            with self._lock:
+                return score_behind(self.runner, prefill.cache, prefill.logits, completions)
         finally:
             del prefill.cache
             self._release(prefill)
@@ -231,28 +257,36 @@ class TransformersEngine(BlendEngine):
             warnings.warn(f"The static deviation of {len(chunks)} chunks could not be stored: {error}", stacklevel=2)
 
     def _prefill(self, request: Request) -> _Prefill:
+        unusable: set[tuple[int, ...]] = set()
         with self._lock:
             while True:
-                began = time.perf_counter()
-                plan, free = self._controlled(request, self._plan(request))
+                plan, free = self._controlled(request, self._plan(request, unusable))
+                began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
                 if not plan.uses_stored_kv:
                     return self._full_prefill(request.prompt, plan, began)
                 try:
                     if not self.gate.passed:
                         return self._go_on(request, plan, began)
                     return self._blend(request, plan, free, began)
-                except DamagedSpanError as error:
-                    # Damaged is missing: without the entry, the next plan computes its chunk in place.
-                    self.entries.delete(error.token_ids or ())
+                except UnusableSpanError as error:
+                    # Missing, as far as this prompt goes: the next plan computes its chunk in place. Its tier has dropped
+                    # what is damaged; what cannot be read now stays, and so does what other tiers have.
+                    unusable.add(error.token_ids or ())
 
-    def _plan(self, request: Request) -> BlendPlan:
+    def _plan(self, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
         reuse = request.settings.reuse
+        wanted = entries_of(request.prompt) if reuse == "chunks" else ()
+        look = side_by_side(self._lookup, (ids for ids in wanted if ids not in unusable), self.store.remote)
+
+        def lookup(token_ids: Sequence[int]) -> StoredKV | None:
+            return None if tuple(token_ids) in unusable else look(token_ids)
+
         if self.gate.passed:
-            return make_plan(request.prompt, self.header_ids, self._lookup, reuse, self.runner.longest)
+            return make_plan(request.prompt, self.header_ids, lookup, reuse, self.runner.longest)
         why = f"this model is not blended: {self.gate.reason}"
         if self._snapshots is None:
             return BlendPlan(len(request.prompt.token_ids), (), (), (), why)
-        plan = make_plan(request.prompt, self.header_ids, self._lookup, "off" if reuse == "off" else "prefix")
+        plan = make_plan(request.prompt, self.header_ids, lookup, "off" if reuse == "off" else "prefix")
         # A chunk that ends the prompt cannot be cut by its last token, as KV can: its state is behind all of it.
         return replace(plan, stale=(), reason=f"{plan.reason}; {why}")
 
@@ -310,6 +344,7 @@ class TransformersEngine(BlendEngine):
             result.ratio,
             result.unranked,
             result.reads,
+            result.loads,
         )
 
     def close(self) -> None:
@@ -322,7 +357,7 @@ class TransformersEngine(BlendEngine):
 
 @dataclass
 class _Prefill:
-    """A prompt whose first token can be sampled; ``began`` says when its turn came, ``cache`` goes with the answer."""
+    """A prompt whose first token can be sampled; ``began`` says when its computing began, ``cache`` goes with the answer."""
 
     plan: BlendPlan
     began: float
@@ -336,13 +371,16 @@ class _Prefill:
     ratio: float | None = None
     unranked: bool = False
     reads: Mapping[str, TierReads] = field(default_factory=dict)
+    loads: tuple[ChunkLoad, ...] = ()
 
     @property
     def mode(self) -> Mode:
         return "blend" if self.plan.uses_stored_kv else "prefill"
 
 
-def _generation(request: Request, prefill: _Prefill, answer: AnswerBuilder, timings: Timings) -> Generation:
+def _generation(
+    request: Request, prefill: _Prefill, answer: AnswerBuilder, timings: Timings, costs: Costs | None
+) -> Generation:
     prompt_tokens = len(request.prompt.token_ids)
     return Generation(
         text=answer.text,
@@ -363,5 +401,7 @@ def _generation(request: Request, prefill: _Prefill, answer: AnswerBuilder, timi
         in_place=tuple(chunk.id for chunk in prefill.plan.in_place),
         policy=prefill.policy,
         ratio=prefill.ratio,
+        loads=prefill.loads,
+        prefill_s=None if costs is None else costs.compute.seconds(prompt_tokens, prompt_tokens),
         logprobs=tuple(answer.logprobs),
     )

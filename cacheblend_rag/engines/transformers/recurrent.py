@@ -17,11 +17,11 @@ from transformers import DynamicCache, cache_utils
 
 from cacheblend_rag.blending.gate import TOLERANCE
 from cacheblend_rag.blending.plan import StoredSpan
-from cacheblend_rag.blending.reads import DamagedSpanError
+from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache
 from cacheblend_rag.engines.transformers.precompute import Computed
 from cacheblend_rag.engines.transformers.target import ModelRunner
-from cacheblend_rag.errors import DamagedKVError
+from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 # Kinds of layers whose whole cache is known here; "moe" and "mlp" layers keep nothing.
@@ -104,7 +104,7 @@ class Snapshots:
         Of all but the last only the KV is read.
 
         Raises:
-            DamagedSpanError: A stored layer failed its checks.
+            UnusableSpanError: A stored layer failed its checks, or cannot be read now.
         """
         cache = self._new_cache()
         for span in prefix:
@@ -124,8 +124,8 @@ class Snapshots:
     def _read(self, span: StoredSpan, index: int) -> LayerKV:
         try:
             kv = span.kv.layer(index)
-        except DamagedKVError as error:
-            raise DamagedSpanError(span) from error
+        except (DamagedKVError, StoreUnavailableError) as error:
+            raise UnusableSpanError(span) from error
         return LayerKV(*(tensor[None].to(self._runner.device) for tensor in kv))
 
     def _new_cache(self) -> DynamicCache:

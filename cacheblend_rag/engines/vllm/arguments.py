@@ -33,7 +33,7 @@ class Launch:
         tokenizer: The model's, or None where there is none.
         fingerprint: The model's identity in store keys.
         header_ids: Tokens that chunks are precomputed behind.
-        store: Directory of the store that all processes share.
+        store: Directory, or addresses, of the store that all processes share.
     """
 
     arguments: dict[str, Any]
@@ -41,12 +41,12 @@ class Launch:
     tokenizer: Any
     fingerprint: ModelFingerprint
     header_ids: tuple[int, ...]
-    store: Path
+    store: Path | str
 
 
 def prepare(
     model: str | Path | None,
-    store: Path,
+    store: Path | str,
     *,
     header: str | Sequence[int] | None = None,
     dtype: str | torch.dtype | None = None,
@@ -59,7 +59,7 @@ def prepare(
 
     Args:
         model: A directory, a hub name, or None for the bundled model.
-        store: Directory of the store.
+        store: Directory of the store, or addresses of tiers.
         header: What stands before the first chunk: rendered text, or token ids. None takes :func:`rag_header`'s.
         dtype: None takes fp32 on a CPU, the model's own elsewhere.
         ram_budget: Bytes of KV each worker holds in RAM in front of the disk.

@@ -6,15 +6,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from cacheblend_rag.blending.fusor import FuseResult, Segment, fuse_stepwise
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.reads import DamagedSpanError
+from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.lookups import entries_of, side_by_side
 from cacheblend_rag.engines.vllm.messages import Blended, Load, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Allowance, StepClock
 from cacheblend_rag.engines.vllm.paged import PagedModel
@@ -41,6 +43,7 @@ class BlendQueue:
         self._ended: set[str] = set()
         self._failed: set[str] = set()
         self._results = WorkerMeta()
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-finish")
 
     def add(self, load: Load) -> None:
         """Put a blend behind the others."""
@@ -55,12 +58,12 @@ class BlendQueue:
             except Exception as error:
                 # Whatever went wrong, the engine must live on: vLLM prefills this prompt as any other.
                 _log.exception("The blend of request %s failed", blend.load.request_id)
-                self._waiting.popleft().close()
+                self._close(self._waiting.popleft())
                 self.refuse(blend.load.request_id, f"the blend failed ({type(error).__name__}: {error})")
                 continue
             if not complete:
                 return
-            self._waiting.popleft().close()
+            self._close(self._waiting.popleft())
             assert blend.result is not None
             self._results.done[blend.load.request_id] = blend.result
             self._ended.add(blend.load.request_id)
@@ -77,8 +80,17 @@ class BlendQueue:
         """End the blends of requests that are gone, at once: vLLM waits for them to free the blocks."""
         for blend in [b for b in self._waiting if b.load.request_id in request_ids]:
             self._waiting.remove(blend)
-            blend.close()
+            self._close(blend)
             self._ended.add(blend.load.request_id)
+
+    def _close(self, blend: _Blend) -> None:
+        """Let go of a blend. What its entries' tiers do with them now, reading and writing as they like, holds up no step."""
+        for kv in blend.close():
+            self._finisher.submit(kv.finish)
+
+    def close(self) -> None:
+        """Wait for what tiers still do with entries."""
+        self._finisher.shutdown(wait=True)
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blends ended since the last call, and those of them that failed."""
@@ -102,6 +114,7 @@ class _Blend:
         self.result: Blended | None = None
         self._begin = time.perf_counter()
         self._spans: list[StoredKV] = []
+        self._unusable: set[tuple[int, ...]] = set()
         self._steps: _Steps = self._run()
         self._ahead: Segment | None = None
 
@@ -141,21 +154,20 @@ class _Blend:
             return False
         return True
 
-    def close(self) -> None:
-        """Let go of the stored KV."""
+    def close(self) -> list[StoredKV]:
+        """End the passes; return the stored KV, which nobody waits for any more."""
         self._steps.close()
-        for kv in self._spans:
-            kv.finish()
+        return self._spans
 
     def _run(self) -> _Steps:
         while True:
             plan = self._plan()
             try:
                 fused = yield from self._fuse(plan)
-            except DamagedSpanError as error:
-                # Damaged is missing: the next plan computes it in place.
+            except UnusableSpanError as error:
+                # Missing, as far as this prompt goes: the next plan computes it in place.
                 if error.token_ids is not None:
-                    self._entries.delete(error.token_ids)
+                    self._unusable.add(error.token_ids)
                 continue
             self.result = Blended(
                 fused.computed_tokens,
@@ -169,6 +181,7 @@ class _Blend:
                 tuple(chunk.id for chunk in plan.missing),
                 tuple(s.chunk.id for s in plan.stale if s.chunk is not None) if fused.unranked else (),
                 plan.reason,
+                fused.loads,
             )
             return
 
@@ -181,15 +194,22 @@ class _Blend:
         return fuse_stepwise(part, target, policy(job.settings.policy), job.ratio, job.schedule)
 
     def _plan(self) -> BlendPlan:
+        def get(token_ids: Sequence[int]) -> StoredKV | None:
+            return self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+
+        prompt = self.load.job.prompt(self.load.token_ids)
+        wanted = [ids for ids in entries_of(prompt) if ids not in self._unusable]
+        look = side_by_side(get, wanted, self._entries.store.remote)
+
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
+            kv = None
             try:
-                kv = self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+                if tuple(token_ids) not in self._unusable:
+                    kv = look(token_ids)
             except Exception:  # the other ranks wait for this one's vote
                 _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
-                kv = None
             if kv is not None:
                 self._spans.append(kv)
             return kv if all_ranks(kv is not None) else None
 
-        prompt = self.load.job.prompt(self.load.token_ids)
         return make_plan(prompt, self._entries.header_ids, lookup, self.load.job.settings.reuse)

@@ -8,7 +8,7 @@ import json
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -17,6 +17,7 @@ from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
@@ -24,11 +25,12 @@ from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
-from cacheblend_rag.engines.request import Request
+from cacheblend_rag.engines.request import Request, check_length
 from cacheblend_rag.engines.results import (
     Generation,
     Mode,
     PrecomputeReport,
+    Score,
     StreamEvent,
     Timings,
     TokenLogprob,
@@ -65,6 +67,7 @@ class Outcome:
     unranked: tuple[str, ...] = ()
     policy: str | None = None
     ratio: float | None = None
+    loads: tuple[ChunkLoad, ...] = ()
 
 
 class BlendClient:
@@ -212,6 +215,7 @@ class BlendClient:
             tuple(ours.get("unranked", ())),
             ours.get("policy"),
             ours.get("ratio"),
+            tuple(ChunkLoad(*load) for load in ours.get("loads", ())),
         )
 
     async def precompute(
@@ -270,9 +274,40 @@ class BlendClient:
                 missing=outcome.missing,
                 policy=outcome.policy,
                 ratio=outcome.ratio,
+                loads=outcome.loads,
                 logprobs=tuple(logprobs[: len(ids)]),
             ),
         )
+
+    async def score(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
+        """See :meth:`BlendEngine.score`; vLLM computes what stands behind the last chunk itself, so it knows its likelihood."""
+        return list(await asyncio.gather(*(self._score(request, ids) for ids in completions)))
+
+    async def _score(self, request: Request, completion: Sequence[int]) -> Score:
+        prompt = replace(request.prompt, token_ids=(*request.prompt.token_ids, *completion), text=None)
+        check_length(len(prompt.token_ids), 1, self.context_window)
+        # A salt of its own: vLLM gives no log-probabilities of tokens that it finds in its prefix cache.
+        tokens, params = self.tokens_prompt(prompt, request.settings, salt=uuid4().hex)
+        wanted = VLLMSampling(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            # Left open, prompt_logprobs would switch the connector off as well as the prefix cache.
+            skip_reading_prefix_cache=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        last: RequestOutput | None = None
+        async for output in self.llm.generate(tokens, wanted, next(self._names)):  # type: ignore[arg-type]
+            last = output
+        if last is None or not last.prompt_logprobs:
+            raise CacheBlendError("vLLM ended a scoring request with an error; its log says why.")
+        rows = last.prompt_logprobs[-len(completion) :]
+        outcome = self.outcome(last.kv_transfer_params, len(prompt.token_ids), 0, 0, asked=bool(params))
+        self.finished(outcome, prompt)
+        found = [row[token].logprob for row, token in zip(rows, completion, strict=True) if row is not None]
+        return Score(tuple(found))
 
     def _begins_with_space(self, ids: Sequence[int]) -> bool:
         """Say whether an answer of these tokens begins with a space by itself, as every engine decodes it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,7 +20,7 @@ from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
-from cacheblend_rag.store import DiskStore, KVStore, default_ram_budget, open_store
+from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.kv import ModelFingerprint
 
 if TYPE_CHECKING:
@@ -44,14 +43,14 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.get_from_extra_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        path = Path(str(extra("store", None)))
+        where = str(extra("store", None))
         fingerprint = ModelFingerprint(str(extra("fingerprint", None)), "")
         header = tuple(extra("header_ids", ()))
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._worker_steps = False
         if role is KVConnectorRole.SCHEDULER:
-            self._store: KVStore = DiskStore(path)
+            self._store: KVStore = open_store(where, ram_budget=0)
             self._scheduler = SchedulerSide(
                 Entries(self._store, fingerprint, header, 0, ranks),
                 page_groups(kv_cache_config),
@@ -61,10 +60,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             from vllm.distributed import get_tensor_model_parallel_rank
 
             # Every rank holds its own heads; the machine's memory is theirs together.
-            ram = extra("ram_budget", None)
-            self._store = open_store(
-                path, default_ram_budget(ranks) if ram is None else ram, extra("disk_budget", None)
-            )
+            self._store = open_store(where, extra("ram_budget", None), extra("disk_budget", None), processes=ranks)
             rank = get_tensor_model_parallel_rank()
             self._worker = WorkerSide(
                 Entries(self._store, fingerprint, header, rank, ranks),
@@ -205,4 +201,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         """Finish writing and close the store."""
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         self._store.close()

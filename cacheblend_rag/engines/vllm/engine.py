@@ -20,14 +20,16 @@ from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.starting import StartError
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.urls import is_urls
 
 T = TypeVar("T")
 
@@ -42,6 +44,7 @@ class VLLMEngine(BlendEngine):
     """
 
     supports_json_schema: ClassVar[bool] = True
+    supports_scoring: ClassVar[bool] = True
     device: torch.device
     dtype: torch.dtype
 
@@ -63,7 +66,8 @@ class VLLMEngine(BlendEngine):
 
         Args:
             model: A directory, a hub name, or None for the bundled one.
-            store: Directory of the store; None for one that goes when the engine is closed.
+            store: Directory of the store, or its tiers by address (:func:`open_store`); None for a directory that goes when the
+                engine is closed.
             header: What stands before the first chunk in your prompts; None takes :func:`rag_header`'s.
             ratio: Default recompute ratio; None takes the model profile's.
             dtype: None takes fp32 on a CPU, the model's own elsewhere.
@@ -81,7 +85,8 @@ class VLLMEngine(BlendEngine):
             StoreError: The store cannot be opened.
         """
         self._temporary = Path(tempfile.mkdtemp(prefix="cacheblend-")) if store is None else None
-        path = self._temporary or Path(store or "").expanduser()
+        by_address = isinstance(store, str) and is_urls(store)
+        where = store if store is not None and by_address else self._temporary or Path(store or "").expanduser()
         self._closed = False
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="cacheblend-vllm", daemon=True)
@@ -89,7 +94,7 @@ class VLLMEngine(BlendEngine):
         try:
             launch = prepare(
                 model,
-                path,
+                where,
                 header=header,
                 dtype=dtype,
                 ram_budget=ram_budget,
@@ -97,7 +102,11 @@ class VLLMEngine(BlendEngine):
                 **vllm_arguments,
             )
             # This process reads no KV: only the workers hold any in RAM.
-            self.store: KVStore = open_store(path, ram_budget=0, disk_budget=disk_budget)
+            self.store: KVStore = open_store(where, ram_budget=0, disk_budget=disk_budget)
+            if not self.store.lasts:
+                raise InputError(
+                    f"{store!r} is RAM alone, which vLLM's processes do not share; add file:///... or another tier."
+                )
             self.client = self._run(self._start(launch, ratio, write_back, rank))
         except BaseException:
             self._stop_loop()
@@ -188,6 +197,15 @@ class VLLMEngine(BlendEngine):
     ) -> Generation:
         """Async twin of :meth:`generate`; no thread waits for it, so vLLM's scheduler sees all requests at once."""
         return await last_generation(self.astream(prompt, sampling, settings))
+
+    def score(
+        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
+    ) -> list[Score]:
+        """See :class:`BlendEngine`; each completion is a request of its own, and they run side by side.
+
+        To a policy that asks what the question attends to, the completion counts as part of the question.
+        """
+        return self._run(self.client.score(self.scoring_request(prompt, completions, settings), completions))
 
     def flush(self) -> None:
         """See :class:`BlendEngine`."""

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -195,6 +196,7 @@ class Blended:
         missing: Ids of chunks without stored KV.
         unranked: Ids of chunks that need static deviations, if another policy had to choose for lack of them.
         reason: What was found, in words.
+        loads: Where each chunk's stored KV came from, on this rank.
     """
 
     computed: int
@@ -208,6 +210,7 @@ class Blended:
     missing: tuple[str, ...]
     unranked: tuple[str, ...]
     reason: str
+    loads: tuple[ChunkLoad, ...] = ()
 
 
 @dataclass

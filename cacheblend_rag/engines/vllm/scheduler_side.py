@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.lookups import entries_of, side_by_side
 from cacheblend_rag.engines.vllm.groups import PageGroup
 from cacheblend_rag.engines.vllm.lending import PageLender
 from cacheblend_rag.engines.vllm.messages import (
@@ -43,6 +46,7 @@ class _Tracked:
 
     def __init__(self, job: BlendJob | SaveJob | None, reason: str = ""):
         self.job, self.reason = job, reason
+        self.looking: Future[BlendPlan] | None = None
         self.plan: BlendPlan | None = None
         self.failed = False
         self.blended: Blended | None = None
@@ -64,6 +68,9 @@ class SchedulerSide:
         self._saving: dict[str, tuple[Request, SaveJob]] = {}
         self._pace = Pace()
         self._uncached: list[Request] = []
+        # A look-up on another machine takes a round trip, or a deadline: meanwhile the engine goes on with its steps.
+        remote = entries.store.remote
+        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-lookup") if remote else None
 
     def bind(self, pool: BlockPool) -> None:
         """Take vLLM's blocks, to lend some of them."""
@@ -95,7 +102,9 @@ class SchedulerSide:
         if not isinstance(tracked.job, BlendJob):
             return 0, False
         if tracked.plan is None:
-            tracked.plan = self._plan(request, tracked.job)
+            tracked.plan = self._planned(request, tracked, tracked.job)
+            if tracked.plan is None:
+                return None, False
             tracked.reason = tracked.plan.reason
         spans = (*tracked.plan.exact, *tracked.plan.stale)
         # vLLM computes the last token itself: it wants its logits.
@@ -124,12 +133,21 @@ class SchedulerSide:
         tracked.failed, tracked.reason = True, reason
         return False
 
+    def _planned(self, request: Request, tracked: _Tracked, job: BlendJob) -> BlendPlan | None:
+        """Return the plan of a request; None while it is made beside the engine's steps."""
+        if self._lookups is None:
+            return self._plan(request, job)
+        if tracked.looking is None:
+            tracked.looking = self._lookups.submit(self._plan, request, job)
+        return tracked.looking.result() if tracked.looking.done() else None
+
     def _plan(self, request: Request, job: BlendJob) -> BlendPlan:
-        def lookup(token_ids: Any) -> StoredKV | None:
+        def lookup(token_ids: Sequence[int]) -> StoredKV | None:
             return _PRESENT if self._entries.contains(token_ids) else None
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
-        return make_plan(prompt, self._entries.header_ids, lookup, job.settings.reuse, self._longest)
+        look = side_by_side(lookup, entries_of(prompt), self._entries.store.remote)
+        return make_plan(prompt, self._entries.header_ids, look, job.settings.reuse, self._longest)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take note of the blocks that a blend is to fill, or that a precompute will be read from."""
@@ -182,6 +200,11 @@ class SchedulerSide:
             if tracked := self._tracked.get(request_id):
                 tracked.failed, tracked.reason = True, reason
 
+    def close(self) -> None:
+        """Look nothing up any more."""
+        if self._lookups is not None:
+            self._lookups.shutdown(wait=False, cancel_futures=True)
+
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what its output shall say."""
         self._saving.pop(request.request_id, None)
@@ -209,5 +232,6 @@ class SchedulerSide:
                 "blend_s": b.blend_s,
                 "missing": list(b.missing),
                 "unranked": list(b.unranked),
+                "loads": [astuple(load) for load in b.loads],
             }
         return {PARAMS: outcome}

@@ -126,6 +126,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish what is being written."""
+        if self._blends is not None:
+            self._blends.close()
         self.saver.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,12 @@ class BundledEmbeddings(Embeddings):
     A text longer than the model reads gets the mean of its windows' vectors. The model is loaded on first use.
     """
 
-    def __init__(self, name: str = DEFAULT_EMBEDDING):
-        """Use the default, a directory, or a sentence-transformers model of the hub."""
-        self.name = name
+    def __init__(self, name: str = DEFAULT_EMBEDDING, query_encoder: str | Path | None = None):
+        """Use the default, a directory, or a sentence-transformers model of the hub.
+
+        ``query_encoder``: directory of a model that `cacheblend tune-retriever` has made; it embeds the questions.
+        """
+        self.name, self.query_encoder = name, query_encoder
         self._embedder: Embedder | None = None
         self._lock = threading.Lock()
 
@@ -66,5 +70,6 @@ class BundledEmbeddings(Embeddings):
     def _model(self) -> Embedder:
         with self._lock:
             if self._embedder is None:
-                self._embedder = Embedder.load(self.name)
+                embedder = Embedder.load(self.name)
+                self._embedder = embedder if self.query_encoder is None else embedder.asked_by(self.query_encoder)
             return self._embedder

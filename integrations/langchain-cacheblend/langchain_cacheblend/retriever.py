@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
@@ -17,7 +18,7 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field
 
-from cacheblend_rag import BlendEngine, PrecomputeReport
+from cacheblend_rag import BlendEngine, InputError, PrecomputeReport
 from langchain_cacheblend.documents import BundledEmbeddings
 from langchain_cacheblend.uses import precompute, uses_of
 
@@ -49,7 +50,13 @@ class CacheBlendRetriever(BaseRetriever):
 
     @classmethod
     def from_documents(
-        cls, documents: Sequence[Document], engine: BlendEngine, *, embedding: Embeddings | None = None, k: int = 6
+        cls,
+        documents: Sequence[Document],
+        engine: BlendEngine,
+        *,
+        embedding: Embeddings | None = None,
+        query_encoder: str | Path | None = None,
+        k: int = 6,
     ) -> CacheBlendRetriever:
         """Return a retriever over ``documents``, their KV precomputed. Each is one chunk: split them before.
 
@@ -57,9 +64,15 @@ class CacheBlendRetriever(BaseRetriever):
             documents: Chunks, for instance of :class:`~langchain_cacheblend.ChunkSplitter`.
             engine: The engine that answers.
             embedding: How to compare them with a question; None takes the model that comes with ``cacheblend-rag``.
+            query_encoder: Directory that `cacheblend tune-retriever` has made for that model: it embeds the questions.
             k: Most documents to return.
+
+        Raises:
+            InputError: Both ``embedding`` and ``query_encoder``: give the embedding its own, as ``BundledEmbeddings`` takes it.
         """
-        store = InMemoryVectorStore(embedding or BundledEmbeddings())
+        if embedding is not None and query_encoder is not None:
+            raise InputError("Give the query encoder to the embedding: BundledEmbeddings(name, query_encoder=DIR).")
+        store = InMemoryVectorStore(embedding or BundledEmbeddings(query_encoder=query_encoder))
         store.add_documents(list(documents))
         retriever = cls.from_vectorstore(store, engine, k=k)
         retriever.precompute(documents)

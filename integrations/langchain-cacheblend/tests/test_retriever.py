@@ -13,7 +13,7 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
-from cacheblend_rag import StoreError, chunk_id
+from cacheblend_rag import DEFAULT_EMBEDDING, Embedder, InputError, StoreError, chunk_id
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChatCacheBlend, ChunkSplitter
 from langchain_cacheblend.retriever import _prefetcher
 
@@ -155,3 +155,35 @@ def test_the_bundled_embeddings_find_what_is_asked_for(embedding: BundledEmbeddi
     assert near > far
     assert all(abs(sum(a * a for a in v) - 1) < 1e-5 for v in vectors)
     assert embedding.embed_documents([]) == []
+
+
+@pytest.fixture(scope="session")
+def query_encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A sentence-transformers model as `cacheblend tune-retriever` writes one; it turns every question's vector round."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Dense
+
+    base = Embedder.load(DEFAULT_EMBEDDING).model
+    size = base.get_embedding_dimension()
+    turned = Dense(size, size, bias=False, activation_function=None, init_weight=-torch.eye(size))
+    directory = tmp_path_factory.mktemp("query-encoder")
+    SentenceTransformer(modules=[*base.children(), turned], device=str(base.device)).save_pretrained(str(directory))
+    return str(directory)
+
+
+def test_a_query_encoder_embeds_the_questions_and_no_documents(query_encoder: str) -> None:
+    plain, tuned = BundledEmbeddings(), BundledEmbeddings(query_encoder=query_encoder)
+    assert tuned.embed_documents(["a harbour"]) == plain.embed_documents(["a harbour"])
+    assert tuned.embed_query("a harbour") == pytest.approx([-x for x in plain.embed_query("a harbour")], abs=1e-5)
+
+
+def test_the_retriever_asks_with_a_query_encoder(query_encoder: str, scripted: ScriptedEngine) -> None:
+    documents = [Document(page_content=text) for text in ("The harbour of Marlow.", "Bread is baked at dawn.")]
+    for encoder, best in ((None, 0), (query_encoder, 1)):
+        asked = CacheBlendRetriever.from_documents(documents, scripted, query_encoder=encoder, k=1)
+        assert asked.invoke("Where is the harbour?")[0].page_content == documents[best].page_content
+    with pytest.raises(InputError, match="BundledEmbeddings"):
+        CacheBlendRetriever.from_documents(
+            documents, scripted, embedding=BundledEmbeddings(), query_encoder=query_encoder
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,28 @@ class BundledEmbedding(BaseEmbedding):
 
     _embedder: Embedder = PrivateAttr()
 
-    def __init__(self, model_name: str = DEFAULT_EMBEDDING, device: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model_name: str = DEFAULT_EMBEDDING,
+        device: str | None = None,
+        query_encoder: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Load the model.
+
+        Args:
+            model_name: Directory or name.
+            device: As torch names it.
+            query_encoder: Directory that `cacheblend tune-retriever` has made for this model: it embeds the questions.
+            kwargs: Of LlamaIndex's base class.
 
         Raises:
             ModelError: It cannot be loaded.
+            StoreMismatchError: The query encoder was tuned for another model.
         """
         super().__init__(model_name=model_name, **kwargs)
-        self._embedder = Embedder.load(model_name, device)
+        embedder = Embedder.load(model_name, device)
+        self._embedder = embedder if query_encoder is None else embedder.asked_by(query_encoder)
 
     @classmethod
     def class_name(cls) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import BaseNode, MetadataMode, QueryBundle, TextNode
 from scripted import ScriptedEngine
 
-from cacheblend_rag import InputError, TransformersEngine, bundled_questions
+from cacheblend_rag import DEFAULT_EMBEDDING, Embedder, InputError, TransformersEngine, bundled_questions
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendLLM,
@@ -171,3 +172,19 @@ def test_embeddings_are_unit_vectors_that_find_what_is_asked(
     assert sum(x * x for x in one) == pytest.approx(1.0, abs=1e-4) == sum(x * x for x in two)
     (best,) = index.as_retriever(similarity_top_k=1).retrieve(node_text(nodes[5]))
     assert best.node_id == nodes[5].node_id
+
+
+def test_a_query_encoder_embeds_the_questions_and_no_nodes(embedding: BundledEmbedding, tmp_path: Path) -> None:
+    """As `cacheblend tune-retriever` writes one; this one turns every question's vector round."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Dense
+
+    base = Embedder.load(DEFAULT_EMBEDDING, "cpu").model
+    size = base.get_embedding_dimension()
+    turned = Dense(size, size, bias=False, activation_function=None, init_weight=-torch.eye(size))
+    SentenceTransformer(modules=[*base.children(), turned], device="cpu").save_pretrained(str(tmp_path))
+    tuned = BundledEmbedding(device="cpu", query_encoder=tmp_path)
+    assert tuned.get_text_embedding("a harbour") == embedding.get_text_embedding("a harbour")
+    want = [-x for x in embedding.get_query_embedding("a harbour")]
+    assert tuned.get_query_embedding("a harbour") == pytest.approx(want, abs=1e-5)

@@ -52,8 +52,9 @@ class FakeBlend:
             self.result = Blended(1, 1, 0.0, "hkvd", 0.1, 0.0, 0, 0.0, (), (), "")
         return self.left <= 0
 
-    def close(self) -> None:
+    def close(self) -> list[Any]:
         self.events.append(("closed", self.load.request_id))
+        return []
 
 
 class RunnerV1:
@@ -121,8 +122,7 @@ class Engine:
     def __init__(self, runner: type, monkeypatch: pytest.MonkeyPatch, through_worker: bool = True):
         self.events: list[Any] = []
         monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: 0)
-        monkeypatch.setattr(connector, "open_store", lambda *_: MemoryStore())
-        monkeypatch.setattr(connector, "DiskStore", lambda *_: MemoryStore())
+        monkeypatch.setattr(connector, "open_store", lambda *_, **__: MemoryStore())
         monkeypatch.setattr(connector.Entries, "contains", lambda *_: True)
         monkeypatch.setattr(blends, "_Blend", type("Blend", (FakeBlend,), {"events": self.events}))
         extra = _connect(store="/nowhere", fingerprint="0" * 32, header_ids=[])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +29,8 @@ from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, SaveJob
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.engines.vllm.scheduler_side import _PATIENCE, SchedulerSide
-from cacheblend_rag.store import MemoryStore
-from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
+from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint
 
 BLOCK, WINDOW, CHUNK = 4, 10, tuple(range(100, 160))
 _names = (f"request-{n}" for n in itertools.count())
@@ -38,13 +39,13 @@ _names = (f"request-{n}" for n in itertools.count())
 class Scheduler:
     """What vLLM's scheduler does with its cache manager and the connector for one request at a time."""
 
-    def __init__(self, blocks: int, window: int = WINDOW):
+    def __init__(self, blocks: int, window: int = WINDOW, store: KVStore | None = None):
         init_none_hash(sha256)
         shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         specs = (FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=window))
         config = KVCacheConfig(blocks, [], [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)])
         self.manager = KVCacheManager(config, 1024, BLOCK, BLOCK, 1024)
-        self.entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
+        self.entries = Entries(store or MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
         kv = torch.zeros(1, len(CHUNK), 8)
         self.entries.put(CHUNK, ChunkKV([LayerKV(kv, kv)] * 2, 0), replace=False)
         self.side = SchedulerSide(self.entries, page_groups(config))
@@ -197,7 +198,7 @@ def test_behind_a_prefix_hit_whose_window_is_gone_vllm_computes_the_rest() -> No
     assert "prefix cache" in outcome["reason"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 70), st.integers(1, 30), st.integers(0, 69), st.lists(st.integers(1, 70)))
 def test_precomputed_kv_is_copied_out_before_its_pages_go(each: int, window: int, start: int, warm: list[int]) -> None:
     scheduler = Scheduler(300, window)
@@ -239,3 +240,32 @@ def test_before_a_blend_writes_the_pages_of_every_group_are_looked_at() -> None:
     for start, end in ((7, 16), (8, 17)):
         with pytest.raises(MissingPageError, match="pages"):
             pages.check(start, end)
+
+
+class Afar(MemoryStore):
+    """A store on another machine, which answers when it is let go."""
+
+    remote = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on, self.asked = threading.Event(), threading.Event()
+
+    def contains(self, key: KVKey) -> bool:
+        self.asked.set()
+        assert self.go_on.wait(30)
+        return super().contains(key)
+
+
+def test_steps_go_on_while_a_store_on_another_machine_is_asked() -> None:
+    store = Afar()
+    scheduler = Scheduler(blocks=200, store=store)
+    request = scheduler.blend()
+    assert scheduler.admit(request) is None, "to be asked for again in the next step"
+    assert store.asked.wait(30)
+    assert scheduler.admit(request) is None
+    store.go_on.set()
+    tracked = scheduler.side._tracked[request.request_id]
+    tracked.looking.result(30)
+    assert scheduler.admit(request) == 20 + len(CHUNK)
+    scheduler.side.close()

@@ -20,8 +20,9 @@ from cacheblend_rag.engines.vllm.precompute import IN_FLIGHT
 from cacheblend_rag.engines.vllm.saving import UNWRITTEN
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.store import MemoryStore, default_ram_budget
+from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.kv import LayerKV, ModelFingerprint
+from cacheblend_rag.store.opening import default_ram_budget
 
 
 class Store(MemoryStore):

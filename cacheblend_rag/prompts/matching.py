@@ -1,0 +1,218 @@
+"""Which of a million known texts may stand where in a prompt, by hashes alone: 20 bytes a text, whatever its length.
+
+A text's hash is a polynomial of its code points modulo 2^64, so that the hash of any part of a prompt is one subtraction and
+one multiplication of prefix sums. A text is filed under the hash of its *opening*: its first 16, 128 or 1024 characters,
+as many as it has. A prompt is searched for openings first, all its positions at once; only where one stands are whole texts
+compared, by length and hash. What is found is a candidate: the caller compares the text itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+OPENINGS = (16, 128, 1024)
+"""Lengths of openings, in characters. The long ones are for texts that begin alike: a page's header, a line of dashes."""
+
+SIGNATURE = np.dtype([("length", "<u4"), ("opening", "<u8"), ("digest", "<u8")])
+"""What is known of a text: its length in characters, the hash of its opening and that of the whole."""
+
+Signatures = npt.NDArray[np.void]
+Hashes = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+
+_BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_MIN_SLOTS = 1 << 16
+_SLOTS_PER_TEXT = 16
+_PAIRS_AT_ONCE = 1 << 20
+_SMALL = 4096
+
+
+def signatures_of(texts: Sequence[str]) -> Signatures:
+    """Return the signature ``[len(texts)]`` of each text; that of a text shorter than the shortest opening is of no use."""
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(texts) else ends
+    hashes = PromptHashes("".join(texts))
+    made = np.zeros(len(texts), SIGNATURE)
+    made["length"] = ends - begins
+    made["opening"] = hashes.of(begins, np.minimum(ends, begins + opening_length(made["length"])))
+    made["digest"] = hashes.of(begins, ends)
+    return made
+
+
+def opening_length(lengths: npt.NDArray[np.uint32]) -> Indices:
+    """Return how long the openings of texts of these lengths are, in characters."""
+    shelf = np.maximum(np.searchsorted(OPENINGS, lengths, "right") - 1, 0)
+    found: Indices = np.asarray(OPENINGS, np.int64)[shelf]
+    return found
+
+
+class PromptHashes:
+    """The hash of any part of a text.
+
+    Attributes:
+        length: Of the text, in characters.
+    """
+
+    def __init__(self, text: str):
+        """Sum up ``text``."""
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        self.length = len(codes)
+        self._sums = np.zeros(self.length + 1, np.uint64)
+        np.cumsum(codes * _powers(_BASE, self.length), out=self._sums[1:])
+        self._inverses = _powers(_INVERSE, self.length + 1)
+
+    def of(self, begins: Indices, ends: Indices) -> Hashes:
+        """Return the hashes of the parts from ``begins`` to ``ends``."""
+        hashes: Hashes = (self._sums[ends] - self._sums[begins]) * self._inverses[begins]
+        return hashes
+
+    def windows(self, length: int) -> Hashes:
+        """Return the hashes of all parts of that length: ``[max(0, self.length - length + 1)]``."""
+        count = max(0, self.length - length + 1)
+        hashes: Hashes = (
+            (self._sums[length:] - self._sums[:count]) * self._inverses[:count] if count else self._sums[:0]
+        )
+        return hashes
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Texts that may stand in a prompt: where each begins, how long it is, and its number (as given to the table)."""
+
+    at: Indices
+    length: Indices
+    number: Indices
+
+    @classmethod
+    def joined(cls, parts: Sequence[Candidates]) -> Self:
+        """Return all of ``parts``: from the left, the longest first where several begin, then in the order of numbers."""
+        at, length, number = (
+            np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
+            for name in ("at", "length", "number")
+        )
+        order = np.lexsort((number, -length, at))
+        return cls(at[order], length[order], number[order])
+
+
+class TextTable:
+    """The signatures of texts, each with a number. Immutable, so readers need no lock; :meth:`with_more` makes another.
+
+    Attributes:
+        size: How many texts are filed.
+    """
+
+    def __init__(self, shelves: Sequence[Sequence[_Shelf]] = ()):
+        """Use shelves made before; by default the table is empty."""
+        self._shelves = tuple(map(tuple, shelves)) or tuple(() for _ in OPENINGS)
+        self.size = sum(shelf.size for row in self._shelves for shelf in row)
+
+    def with_more(self, signatures: Signatures, numbers: Indices) -> TextTable:
+        """Return a table that also has these texts; those shorter than the shortest opening are left out."""
+        openings = opening_length(signatures["length"])
+        openings[signatures["length"] < OPENINGS[0]] = 0
+        rows = []
+        for length, row in zip(OPENINGS, self._shelves, strict=True):
+            new = openings == length
+            chosen = signatures[new]
+            shelf = _Shelf.of(chosen["opening"], chosen["length"], chosen["digest"], numbers[new])
+            rows.append(_shelved(row, shelf) if shelf.size else row)
+        return TextTable(rows)
+
+    def candidates(self, text: str) -> Candidates:
+        """Return the texts that may stand in ``text``, in the order of :meth:`Candidates.joined`."""
+        if not self.size:
+            return Candidates.joined([])
+        hashes = PromptHashes(text)
+        found = []
+        for length, row in zip(OPENINGS, self._shelves, strict=True):
+            windows = hashes.windows(length) if row else None
+            found += [shelf.candidates(hashes, windows) for shelf in row if windows is not None and len(windows)]
+        return Candidates.joined(found)
+
+
+def _shelved(row: Sequence[_Shelf], new: _Shelf) -> list[_Shelf]:
+    """Return shelves with a new one, joined so that each is at least twice as large as the next: few, and rarely sorted."""
+    shelves = [*row, new]
+    while len(shelves) > 1 and shelves[-2].size < max(2 * shelves[-1].size, _SMALL):
+        last = shelves.pop()
+        shelves[-1] = shelves[-1].joined(last)
+    return shelves
+
+
+@dataclass(frozen=True)
+class _Shelf:
+    """Texts with openings of one length, in the order of their openings' hashes; all arrays are as long.
+
+    Attributes:
+        filter: Whether any opening's hash falls into a slot; longer than the others.
+    """
+
+    openings: Hashes
+    lengths: Indices
+    digests: Hashes
+    numbers: Indices
+    filter: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, openings: Hashes, lengths: Indices, digests: Hashes, numbers: Indices) -> Self:
+        order = np.argsort(openings, kind="stable")
+        slots = max(_MIN_SLOTS, 1 << (_SLOTS_PER_TEXT * len(order) - 1).bit_length())
+        filled = np.zeros(slots, np.bool_)
+        filled[_slot(openings, slots)] = True
+        return cls(openings[order], lengths[order], digests[order], numbers[order], filled)
+
+    @property
+    def size(self) -> int:
+        return len(self.numbers)
+
+    def joined(self, other: _Shelf) -> _Shelf:
+        names = ("openings", "lengths", "digests", "numbers")
+        return _Shelf.of(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
+
+    def candidates(self, prompt: PromptHashes, windows: Hashes) -> Candidates:
+        at = np.flatnonzero(self.filter[_slot(windows, len(self.filter))])
+        first = np.searchsorted(self.openings, windows[at], "left")
+        count = np.searchsorted(self.openings, windows[at], "right") - first
+        at, first, count = (values[count > 0] for values in (at, first, count))
+        found = []
+        # A block is as many positions as have about a million texts to compare: memory stays small, whatever the prompt.
+        blocks = np.cumsum(count) // _PAIRS_AT_ONCE
+        for begin, end in _runs(blocks):
+            found.append(self._compared(prompt, at[begin:end], first[begin:end], count[begin:end]))
+        return Candidates.joined(found)
+
+    def _compared(self, prompt: PromptHashes, at: Indices, first: Indices, count: Indices) -> Candidates:
+        """Compare at each position ``at`` the ``count`` texts from ``first`` on by length and hash."""
+        begins = np.repeat(at, count)
+        offsets = np.arange(len(begins)) - np.repeat(np.cumsum(count) - count, count)
+        texts = np.repeat(first, count) + offsets
+        lengths = self.lengths[texts].astype(np.int64)
+        fits = begins + lengths <= prompt.length
+        begins, texts, lengths = begins[fits], texts[fits], lengths[fits]
+        same = prompt.of(begins, begins + lengths) == self.digests[texts]
+        return Candidates(begins[same], lengths[same], self.numbers[texts[same]])
+
+
+def _runs(values: Indices) -> list[tuple[int, int]]:
+    """Return begin and end of each run of equal values."""
+    edges = np.flatnonzero(np.diff(values)) + 1
+    return list(zip([0, *edges.tolist()], [*edges.tolist(), len(values)], strict=True)) if len(values) else []
+
+
+def _powers(base: int, count: int) -> Hashes:
+    powers = np.full(count, base, np.uint64)
+    powers[:1] = 1
+    result: Hashes = np.multiply.accumulate(powers, out=powers)
+    return result
+
+
+def _slot(hashes: Hashes, slots: int) -> Hashes:
+    # The high bits of a multiplicative hash are the mixed ones.
+    slot: Hashes = hashes >> np.uint64(64 - (slots.bit_length() - 1))
+    return slot

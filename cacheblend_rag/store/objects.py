@@ -1,0 +1,249 @@
+"""The tier in an object store: S3 and its kin."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from typing import Any, Final, Protocol
+
+from obstore.exceptions import BaseError, PreconditionError
+from obstore.store import from_url
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo
+from cacheblend_rag.store.calls import WRITE_FACTOR
+from cacheblend_rag.store.kv import KVKey, is_key
+from cacheblend_rag.store.remote import Head, RemoteStore
+
+_FOLDER, _ENDING = "kv", ".safetensors"
+_A_TIME: Final = 1000
+_NO_SUCH_RANGE: Final = re.compile(r"\b416\b|invalid ?range", re.IGNORECASE)
+
+
+class Bucket(Protocol):
+    """The methods of obstore's stores that are used here; see its documentation."""
+
+    def get(self, path: str, *, options: Any = None) -> Any:
+        """Return an object, or part of it."""
+
+    def put(self, path: str, file: bytes) -> Any:
+        """Write an object, whole or not at all."""
+
+    def head(self, path: str) -> Any:
+        """Return what is known of an object."""
+
+    def delete(self, paths: str) -> None:
+        """Remove an object."""
+
+    def list(self, prefix: str | None = None, *, chunk_size: int = 50) -> Any:
+        """List what lies below a prefix."""
+
+
+class ObjectStore(RemoteStore):
+    """KV entries as the objects ``kv/<first 2 hex digits>/<key>.safetensors`` of a bucket.
+
+    An object store knows no times of use, and counts nothing. So recency is what this client has seen, and the time of the put
+    for all else; and a client with a budget lists the bucket before its first put and before it evicts, and adds up its own
+    puts in between: what others put since then it does not see.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        budget: int | None = None,
+        *,
+        writer: Bucket | None = None,
+        tier: str = "s3",
+        where: str = "",
+        ttl_s: float | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        """Use ``bucket``, one of obstore's stores, which is connected to when it is first needed. See :meth:`at`.
+
+        Args:
+            bucket: Where entries are read.
+            budget: See :class:`RemoteStore`.
+            writer: The same for calls that may take long; None for ``bucket``.
+            tier: See :class:`RemoteStore`.
+            where: See :class:`RemoteStore`.
+            ttl_s: See :class:`RemoteStore`. What is older counts as missing, and goes when the bucket is listed for room.
+            timeout_s: See :class:`RemoteStore`.
+        """
+        super().__init__(tier, where or type(bucket).__name__, (BaseError, OSError), budget, ttl_s, timeout_s)
+        self._bucket, self._writer = bucket, writer or bucket
+        self._room = threading.Lock()
+        self._seen_used: dict[KVKey, float] = {}
+        self._nbytes: int | None = None  # as far as this client knows; None: not listed yet
+
+    @classmethod
+    def at(
+        cls,
+        url: str,
+        budget: int | None = None,
+        *,
+        tier: str = "s3",
+        ttl_s: float | None = None,
+        timeout_s: float = TIMEOUT_S,
+        **config: str,
+    ) -> ObjectStore:
+        """Return the tier at ``url``: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://account/container/prefix``.
+
+        Args:
+            url: See above. Credentials come from the environment, as the provider's own tools take them.
+            budget: See :class:`RemoteStore`.
+            tier: See :class:`RemoteStore`.
+            ttl_s: See :class:`RemoteStore`.
+            timeout_s: See :class:`RemoteStore`.
+            config: Of obstore, by name: ``endpoint``, ``region``...
+
+        Raises:
+            InputError: ``url`` or ``config`` is none that obstore knows.
+        """
+
+        def bucket(timeout_s: float) -> Any:
+            return opened(
+                url,
+                client_options={
+                    "timeout": f"{timeout_s * 1000:.0f}ms",
+                    "connect_timeout": f"{min(timeout_s, TIMEOUT_S) * 1000:.0f}ms",
+                    "allow_http": config.get("endpoint", "").startswith("http://"),
+                },
+                retry_config={"max_retries": 0},  # a prompt is computed sooner than a sick bucket recovers
+                **config,
+            )
+
+        opened: Any = from_url  # its options depend on the scheme
+        try:
+            reader, writer = bucket(timeout_s), bucket(timeout_s * WRITE_FACTOR)
+        except (BaseError, ValueError, TypeError) as error:
+            raise InputError(f"{url!r} is no address of an object store: {error}") from error
+        return cls(reader, budget, writer=writer, tier=tier, where=url, ttl_s=ttl_s, timeout_s=timeout_s)
+
+    def _head(self, key: KVKey, nbytes: int, use: bool = True) -> Head | None:
+        try:
+            found = self._bucket.get(_path(key), options={"range": (0, nbytes)})
+            meta, data = found.meta, memoryview(found.bytes())
+        except FileNotFoundError:
+            return None
+        except BaseError as error:
+            if not _NO_SUCH_RANGE.search(str(error)):
+                raise
+            # Nothing can be asked for of an object of no bytes, which is damage and no fault of the store.
+            meta, data = self._bucket.head(_path(key)), memoryview(b"")
+        if self._has_expired(meta):
+            return None
+        if use:
+            self._seen_used[key] = time.time()
+        return Head(meta["size"], meta["e_tag"] or "", data)
+
+    def _range(self, key: KVKey, version: str, offset: int, nbytes: int) -> memoryview | None:
+        options: dict[str, Any] = {"range": (offset, offset + nbytes)}
+        if version:
+            options["if_match"] = version
+        try:
+            return memoryview(self._bucket.get(_path(key), options=options).bytes())
+        except (FileNotFoundError, PreconditionError):
+            return None
+
+    def _write(self, key: KVKey, data: bytes, replace: bool) -> tuple[bool, int]:
+        with self._room:  # one put of this client at a time, for what it counts
+            evicted = 0
+            if self.budget is not None:
+                known = self._nbytes
+                if known is None or known + len(data) > self.budget:
+                    evicted = self._make_room(len(data), key)
+            self._writer.put(_path(key), data)
+            self._seen_used[key] = time.time()
+            if self._nbytes is not None:
+                self._nbytes += len(data)
+            return True, evicted
+
+    def _make_room(self, nbytes: int, key: KVKey) -> int:
+        """List the bucket, and evict what must go for ``nbytes`` under ``key``; return how many entries went."""
+        assert self.budget is not None
+        others = [entry for entry in self._list() if entry.key != key]  # what is replaced makes room itself
+        self._nbytes = sum(entry.nbytes for entry in others)
+        return self._evict_of(others, self.budget - nbytes)[1]
+
+    def _evict_of(self, entries: list[EntryInfo], to_bytes: int) -> tuple[int, int]:
+        left = sum(entry.nbytes for entry in entries)
+        freed = count = 0
+        for entry in sorted(entries, key=lambda entry: entry.last_used):
+            if left - freed <= to_bytes:
+                break
+            self._writer.delete(_path(entry.key))
+            self._forget(entry.key)
+            freed, count = freed + entry.nbytes, count + 1
+        self._nbytes = left - freed
+        return freed, count
+
+    def _has(self, key: KVKey) -> bool:
+        return self._meta(key) is not None
+
+    def _use(self, key: KVKey) -> bool:
+        if self._meta(key) is None:
+            return False
+        self._seen_used[key] = time.time()
+        return True
+
+    def _touch(self, key: KVKey) -> None:
+        self._seen_used[key] = time.time()
+
+    def _meta(self, key: KVKey) -> Any:
+        try:
+            meta = self._bucket.head(_path(key))
+        except FileNotFoundError:
+            return None
+        return None if self._has_expired(meta) else meta
+
+    def _remove(self, key: KVKey, version: str | None) -> bool:
+        meta = self._meta(key)
+        if meta is None or (version and meta["e_tag"] != version):
+            return False
+        self._bucket.delete(_path(key))
+        with self._room:
+            self._forget(key)
+            if self._nbytes is not None:
+                self._nbytes -= meta["size"]
+        return True
+
+    def _list(self) -> list[EntryInfo]:
+        found = []
+        for batch in self._writer.list(f"{_FOLDER}/", chunk_size=_A_TIME):
+            for meta in batch:
+                key = KVKey(meta["path"].rpartition("/")[2].removesuffix(_ENDING))
+                if not is_key(key):
+                    continue
+                if self._has_expired(meta):
+                    self._writer.delete(meta["path"])
+                    self._forget(key)
+                    continue
+                found.append(self._described(key, meta))
+        return found
+
+    def _info(self, key: KVKey) -> EntryInfo | None:
+        meta = self._meta(key)
+        return None if meta is None else self._described(key, meta)
+
+    def _described(self, key: KVKey, meta: Any) -> EntryInfo:
+        used = max(meta["last_modified"].timestamp(), self._seen_used.get(key, 0.0))
+        return EntryInfo(key, meta["size"], self.tier, used)
+
+    def _size(self) -> tuple[int, int]:
+        found = self._list()
+        return len(found), sum(entry.nbytes for entry in found)
+
+    def _evict(self, to_bytes: int) -> tuple[int, int]:
+        with self._room:
+            return self._evict_of(self._list(), to_bytes)
+
+    def _has_expired(self, meta: Any) -> bool:
+        return self._ttl_s is not None and meta["last_modified"].timestamp() + self._ttl_s <= time.time()
+
+    def _forget(self, key: KVKey) -> None:
+        self._seen_used.pop(key, None)
+
+
+def _path(key: KVKey) -> str:
+    return f"{_FOLDER}/{key[:2]}/{key}{_ENDING}"

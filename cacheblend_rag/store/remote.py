@@ -1,0 +1,271 @@
+"""What the tiers on other machines have in common: each adds how it reads and writes the bytes of an entry."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
+from cacheblend_rag.store import kvfile
+from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.calls import AT_ONCE, RemoteCalls
+from cacheblend_rag.store.codec import get_codec
+from cacheblend_rag.store.events import Activity, Events
+from cacheblend_rag.store.kv import ChunkKV, KVKey, checked_key
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_NOBODY = KVKey("0" * 40)
+
+HEAD_BYTES = 32 << 10
+"""How much of an entry is read when it is looked up: more than the header of most models, so that a look-up is one round trip."""
+
+
+class Head(NamedTuple):
+    """What a look-up brings.
+
+    Attributes:
+        nbytes: Size of the whole entry.
+        version: Tells this entry from another one that takes its place.
+        data: Its first bytes.
+    """
+
+    nbytes: int
+    version: str
+    data: bytes | memoryview
+
+
+class RemoteStore(KVStore):
+    """A tier on another machine, which any number of clients share. Entries have the bytes of the disk tier's files.
+
+    A subclass gives the calls that begin with an underscore. They run in threads, raise what the constructor calls failures
+    where the tier is to blame, and may take as long as they like: :class:`RemoteCalls` gives up waiting.
+
+    Attributes:
+        tier: Its name in statistics and costs.
+        where: Its address, without secrets.
+    """
+
+    remote = True
+
+    def __init__(
+        self,
+        tier: str,
+        where: str,
+        failures: tuple[type[Exception], ...],
+        budget: int | None,
+        ttl_s: float | None,
+        timeout_s: float,
+    ):
+        """Connect when it is first needed.
+
+        Args:
+            tier: See the class.
+            where: See the class.
+            failures: See :class:`RemoteCalls`.
+            budget: Bytes to stay within when putting; None: no limit.
+            ttl_s: Seconds after which an entry that was put is gone; None: never.
+            timeout_s: Seconds that a look-up, or the read of a layer, may take.
+        """
+        self.tier, self.where, self.budget = tier, where, budget
+        self._ttl_s = ttl_s
+        self._calls = RemoteCalls(f"{tier} tier {where}", failures, timeout_s)
+        self._events = Events()
+        self._codec = get_codec("raw")
+
+    def get(self, key: KVKey) -> kvfile.KVFile | None:
+        """See :meth:`KVStore.get`."""
+        checked_key(key)
+        found = None
+        try:
+            if (head := self._calls(lambda: self._head(key, HEAD_BYTES))) is not None:
+                source = _RemoteSource(self, key, head)
+                found = kvfile.KVFile(source, key, self.tier, self._discard, self._events, AT_ONCE)
+        except (DamagedKVError, StoreUnavailableError):  # told already
+            found = None
+        self._events.add("misses" if found is None else "hits")
+        return found
+
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
+        """See :meth:`KVStore.put`."""
+        checked_key(key)
+        if not replace and self._calls(lambda: self._use(key)):
+            return True
+        encoded = kvfile.encode(key, kv, self._codec)
+        data = kvfile.serialized(encoded)
+        if self.budget is not None and len(data) > self.budget:
+            return False
+        written, evicted = self._patiently(lambda: self._write(key, data, replace))
+        self._events.add("evictions", evicted)
+        self._events.add("puts", written)
+        return True
+
+    def contains(self, key: KVKey) -> bool:
+        """See :meth:`KVStore.contains`; False where the tier does not answer."""
+        checked_key(key)
+        try:
+            return self._calls(lambda: self._has(key))
+        except StoreUnavailableError:
+            return False
+
+    def delete(self, key: KVKey) -> bool:
+        """See :meth:`KVStore.delete`."""
+        checked_key(key)
+        return self._calls(lambda: self._remove(key, None))
+
+    def touch(self, key: KVKey) -> None:
+        """See :meth:`KVStore.touch`; nobody waits for it."""
+        self._touch(checked_key(key))
+
+    def entry(self, key: KVKey) -> EntryInfo | None:
+        """See :meth:`KVStore.entry`."""
+        checked_key(key)
+        return self._calls(lambda: self._info(key))
+
+    def entries(self) -> Iterator[EntryInfo]:
+        """See :meth:`KVStore.entries`; a snapshot."""
+        return iter(sorted(self._patiently(self._list), key=lambda entry: entry.last_used))
+
+    def evict(self, to_bytes: int) -> int:
+        """See :meth:`KVStore.evict`."""
+        freed, evicted = self._patiently(lambda: self._evict(to_bytes))
+        self._events.add("evictions", evicted)
+        return freed
+
+    def stats(self) -> StoreStats:
+        """See :meth:`KVStore.stats`; the contents are what all clients have put."""
+        out, entries, nbytes = "", 0, 0
+        try:
+            entries, nbytes = self._patiently(self._size)
+        except StoreUnavailableError as error:
+            out = self._calls.out or str(error)
+        counted, reads = self._events.counts(), self._events.reads.taken()
+        return StoreStats(self.tier, entries, nbytes, self.budget, **counted, reads=reads, out=out)
+
+    def activity(self) -> dict[str, Activity]:
+        """See :meth:`KVStore.activity`."""
+        return {self.tier: self._events.activity()}
+
+    def verify(self, repair: bool = True) -> VerifyReport:
+        """See :meth:`KVStore.verify`."""
+        checked = 0
+        damaged, unreadable = [], []
+        for entry in self.entries():
+            checked += 1
+            try:
+                head = self._calls(lambda key=entry.key: self._head(key, HEAD_BYTES, use=False))  # type: ignore[misc]
+                if head is None:
+                    checked -= 1  # evicted meanwhile
+                    continue
+                report = self._discard if repair else lambda *_: None
+                kvfile.KVFile(_RemoteSource(self, entry.key, head), entry.key, self.tier, report).verify()
+            except DamagedKVError:
+                damaged.append(entry.key)
+            except StoreUnavailableError:
+                unreadable.append(entry.key)
+        return VerifyReport(checked, tuple(damaged), tuple(unreadable))
+
+    def close(self) -> None:
+        """Let go of connections; a call that still runs ends by itself."""
+        self._calls.close()
+
+    def read_range(self, key: KVKey, version: str, offset: int, nbytes: int) -> bytes | memoryview:
+        """Return ``nbytes`` of an entry from ``offset`` on, fewer if there are not as many.
+
+        Raises:
+            StoreUnavailableError: The tier does not answer, or the entry of this version is gone.
+        """
+        data = self._calls(lambda: self._range(key, version, offset, nbytes))
+        if data is None:
+            raise StoreUnavailableError(f"KV entry {key} was removed from the {self._calls.name} while it was read.")
+        return data
+
+    def _patiently(self, function: Callable[[], _T]) -> _T:
+        """Call what may take long, behind the uses that are on their way; a tier that hangs is found out beforehand."""
+        self._calls.settle()
+        self._calls(lambda: self._has(_NOBODY))
+        return self._calls(function, long=True)
+
+    def _discard(self, entry: kvfile.KVFile, damage: DamagedKVError) -> None:
+        """Remove a damaged entry, unless another one has taken its place already."""
+        self._events.add("damaged")
+        _log.warning("%s", damage)
+        assert isinstance(entry.source, _RemoteSource)
+        version = entry.source.version
+        try:
+            self._calls(lambda: self._remove(entry.key, version))
+        except StoreUnavailableError as error:
+            _log.warning("The damaged entry stays, and will be found damaged again: %s", error)
+
+    @abstractmethod
+    def _head(self, key: KVKey, nbytes: int, use: bool = True) -> Head | None:
+        """Return the beginning of an entry, which with ``use`` is marked as used; None where there is none."""
+
+    @abstractmethod
+    def _range(self, key: KVKey, version: str, offset: int, nbytes: int) -> bytes | memoryview | None:
+        """Return part of an entry; None if that version of it is gone."""
+
+    @abstractmethod
+    def _write(self, key: KVKey, data: bytes, replace: bool) -> tuple[bool, int]:
+        """Store an entry that is within the budget, evicting others as needed; one that is there stays unless ``replace``.
+
+        Returns:
+            Whether it was written, and how many others were evicted.
+        """
+
+    @abstractmethod
+    def _has(self, key: KVKey) -> bool:
+        """Say whether there is an entry."""
+
+    @abstractmethod
+    def _use(self, key: KVKey) -> bool:
+        """Mark an entry as used; say whether there is one."""
+
+    @abstractmethod
+    def _touch(self, key: KVKey) -> None:
+        """Mark an entry as used, if there is one, without letting the caller wait."""
+
+    @abstractmethod
+    def _remove(self, key: KVKey, version: str | None) -> bool:
+        """Remove an entry, if it is that version (None: any); say whether it was there."""
+
+    @abstractmethod
+    def _info(self, key: KVKey) -> EntryInfo | None:
+        """Return what :meth:`_list` would say of one entry; it does not count as a use."""
+
+    @abstractmethod
+    def _list(self) -> list[EntryInfo]:
+        """List all entries."""
+
+    @abstractmethod
+    def _size(self) -> tuple[int, int]:
+        """Return how many entries there are, and their bytes."""
+
+    @abstractmethod
+    def _evict(self, to_bytes: int) -> tuple[int, int]:
+        """Remove least recently used entries until ``to_bytes`` remain; return the bytes freed, and how many entries went."""
+
+
+class _RemoteSource:
+    """An entry's bytes, read part by part from a tier; its beginning is here already."""
+
+    def __init__(self, store: RemoteStore, key: KVKey, head: Head):
+        self._store, self._key = store, key
+        self.nbytes, self.version, self._head = head.nbytes, head.version, np.frombuffer(head.data, np.uint8)
+        self.place = f"{store.where}, {key}"
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """See :meth:`Source.read`."""
+        end = offset + len(into)
+        data = self._head[offset:end]
+        if end > len(self._head):
+            data = np.frombuffer(self._store.read_range(self._key, self.version, offset, len(into)), np.uint8)
+        if len(data) != len(into):
+            raise ValueError(f"{len(data)} bytes from {offset} on instead of {len(into)}")
+        into.numpy()[:] = data

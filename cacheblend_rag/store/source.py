@@ -1,0 +1,73 @@
+"""Where the bytes of an entry are read from."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from cacheblend_rag.errors import StoreUnavailableError
+
+
+class Source(Protocol):
+    """The bytes of one entry, wherever they lie; read from any thread.
+
+    Attributes:
+        nbytes: How many there are.
+        place: Where, as messages say it.
+    """
+
+    nbytes: int
+    place: str
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """Fill ``into``, ``[n]``, uint8, contiguous, with the bytes from ``offset`` on.
+
+        Raises:
+            ValueError: There are not as many, or the medium has lost them: the entry is damaged.
+            StoreUnavailableError: They cannot be read now, which says nothing about the entry.
+        """
+
+
+class FileSource:
+    """An open file. It keeps its bytes readable when the entry is evicted meanwhile, by this process or another.
+
+    Read with ``preadv`` into memory that the reader gives: a mapped file would turn an unreadable sector or a truncation into a
+    crash, and could change after it was checked.
+
+    Attributes:
+        path: The file.
+        inode: Its number, which no other file has while this one is open.
+    """
+
+    def __init__(self, path: Path):
+        """Open ``path``.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            OSError: It cannot be opened.
+        """
+        self.path, self.place = path, str(path)
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        status = os.fstat(self._fd)
+        self.inode, self.nbytes = status.st_ino, status.st_size
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """See :meth:`Source.read`."""
+        view = into.numpy().data
+        done = 0
+        while done < len(view):
+            try:
+                size = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                if error.errno == errno.EIO:  # the disk itself has lost these bytes
+                    raise ValueError(f"the disk cannot read it: {error}") from error
+                raise StoreUnavailableError(f"{self.path} cannot be read now: {error}; check the disk.") from error
+            if not size:
+                raise ValueError("the file ends too early")
+            done += size

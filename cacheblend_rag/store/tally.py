@@ -1,0 +1,48 @@
+"""What the processes that have used a store's directory counted, kept there for ``cacheblend store stats``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from cacheblend_rag.store.events import Activity
+
+_log = logging.getLogger(__name__)
+_LOCK_S = 5.0
+
+
+class Tally:
+    """Counters of each tier, added up over processes; each adds its own when it closes the store."""
+
+    def __init__(self, directory: Path):
+        """Keep them in ``directory``; touches nothing yet."""
+        self._file = directory / "activity.json"
+
+    def read(self) -> dict[str, Activity]:
+        """Return the counters by tier; none where there are none, or they cannot be read."""
+        try:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            return {str(tier): Activity(**counted) for tier, counted in found.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def add(self, counted: Mapping[str, Activity]) -> None:
+        """Add a process's counters; silent where the directory cannot be written to."""
+        new = {tier: each for tier, each in counted.items() if each != Activity()}
+        if not new:
+            return
+        try:
+            with FileLock(self._file.with_suffix(".lock"), timeout=_LOCK_S):
+                all_in_all = self.read()
+                for tier, each in new.items():
+                    all_in_all[tier] = all_in_all.get(tier, Activity()) + each
+                written = self._file.with_suffix(".new")
+                written.write_text(json.dumps({tier: asdict(each) for tier, each in all_in_all.items()}), "utf-8")
+                written.replace(self._file)
+        except (OSError, Timeout) as error:
+            _log.debug("What was counted cannot be kept in %s: %s", self._file, error)

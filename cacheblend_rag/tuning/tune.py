@@ -1,0 +1,290 @@
+"""Tuning a retriever from end to end: judge, train, compare before and after, and save only what is better."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from cacheblend_rag import __version__
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.evaluation.metrics import exact_match, f1
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.tuning.card import example, write_card
+from cacheblend_rag.tuning.judging import Gain, Vectors, gain, gains, ranks
+from cacheblend_rag.tuning.out_of_domain import DocstringTask
+from cacheblend_rag.tuning.questions import Split, TuningQuestion, split_questions
+from cacheblend_rag.tuning.saving import check_free, put_in_place, unfinished, write_model, write_report
+from cacheblend_rag.tuning.students import student_of
+from cacheblend_rag.tuning.teacher import Judged, Teacher
+from cacheblend_rag.tuning.training import Point, TrainSettings, train
+
+MOST_LOST: Final = 0.01
+"""How much recall@5 a retriever may lose out of domain: one point."""
+_SHORT = SamplingParams(max_tokens=32, stop=("\n",))
+
+Progress = Callable[[float, int, str], None]
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """What to do.
+
+    Attributes:
+        training: How to train.
+        candidates: Chunks that the reader judges for each question, beside no chunk at all.
+        seed: Of the split.
+        answers: Most held-out questions to answer before and after; 0 for none.
+        elsewhere: Passages of the task out of domain.
+    """
+
+    training: TrainSettings = field(default_factory=TrainSettings)
+    candidates: int = 16
+    seed: int = 0
+    answers: int = 200
+    elsewhere: int = 400
+
+    def __post_init__(self) -> None:
+        """Refuse values that are out of range."""
+        if self.candidates < 2 or self.answers < 0 or self.elsewhere < 1:
+            raise InputError("Give at least 2 candidates, 1 passage elsewhere, and 0 or more answers.")
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What came of it.
+
+    Attributes:
+        saved: Where the tuned query encoder is; None if it is not better, and not saved.
+        why: The verdict in words.
+        held_out: Gains on the questions held out, by measure; ``em`` and ``f1`` where answers were made.
+        out_of_domain: Gains on Python's own documentation.
+        questions: How many were learned from, kept apart to stop by, and held out.
+        reader: How good a teacher the model was: see :func:`judge_reader`.
+        curve: How training went.
+        example: What the reader made of one question's candidates.
+        seconds: What each part took.
+        settings: All that it depends on, for JSON.
+    """
+
+    saved: Path | None
+    why: str
+    held_out: dict[str, Gain]
+    out_of_domain: dict[str, Gain]
+    questions: dict[str, int]
+    reader: dict[str, float]
+    curve: list[Point]
+    example: dict[str, Any]
+    seconds: dict[str, float]
+    settings: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON; the held-out measures are at the top."""
+        return {
+            **{name: found.to_dict() for name, found in self.held_out.items()},
+            "out_of_domain": {name: found.to_dict() for name, found in self.out_of_domain.items()},
+            "saved": None if self.saved is None else str(self.saved),
+            "why": self.why,
+            "questions": self.questions,
+            "reader": self.reader,
+            "curve": [asdict(point) for point in self.curve],
+            "example": self.example,
+            "seconds": self.seconds,
+            "settings": self.settings,
+        }
+
+
+def tune(
+    pipeline: RagPipeline,
+    questions: Sequence[TuningQuestion],
+    output: Path,
+    settings: TuneSettings | None = None,
+    progress: Callable[[str], Progress] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> TuneResult:
+    """Tune the query encoder of a pipeline's index by what helps its reader.
+
+    Neither the index nor a chunk's KV changes. What the reader makes of each question is kept in a file beside ``output``, from
+    which an interrupted run goes on.
+
+    Args:
+        pipeline: Index and reader; it must use the index's own embedding model.
+        questions: See :func:`split_questions`.
+        output: A new directory for the query encoder.
+        settings: What to do.
+        progress: Given the name of a part, returns what is called with how much of it is done.
+        say: Told first how long it will take.
+
+    Raises:
+        InputError: The engine cannot score, the output is there already, or there are too few questions.
+        StoreError: Something cannot be written.
+    """
+    settings = settings or TuneSettings()
+    output = output.expanduser()
+    check_free(output)
+    if not pipeline.engine.supports_scoring and any(question.answers for question in questions):
+        raise InputError(
+            f"{type(pipeline.engine).__name__} cannot score answers; tune with TransformersEngine or VLLMEngine."
+        )
+    run = _Run(pipeline, output, settings, progress or (lambda name: lambda done, total, at: None))
+    return run.tune(questions, say or (lambda text: None))
+
+
+class _Run:
+    def __init__(
+        self, pipeline: RagPipeline, output: Path, settings: TuneSettings, progress: Callable[[str], Progress]
+    ):
+        self._pipeline, self._output, self._settings, self._progress = pipeline, output, settings, progress
+        self._index = pipeline.chunks
+        self._embedder = self._index.load_embedder()
+        self._seconds: dict[str, float] = {}
+
+    def tune(self, questions: Sequence[TuningQuestion], say: Callable[[str], None]) -> TuneResult:
+        split = split_questions(questions, self._settings.seed)
+        base = self._embedder.questions([question.text for question in split.held_out])
+        begin = time.perf_counter()
+        file = self._output.with_name(f"{self._output.name}.scores.jsonl")
+        engine, count = self._pipeline.engine, self._settings.candidates
+        with Teacher(engine, self._index, self._pipeline.instruction, count, file) as teacher:
+            vectors = self._embedder.questions([question.text for question in split.train])
+            say(self._estimate(split, teacher, vectors))
+            judged = teacher.judge(split.train, vectors, self._progress("Judging"))
+        self._took("judging", begin)
+        begin = time.perf_counter()
+        student = student_of(self._settings.training.part, self._embedder.model)
+        training = self._settings.training
+        curve = train(student, judged, split.dev, self._index, self._embedder, training, self._progress("Training"))
+        self._took("training", begin)
+        tuned = student.vectors([question.text for question in split.held_out])
+        with unfinished(self._output) as directory:
+            write_model(student.model, directory, self._embedder.name)
+            groups = [question.group for question in split.held_out]
+            before, after = (ranks(self._index, split.held_out, vectors) for vectors in (base, tuned))
+            held_out = gains(before, after, groups) | self._answers(split.held_out, directory)
+            elsewhere = self._out_of_domain(student.vectors)
+            saved, why = verdict(held_out["recall_at_5"], elsewhere["recall_at_5"])
+            counts = {"train": len(split.train), "dev": len(split.dev), "held_out": len(split.held_out)}
+            result = TuneResult(
+                self._output if saved else None,
+                why,
+                held_out,
+                elsewhere,
+                counts,
+                judge_reader(judged, self._index),
+                curve,
+                example(judged, self._index, self._embedder, student, training.temperature),
+                self._seconds,
+                self._describe(),
+            )
+            if saved:
+                write_report(directory, {"embedding": self._embedder.name, **result.to_dict()})
+                write_card(directory, result)
+                put_in_place(directory, self._output)
+        return result
+
+    def _estimate(self, split: Split, teacher: Teacher, vectors: Vectors) -> str:
+        """Judge two questions, encode a batch and answer a question; say how long all of it will take at the most."""
+
+        def timed(work: Callable[[], object]) -> float:
+            begin = time.perf_counter()
+            work()
+            return time.perf_counter() - begin
+
+        quiet = self._progress("Trying")
+        teacher.judge(split.train[:1], vectors[:1], quiet)  # the first one warms up
+        judging = timed(lambda: teacher.judge(split.train[1:2], vectors[1:2], quiet)) * len(split.train)
+        training = self._settings.training
+        batch = [question.text for question in split.train[: training.batch]]
+        passes = 3 if training.part == "tower" else 0.1  # forward and backward; an adapter's inputs are computed once
+        steps = training.epochs * -(-len(split.train) // training.batch)
+        learning = timed(lambda: self._embedder.questions(batch)) * passes * steps
+        answers = min(self._settings.answers, len(split.held_out))
+        answering = timed(lambda: _first_line(self._pipeline, batch[0])) * 2 * answers if answers else 0.0
+        return (
+            f"{len(split.train)} questions to judge with {self._settings.candidates} chunks each, {len(split.dev)} to stop by, "
+            f"{len(split.held_out)} held out: up to {_minutes(judging + learning + answering)} "
+            f"({_minutes(judging)} judging, at most {_minutes(learning)} training, {_minutes(answering)} answering)"
+        )
+
+    def _took(self, part: str, begin: float) -> None:
+        self._seconds[part] = time.perf_counter() - begin
+
+    def _describe(self) -> dict[str, Any]:
+        engine = self._pipeline.engine
+        stats = self._index.stats()
+        return {
+            **asdict(self._settings),
+            "version": __version__,
+            "reader": engine.fingerprint.name,
+            "embedding": self._embedder.name,
+            "store": str(self._index.directory),
+            "chunks": stats.chunks,
+        }
+
+    def _answers(self, questions: Sequence[TuningQuestion], directory: Path) -> dict[str, Gain]:
+        """Answer held-out questions as `cacheblend ask` would, before and after."""
+        asked = [question for question in questions if question.answers][: self._settings.answers]
+        if not asked:
+            return {}
+        begin = time.perf_counter()
+        show = self._progress("Answering")
+        with self._pipeline.over(ChunkIndex.open(self._index.directory, None, directory)) as tuned:
+            said = []
+            for number, question in enumerate(asked):
+                show(number, len(asked), "")
+                said.append([_first_line(each, question.text) for each in (self._pipeline, tuned)])
+        self._took("answering", begin)
+        groups = [question.group for question in asked]
+        found = {}
+        for name, score in (("em", exact_match), ("f1", f1)):
+            before, after = (
+                [score(pair[side], question.answers) for pair, question in zip(said, asked, strict=True)]
+                for side in (0, 1)
+            )
+            found[name] = gain(before, after, groups)
+        return found
+
+    def _out_of_domain(self, encode: Callable[[list[str]], Vectors]) -> dict[str, Gain]:
+        begin = time.perf_counter()
+        task = DocstringTask(self._embedder, self._settings.elsewhere)
+        before, after = (task.ranks(of(task.questions)) for of in (self._embedder.questions, encode))
+        self._took("out of domain", begin)
+        return gains(before, after, [""] * len(before))
+
+
+def judge_reader(judged: Sequence[Judged], index: ChunkIndex) -> dict[str, float]:
+    """Return the share of questions with a right chunk among their candidates, and of these, how often the reader prefers one.
+
+    It does where the answer is likelier behind a right chunk than behind any other, and than behind none.
+    """
+    found = preferred = 0
+    for each in judged:
+        right = [each.question.answered_by(index.chunk(name)) for name in each.chunks]
+        found += any(right)
+        best = max(range(len(each.logprobs)), key=each.logprobs.__getitem__)
+        preferred += best < len(right) and right[best]
+    return {"right_chunk_among_candidates": found / len(judged), "prefers_it": preferred / max(1, found)}
+
+
+def verdict(held_out: Gain, out_of_domain: Gain) -> tuple[bool, str]:
+    """Say whether a tuned query encoder is to be saved, by its recall@5, and why."""
+    if not held_out.sure:
+        return False, "not better, not saved: on questions held out the gain in recall@5 may be chance"
+    if out_of_domain.difference < -MOST_LOST:
+        return False, "not saved: better on questions held out, but it loses more than a point out of domain"
+    return True, "better on questions held out, and no worse out of domain"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _first_line(pipeline: RagPipeline, question: str) -> str:
+    try:
+        return pipeline.ask(question, _SHORT).answer.split("\n")[0].strip()
+    except CacheBlendError as error:
+        raise InputError(f"The question {question!r:.80} cannot be answered: {error}") from error

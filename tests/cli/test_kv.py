@@ -1,0 +1,107 @@
+"""`--kv`: where a store keeps its KV, told once; what `store stats` and `ask --explain` say of it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from cacheblend_rag.store import open_store, recorded_tiers
+from tests.cli.conftest import as_json
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "When was the Marlow observatory founded?"
+
+
+@pytest.fixture
+def address(redis_url: str) -> str:
+    return f"ram://64MiB,{redis_url}?budget=32MiB&timeout=30s"
+
+
+@pytest.fixture
+def store(run, model_dir, documents, tmp_path, address):
+    directory = tmp_path / "store"
+    found = run("index", documents, "--store", directory, "--model", model_dir, "--chunk-tokens", 40, "--kv", address)
+    assert found.exit_code == 0, found.stderr
+    return directory
+
+
+def test_what_index_was_told_holds_for_later_commands(run, model_dir, store, redis_url, address) -> None:
+    assert recorded_tiers(store) == address
+    assert not (store / "kv").exists(), "the directory keeps the index alone"
+    assert len(list(open_store(redis_url).entries())) > 1
+    common = ("--store", store, "--model", model_dir, "--max-tokens", 2)
+    found = as_json(run("ask", QUESTION, *common, "--json"))
+    assert (found["mode"], {load["tier"] for load in found["loads"]}) == ("blend", {"redis"})
+    assert all(load["nbytes"] > 0 for load in found["loads"])
+
+    explained = run("ask", QUESTION, *common, "--explain").stdout
+    assert "KV from" in explained
+    assert "redis" in explained
+    assert "waited for stored KV" in explained
+    assert "why: stored KV for" in explained
+    assert "cacheblend store calibrate" in explained
+
+
+def test_stats_show_each_tier_and_what_earlier_commands_counted(run, model_dir, store, address) -> None:
+    run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2)
+    kv = as_json(run("store", "stats", "--store", store, "--json"))["kv"]
+    assert kv["kept_in"] == address
+    tiers = {tier["tier"]: tier for tier in kv["tiers"]}
+    assert list(tiers) == ["ram", "redis"]
+    assert tiers["redis"]["entries"] == kv["entries"] > 0
+    assert tiers["redis"]["budget"] == 32 << 20
+    assert tiers["redis"]["hit_rate"] > 0
+    assert tiers["redis"]["read_bytes_per_s"] > 0
+    shown = run("store", "stats", "--store", store).stdout
+    assert address in shown
+    assert "32.0 MiB" in shown
+
+
+def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tmp_path) -> None:
+    run("store", "evict", "--to", "0", "--tier", "redis", "--store", store)
+    assert list(open_store(redis_url).entries()) == []
+    found = run("store", "evict", "--to", "0", "--tier", "s3", "--store", store)
+    assert found.exit_code == 2
+    assert "it has redis" in found.stderr
+
+
+def test_given_again_it_is_changed_and_said(run, model_dir, documents, store, tmp_path) -> None:
+    other = f"ram://,file://{tmp_path}/elsewhere"
+    found = run("index", documents, "--store", store, "--model", model_dir, "--kv", other)
+    assert found.exit_code == 0, found.stderr
+    assert f"is kept in {other} from now on" in " ".join(found.stderr.split())
+    assert recorded_tiers(store) == other
+    assert (tmp_path / "elsewhere" / "kv").is_dir()
+
+
+def test_a_tier_that_does_not_answer_is_said_and_the_question_is_answered(run, model_dir, store) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    sick = f"redis://127.0.0.1:{port}"
+    found = run(
+        "ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2, "--kv", f"ram://,{sick}", "--json"
+    )
+    assert as_json(found)["mode"] == "prefill"
+    shown = run("store", "stats", "--store", store).stdout
+    assert "The redis tier does not answer" in shown
+    removed = run("documents", "rm", "ships.txt", "--store", store)
+    assert removed.exit_code == 3
+    assert "would stay there" in removed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--kv", "ram://,redis://:pw@host"), "REDISCLI_AUTH"),
+        (("--kv", "ram://", "--disk-budget", "1GiB"), "--disk-budget does not go with --kv"),
+        (("--kv", "nowhere"), "is no tier of a KV store"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_and_not_noted(run, model_dir, documents, tmp_path, arguments, why) -> None:
+    directory = tmp_path / "store"
+    found = run("index", documents, "--store", directory, "--model", model_dir, *arguments)
+    assert found.exit_code == 2
+    assert why in " ".join(found.stderr.split())
+    assert recorded_tiers(directory) is None

@@ -1,0 +1,104 @@
+"""`tune-retriever`, `--retriever` and `--answer` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, RETRIEVER_FILE, load_sentence_transformer
+from tests.cli.conftest import as_json
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "What is the cargo of the Ivory Anchor?"
+
+
+@pytest.fixture
+def store(run, model_dir, documents, tmp_path) -> Path:
+    directory = tmp_path / "store"
+    result = run("index", documents, "--store", directory, "--model", model_dir, "--chunk-tokens", 40)
+    assert result.exit_code == 0, result.stderr
+    return directory
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    rows = [{"question": f"What is the cargo of ship number {n}?", "answers": ["salt"]} for n in range(48)]
+    file = tmp_path / "qa.jsonl"
+    file.write_text("\n".join(map(json.dumps, [*rows, {"question": "no answer"}])))
+    return file
+
+
+@pytest.fixture
+def retriever(tmp_path: Path) -> Path:
+    """The embedding model itself, as a query encoder."""
+    load_sentence_transformer(DEFAULT_EMBEDDING, "cpu").save_pretrained(str(tmp_path / "same"))
+    (tmp_path / "same" / RETRIEVER_FILE).write_text(json.dumps({"embedding": DEFAULT_EMBEDDING}))
+    return tmp_path / "same"
+
+
+def test_a_run_says_how_long_it_takes_compares_and_saves_nothing_that_is_no_better(
+    run, model_dir, store, questions, tmp_path
+):
+    command = ["tune-retriever", "--store", store, "--model", model_dir, "--questions", questions, "--candidates", 2]
+    command += ["--epochs", 1, "--answers", 2, "--output", tmp_path / "out"]
+    shown = run(*command)
+    assert shown.exit_code == 0, shown.stderr
+    assert "Skipped qa.jsonl, line 49: the field 'answer' is missing" in shown.stderr
+    assert "questions to judge with 2 chunks each" in shown.stderr
+    for line in ("recall@5", "answers, exact match", "out of domain, recall@5", "Not better, not saved"):
+        assert line in shown.stdout
+    assert not (tmp_path / "out").exists()
+    found = as_json(run(*command, "--json"))
+    assert {"before", "after", "low", "high"} == found["recall_at_5"].keys() and found["saved"] is None
+    assert found["questions"]["held_out"] == 12
+
+
+def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, tmp_path):
+    base = ["tune-retriever", "--store", store, "--model", model_dir]
+    assert "one of --questions FILE, --generate N and --demo" in run(*base).stderr
+    assert run(*base, "--questions", questions, "--demo").exit_code == 2
+    mixed = run(*base, "--demo")
+    assert mixed.exit_code == 2 and "other documents than the demonstration's" in mixed.stderr
+    taken = run(*base, "--questions", questions, "--output", store)
+    assert taken.exit_code == 2 and "stays as it is" in taken.stderr
+    wrote = run(*base, "--generate", 40)
+    assert wrote.exit_code == 2 and "Use a larger --model, or give --questions" in wrote.stderr
+
+
+def test_ask_and_eval_search_with_a_retriever(run, model_dir, store, retriever, tmp_path):
+    ask = ["ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2, "--k", 2, "--json"]
+    plain, same = as_json(run(*ask)), as_json(run(*ask, "--retriever", retriever))
+    assert [s["id"] for s in plain["sources"]] == [s["id"] for s in same["sources"]]
+    missing = run(*ask, "--retriever", tmp_path / "missing")
+    assert missing.exit_code == 4 and "tune-retriever" in missing.stderr
+    (retriever / RETRIEVER_FILE).write_text('{"embedding": "another"}')
+    assert "tuned for the embedding model another" in run(*ask, "--retriever", retriever).stderr
+    row = {"question": QUESTION, "answers": ["salt"], "chunks": ["Her cargo is salt.", "She sails.", "It rains."]}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 2))
+    evaluate = [
+        "eval",
+        "--model",
+        model_dir,
+        "--dataset",
+        tmp_path / "rows.jsonl",
+        "--k",
+        2,
+        "--out",
+        tmp_path / "report",
+    ]
+    evaluate += ["--methods", "full,marginal", "--max-tokens", 2]
+    assert "another" in run(*evaluate, "--retriever", retriever).stderr
+    found = as_json(run(*evaluate, "--json"))
+    assert found["methods"]["marginal"]["n"] == 2
+
+
+def test_ask_by_the_sum_over_chunks(run, model_dir, store):
+    ask = ["ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2, "--k", 3, "--answer", "marginal"]
+    found = as_json(run(*ask, "--json"))
+    assert found["answer"] == found["candidates"][0]["answer"]
+    assert sum(source["prior"] for source in found["sources"]) == pytest.approx(1)
+    shown = run(*ask)
+    assert shown.exit_code == 0 and "different answers from 3 chunks" in shown.stdout

