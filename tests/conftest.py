@@ -115,7 +115,7 @@ _SERVER = ("tests/server/", "tests/engines/test_remote.py", "tests/docs/test_sni
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of two workers (`pytest -n 2`) one runs all that needs the server; a file's tests stay together: they share its fixtures."""
+    """Of two workers (`pytest -n 2`) one runs all that needs the server. A file's tests stay together: they share fixtures."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

@@ -24,6 +24,7 @@ _MEASURES = (
     "attention_blocks.py",
     "attention_tiles.py",
     "hybrid_blend.py",
+    "packed_recall.py",
     "plot_policies.py",
     "pooled_quality.py",
     "page_latency.py",

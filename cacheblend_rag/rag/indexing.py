@@ -136,6 +136,7 @@ class _Run:
         if files:
             self._tell(replace(self.at, path=files[-1], documents_done=len(files), documents=len(files)))
         self._look_back()
+        self.index.pack()
         self.report.seconds = time.perf_counter() - begin
         return self.report
 

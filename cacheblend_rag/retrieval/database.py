@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import xxhash
 from filelock import FileLock
 
 from cacheblend_rag.errors import StoreError
@@ -21,7 +18,8 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Vectors
-from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
+from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, row_chunk
+from cacheblend_rag.retrieval.vectors import PACKED_TABLE, VECTOR_TABLES, VectorTable
 
 FILE_NAME = "index.sqlite3"
 
@@ -46,23 +44,17 @@ CREATE TABLE occurrences (
     PRIMARY KEY (document, ordinal)
 ) WITHOUT ROWID;
 CREATE INDEX occurrences_of_chunk ON occurrences (chunk);
-CREATE TABLE vectors (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so an id says whether a vector is new
-    chunk INTEGER NOT NULL REFERENCES chunks ON DELETE CASCADE,
-    vector BLOB NOT NULL,
-    checksum BLOB NOT NULL
-);
-CREATE INDEX vectors_of_chunk ON vectors (chunk);
 """
 
 
 def _upgrade(database: IndexDatabase) -> None:
-    """Give chunks signatures, and rows that are never used twice, which format 1 did not have."""
+    """Add what format 1 did not have: signatures, rows that are never used twice, packed vectors."""
     database.db.execute("ALTER TABLE chunks ADD COLUMN signature BLOB NOT NULL DEFAULT x''")
     database.db.execute("CREATE TABLE rows (last INTEGER NOT NULL)")
     database.db.execute("INSERT INTO rows SELECT ifnull(max(id), 0) FROM chunks")
     database.sign("chunks")
     database.db.execute("CREATE INDEX signatures ON chunks (id, signature)")
+    database.db.execute(PACKED_TABLE)
 
 
 _CHUNK = "c.name, c.text, c.token_ids, c.checksum"
@@ -76,6 +68,9 @@ class IndexDatabase(SQLiteFile):
     """What :class:`~cacheblend_rag.retrieval.index.ChunkIndex` keeps, as rows; "row" is a chunk's number in its table.
 
     Methods that change something need a transaction around them.
+
+    Attributes:
+        vectors: The table of vectors.
     """
 
     name = "the index"
@@ -84,7 +79,7 @@ class IndexDatabase(SQLiteFile):
         f"Delete {FILE_NAME}* in that directory and index the documents again; the stored KV is kept and reused."
     )
     format = 2
-    schema = _SCHEMA
+    schema = _SCHEMA + VECTOR_TABLES + PACKED_TABLE
     upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {1: _upgrade}
 
     def __init__(self, directory: Path, config: IndexConfig | None):
@@ -95,6 +90,7 @@ class IndexDatabase(SQLiteFile):
             StoreMismatchError: It was made for something else.
         """
         super().__init__(directory / FILE_NAME)
+        self.vectors = VectorTable(self)
         self._snapshot: tuple[int, int] | None = None  # of a file read without locks
         with self.explained("open"):
             if config is not None and not self.path.exists():
@@ -166,8 +162,10 @@ class IndexDatabase(SQLiteFile):
             return self._snapshot or (self.others_commits(), self.db.total_changes)
 
     def nbytes(self) -> int:
-        """Return the size of the file and its log."""
-        return sum(file.stat().st_size for file in (self.path, self._wal()) if file.exists())
+        """Return the size of the file, its log and its packed vectors."""
+        packed = self.vectors.packed()
+        files = [self.path, self._wal(), *([self.path.with_name(packed.file)] if packed is not None else [])]
+        return sum(file.stat().st_size for file in files if file.exists())
 
     def _wal(self) -> Path:
         return self.path.with_name(FILE_NAME + "-wal")
@@ -179,7 +177,7 @@ class IndexDatabase(SQLiteFile):
     def config(self) -> IndexConfig:
         """Return what the index was made with."""
         for text, stored in self.rows("SELECT json, checksum FROM manifest"):
-            if isinstance(text, str) and _checksum(text.encode()) == stored:
+            if isinstance(text, str) and checksum(text.encode()) == stored:
                 return IndexConfig.from_json(text)
         raise self.damaged("its configuration fails its checksum")
 
@@ -187,7 +185,7 @@ class IndexDatabase(SQLiteFile):
         """Write what the index was made with."""
         text = config.to_json()
         self.db.execute("DELETE FROM manifest")
-        self.db.execute("INSERT INTO manifest (json, checksum) VALUES (?, ?)", (text, _checksum(text.encode())))
+        self.db.execute("INSERT INTO manifest (json, checksum) VALUES (?, ?)", (text, checksum(text.encode())))
 
     def counts(self) -> tuple[int, int, int]:
         """Return the numbers of documents, of distinct chunks, and of their tokens."""
@@ -242,10 +240,10 @@ class IndexDatabase(SQLiteFile):
         row = known[0][0] if known else self.rows("UPDATE rows SET last = last + 1 RETURNING last")[0][0]
         if not known:
             query = "INSERT INTO chunks (id, name, text, token_ids, checksum, signature) VALUES (?, ?, ?, ?, ?, ?)"
-            checksum = _chunk_checksum(name, text, token_ids)
-            self.db.execute(query, (row, name, text, token_ids, checksum, signature))
+            stored = _chunk_checksum(name, text, token_ids)
+            self.db.execute(query, (row, name, text, token_ids, stored, signature))
         if vectors is not None and not self.rows("SELECT 1 FROM vectors WHERE chunk = ? LIMIT 1", row):
-            self._put_vectors(row, vectors)
+            self.vectors.put(row, vectors)
         query = "INSERT INTO occurrences (document, ordinal, chunk, metadata) VALUES (?, ?, ?, ?)"
         self.db.execute(query, (document, ordinal, row, metadata))
 
@@ -319,72 +317,6 @@ class IndexDatabase(SQLiteFile):
                 return row_chunk(name, text, token_ids, metadata)
         raise self.damaged(f"chunk {name} fails its checksum")
 
-    def embedded(self, names: Iterable[str]) -> set[str]:
-        """Return which of these chunks are stored with their vectors."""
-        query = (
-            "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
-            "WHERE EXISTS (SELECT 1 FROM vectors v WHERE v.chunk = c.id)"
-        )
-        return {name for (name,) in self.rows(query, json.dumps(list(names)))}
-
-    def vector_rows(self) -> dict[int, int]:
-        """Return the chunk's row by the id of each vector."""
-        return dict(self.rows("SELECT id, chunk FROM vectors"))
-
-    def vectors_from(self, first: int) -> Vectors:
-        """Return the vectors with ids from ``first`` on, in the order of their ids: ``[vectors, dimension]``.
-
-        Raises:
-            StoreError: One does not match its checksum or the others.
-        """
-        values = array("b")
-        length = 0
-        count = 0
-        with self.access():
-            query = "SELECT vector, checksum FROM vectors WHERE id >= ? ORDER BY id"
-            for data, stored in self.db.execute(query, (first,)):
-                if _checksum(data) != stored or len(data) != (length or len(data)):
-                    raise self.damaged("a vector fails its checksum; rebuilding the index repairs that")
-                values.frombytes(data)
-                length, count = len(data), count + 1
-        return np.frombuffer(values, "<f4").reshape(count, length // 4).astype(np.float32, copy=False)
-
-    def vectors_of(self, names: Iterable[str]) -> dict[str, Vectors]:
-        """Return the vectors ``[windows, dimension]`` of these chunks by id; those without any are left out.
-
-        Raises:
-            StoreError: One does not match its checksum.
-        """
-        query = (
-            "SELECT c.name, v.vector, v.checksum FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
-            "JOIN vectors v ON v.chunk = c.id ORDER BY v.id"
-        )
-        found: dict[str, list[Vectors]] = {}
-        for name, data, stored in self.rows(query, json.dumps(list(dict.fromkeys(names)))):
-            if _checksum(data) != stored:
-                raise self.damaged("a vector fails its checksum; rebuilding the index repairs that")
-            found.setdefault(name, []).append(np.frombuffer(data, "<f4").astype(np.float32, copy=False))
-        return {name: np.stack(windows) for name, windows in found.items()}
-
-    def replace_vectors(self, vectors: Iterable[tuple[int, Vectors]]) -> None:
-        """Remove all vectors and enter those of these chunks (by row), ``[windows, dimension]`` each."""
-        self.db.execute("DELETE FROM vectors")
-        for row, windows in vectors:
-            self._put_vectors(row, windows)
-
-    def _put_vectors(self, row: int, vectors: Vectors) -> None:
-        stored = [vector.astype("<f4").tobytes() for vector in vectors]
-        query = "INSERT INTO vectors (chunk, vector, checksum) VALUES (?, ?, ?)"
-        self.db.executemany(query, ((row, data, _checksum(data)) for data in stored))
-
 
 def _chunk_checksum(name: str, text: str, token_ids: bytes) -> bytes:
-    return _checksum(name.encode(), text.encode(), token_ids)
-
-
-def _checksum(*parts: bytes) -> bytes:
-    """Return a checksum of the parts in a row; SQLite keeps none."""
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.digest()
+    return checksum(name.encode(), text.encode(), token_ids)

@@ -64,7 +64,7 @@ class ChunkIndex:
     """What was indexed in one directory: documents, chunks, vectors, but no KV.
 
     Thread-safe; any number of processes may use it at once. The embedding model and FAISS are loaded by the first call that
-    needs them. Vectors are searched in memory and follow what other processes change.
+    needs them. The search follows what other processes change.
 
     Attributes:
         directory: Where the index is; the KV store's directory.
@@ -75,7 +75,7 @@ class ChunkIndex:
         self.directory = database.path.parent
         self._query_encoder = query_encoder
         self._database = database
-        self._vectors = VectorSearch(database)
+        self._search = VectorSearch(database)
         self._embedder: Embedder | None = None
         self._loading = threading.Lock()
 
@@ -139,13 +139,13 @@ class ChunkIndex:
         while True:
             with self._database.transaction(write=False):
                 name = self._embedding()
-                present = self._database.embedded(distinct)
+                present = self._database.vectors.embedded(distinct)
             missing = [c for c in distinct.values() if c.id not in present and c.id not in known]
             self._embed(name, missing, known, progress)
             with self._database.transaction():
                 if self._embedding() != name:
                     known.clear()  # another process has rebuilt the index with another model meanwhile
-                elif distinct.keys() <= known.keys() | self._database.embedded(distinct):
+                elif distinct.keys() <= known.keys() | self._database.vectors.embedded(distinct):
                     return self._database.replace_document(document_path, digest, ordered, known)
 
     def delete(self, path: str) -> list[Chunk]:
@@ -233,7 +233,7 @@ class ChunkIndex:
             vector = self._load(name).question(question)
             with self._database.transaction(write=False):
                 if self._embedding() == name:
-                    return [self._hit(row, score) for row, score in self._vectors.search(vector, k)]
+                    return [self._hit(row, score) for row, score in self._search.search(vector, k)]
 
     def _hit(self, row: int, score: float) -> Hit:
         path, ordinal, chunk = self._database.first_place(row)
@@ -247,12 +247,12 @@ class ChunkIndex:
     def nearest(self, vector: Vectors, k: int) -> list[tuple[str, float]]:
         """Return ids and cosine similarities of the ``k`` chunks nearest to a question's unit vector ``[dim]``, best first."""
         with self._database.transaction(write=False):
-            found = self._vectors.search(vector, k)
+            found = self._search.search(vector, k)
             return [(self._database.first_place(row)[2].id, score) for row, score in found]
 
     def vectors_of(self, chunk_ids: Iterable[str]) -> dict[str, Vectors]:
         """Return the unit vectors ``[windows, dim]`` of chunks by their id; ids that are not in the index are left out."""
-        return self._database.vectors_of(chunk_ids)
+        return self._database.vectors.of(chunk_ids)
 
     def load_embedder(self) -> Embedder:
         """Load the embedding model now, which the first call that needs it would do, and return it.
@@ -281,9 +281,23 @@ class ChunkIndex:
             with self._database.transaction():
                 rows = self._database.chunk_rows()
                 if rows.keys() <= known.keys():  # else another process has added some meanwhile
-                    self._database.replace_vectors((row, known[chunk_id]) for chunk_id, row in rows.items())
+                    self._database.vectors.replace((row, known[chunk_id]) for chunk_id, row in rows.items())
                     self._database.put_config(replace(self.config, embedding=name))
                     return
+
+    def pack(self) -> int:
+        """Prepare the search in a large index: from 100,000 vectors on, put them into a file that is mapped, not read.
+
+        Does nothing where few vectors are new since. Other processes go on meanwhile. An index that was never packed, or grew
+        since, is searched as well, with the rest of its vectors in memory.
+
+        Returns:
+            The number of vectors packed.
+
+        Raises:
+            StoreError: The index is damaged, or cannot be written.
+        """
+        return self._search.pack()
 
     def stats(self) -> IndexStats:
         """Count what is in the index."""

@@ -1,66 +1,134 @@
-"""Nearest-neighbour search over the vectors of an index, in memory."""
+"""Nearest-neighbour search over the vectors of an index: packed in a file from 100,000 on, those added since in memory."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import Any
-
-import numpy as np
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Vectors
+from cacheblend_rag.retrieval.packed import open_packed, pack, packed_files, sample_size
+from cacheblend_rag.retrieval.vectors import PackedVectors
+
+PACKED_FROM = 100_000
+"""Fewer vectors are searched one by one, in memory: that is exact, and takes milliseconds."""
+_FRESH = 0.2  # share of vectors that may be new or gone before all are packed again
+_FIRST = 64  # candidates, at least, whose similarity is computed exactly
+
+logger = logging.getLogger(__name__)
 
 
 class VectorSearch:
-    """A FAISS index in memory that follows the database. Use inside a transaction, whose lock it relies on."""
+    """What is nearest to a question, following the database. Use :meth:`search` inside a transaction, whose lock it relies on."""
 
     def __init__(self, database: IndexDatabase):
         """Follow ``database``; nothing is read before the first search."""
-        self._database = database
+        self._database, self._vectors = database, database.vectors
         self._generation: Hashable = None
-        self._chunk_of: dict[int, int] = {}
-        self._chunks = 0
-        self._faiss: Any = None
+        self._described: PackedVectors | None = None
+        self._packed: Any = None
+        self._first = self._last = 0  # what stands in memory came after the first id, up to the last
+        self._recent: Any = None
 
     def search(self, question: Vectors, k: int) -> list[tuple[int, float]]:
-        """Return the rows and scores of the ``k`` chunks whose best window is nearest to ``question``."""
+        """Return the rows and cosine similarities of the ``k`` chunks whose best window is nearest to ``question``."""
         self._follow()
-        if not self._chunk_of:
-            return []
-        if question.shape[0] != self._faiss.d:
-            raise StoreError(
-                f"The embedding model gives vectors of {question.shape[0]} numbers, the index in "
-                f"{self._database.path.parent} holds {self._faiss.d}. Rebuild the index."
-            )
-        wanted, windows = min(k, self._chunks), k
+        parts = [part for part in (self._packed, self._recent) if part is not None and part.ntotal]
+        for part in parts:
+            if question.shape[0] != part.d:
+                raise StoreError(
+                    f"The embedding model gives vectors of {question.shape[0]} numbers, the index in "
+                    f"{self._database.path.parent} holds {part.d}. Rebuild the index."
+                )
+        total, wanted, wider = sum(part.ntotal for part in parts), max(4 * k, _FIRST), 1
         while True:
-            scores, ids = self._faiss.search(question[None], min(windows, self._faiss.ntotal))
-            best: dict[int, float] = {}
-            for score, vector in zip(scores[0].tolist(), ids[0].tolist(), strict=True):
-                best.setdefault(self._chunk_of[vector], score)
-            if len(best) >= wanted:
-                return list(best.items())[:k]
-            windows *= 2
+            ids = [i for part in parts for i in _candidates(part, question, wanted, wider)]
+            found = self._vectors.nearest(ids, question)
+            if len(found) >= k or wanted >= total:
+                return found[:k]
+            # Several windows of one chunk, or vectors that are gone, were among them.
+            wanted, wider = 4 * wanted, 4 * wider
+
+    def pack(self) -> int:
+        """Pack all vectors where that pays and has not been done; return how many were packed. Not inside a transaction."""
+        last, before = self._vectors.last(), self._vectors.packed()
+        usable = before is not None and self._opened(before) is not None
+        count = self._vectors.count(last=last)
+        if count < PACKED_FROM or (before is not None and usable and not self._outdated(before, count)):
+            return 0
+        try:
+            sample = self._vectors.sample(sample_size(count), last)
+            path, checksum = pack(self._database.path, sample, self._vectors.between(0, last), count)
+        except OSError as error:
+            logger.warning("The vectors cannot be packed: %s. All of them are searched in memory.", error)
+            return 0
+        with self._database.transaction():
+            if (
+                self._vectors.count(last=last) > (1 - _FRESH) * count
+            ):  # else another process has replaced them meanwhile
+                self._vectors.put_packed(PackedVectors(path.name, checksum, last, count))
+        # The one before may just be about to be opened.
+        wanted = {described.file for described in (self._vectors.packed(), before if usable else None) if described}
+        for file in packed_files(self._database.path):
+            if file.name not in wanted:
+                file.unlink(missing_ok=True)
+        return count
+
+    def _outdated(self, packed: PackedVectors, count: int) -> bool:
+        kept = self._vectors.count(last=packed.last)
+        return (packed.vectors - kept) + (count - kept) > _FRESH * count
 
     def _follow(self) -> None:
-        import faiss
-
         generation = self._database.generation()
         if generation == self._generation:
             return
-        now = self._database.vector_rows()
-        gone, new = self._chunk_of.keys() - now.keys(), sorted(now.keys() - self._chunk_of.keys())
-        if len(gone) == len(self._chunk_of):
-            self._faiss = None  # a rebuilt index may have vectors of another length
-        elif gone:
-            self._faiss.remove_ids(np.array(sorted(gone), np.int64))
-        self._chunk_of = {row: chunk for row, chunk in self._chunk_of.items() if row in now}
-        if new:
-            vectors = self._database.vectors_from(new[0])
-            if self._faiss is None:
-                self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
-            self._faiss.add_with_ids(vectors, np.array(new, np.int64))
-            self._chunk_of = now
-        self._chunks = len(set(self._chunk_of.values()))
+        described = self._vectors.packed()
+        if described != self._described:
+            self._packed = self._opened(described) if described is not None else None
+            self._described = described
+            self._recent, self._first = (
+                None,
+                described.last if described is not None and self._packed is not None else 0,
+            )
+        if self._recent is not None and self._recent.ntotal > 1000 + 1.5 * self._vectors.count(self._first):
+            self._recent = None  # most of them are gone
+        self._read_recent()
         self._generation = generation
+
+    def _read_recent(self) -> None:
+        import faiss
+
+        for ids, vectors in self._vectors.between(self._last if self._recent is not None else self._first):
+            # Vectors of another length follow only where all were replaced.
+            if self._recent is None or self._recent.d != vectors.shape[1]:
+                self._recent = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
+            self._recent.add_with_ids(vectors, ids)
+            self._last = int(ids[-1])
+
+    def _opened(self, described: PackedVectors) -> Any:
+        if described == self._described and self._packed is not None:
+            return self._packed
+        path = self._database.path.with_name(described.file)
+        try:
+            return open_packed(path, described.checksum)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning(
+                "The packed vectors %s cannot be used (%s): all are read into memory. Index again to pack them.",
+                path,
+                error,
+            )
+            return None
+
+
+def _candidates(part: Any, question: Vectors, wanted: int, wider: int) -> list[int]:
+    """Return the ids of up to ``wanted`` vectors near to the question, out of ``wider`` times as many lists as usual."""
+    import faiss
+
+    params: Any = None
+    if isinstance(part, faiss.IndexIVF):
+        params = faiss.SearchParametersIVF()
+        params.nprobe = part.nlist if wanted >= part.ntotal else min(part.nprobe * wider, part.nlist)
+    ids = part.search(question[None], min(wanted, part.ntotal), params=params)[1][0]
+    return [int(i) for i in ids if i >= 0]

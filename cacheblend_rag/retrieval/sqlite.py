@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 import numpy as np
+import xxhash
 
 from cacheblend_rag.errors import StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -200,6 +201,14 @@ class SQLiteFile:
         """Close the connection."""
         with self.lock:
             self.db.close()
+
+
+def checksum(*parts: bytes) -> bytes:
+    """Return a checksum of the parts in a row; SQLite keeps none."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.digest()
 
 
 def chunk_row(chunk: Chunk) -> tuple[str, str, bytes, str, bytes]:

@@ -18,10 +18,11 @@ import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError
 from cacheblend_rag.store import DiskStore
+from tests.forking import preload
 from tests.store.samples import key_of, kv_of, same
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["__main__", __name__])
+preload(__name__)
 
 NOBODY = 65534
 

@@ -12,6 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+from tests.engines.vllm import forked  # noqa: F401  # before vLLM's engine is imported
+
 
 @pytest.fixture
 def engine(case: tuple[Any, Any]) -> Any:

@@ -1,0 +1,43 @@
+"""Makes vLLM start its processes from one that has imported it already: twenty seconds less for each engine.
+
+vLLM's CPU build spawns its processes, and each of them imports PyTorch and vLLM anew.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing import process
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from vllm.utils import system_utils
+
+from tests.forking import preload
+
+
+class _Process(ForkServerProcess):
+    """Takes the environment of the process that starts it, as a spawned one would, not that of the server it is forked from."""
+
+    def start(self) -> None:
+        self._environ = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environ)
+        super().run()
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
+def _context() -> Any:
+    # An engine's process has no threads yet when it starts its workers.
+    return _Context() if process.parent_process() is None else multiprocessing.get_context("fork")
+
+
+# In the tests' process, and in the server that it forks from.
+system_utils.get_mp_context = _context
+preload(__name__, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")

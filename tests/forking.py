@@ -1,0 +1,13 @@
+"""The server that tests fork processes from: there is one, and it imports what all of them say before it is first used."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+_modules = ["__main__"]
+
+
+def preload(*modules: str) -> None:
+    """Let the server import these modules, which spares every process from doing so."""
+    _modules.extend(modules)
+    multiprocessing.set_forkserver_preload(_modules)
