@@ -109,18 +109,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-# These files share one running server.
-_SERVER = ("tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py")
+# In these files a vLLM may be started.
+_VLLM = ("tests/engines/vllm/", "tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of two workers (`pytest -n 2`) one runs all that needs the server. A file's tests stay together: they share fixtures."""
+    """Of two workers (`pytest -n 2`) one runs all that starts a vLLM; a file's tests stay together: they share its fixtures."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "server" if nodeid.startswith(_SERVER) else nodeid.partition("::")[0]
+            return "vllm" if nodeid.startswith(_VLLM) else nodeid.partition("::")[0]
 
     return ByFile(config, log)
 

@@ -34,6 +34,8 @@ class _Context(ForkServerContext):
 
 
 def _context() -> Any:
+    if "TRITON_INTERPRET" in os.environ:  # which Triton reads when it is imported
+        return multiprocessing.get_context("spawn")
     # An engine's process has no threads yet when it starts its workers.
     return _Context() if process.parent_process() is None else multiprocessing.get_context("fork")
 
