@@ -88,6 +88,21 @@ class Decision:
         return any(self.used)
 
 
+@dataclass(frozen=True)
+class BlendTimes:
+    """Of one blend, in seconds.
+
+    Attributes:
+        load_s: What loading alone takes.
+        compute_s: What computing alone takes.
+        seconds: Time to first token, one overlapping the other.
+    """
+
+    load_s: float
+    compute_s: float
+    seconds: float
+
+
 def decide(load: Load, costs: Costs) -> Decision:
     """Return how to serve a prompt soonest; of what is about as soon, that which leaves the fewest tokens stale.
 
@@ -143,17 +158,17 @@ def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str 
         The tier, or None if loading takes longer than recomputing from all of them.
     """
     for tier in sorted(prices, key=lambda name: prices[name]):
-        moved = Load(
-            [Located(s.tokens, s.nbytes, tier, s.exact) for s in load.spans],
-            load.forced,
-            load.least,
-            load.most,
-            load.dense,
-        )
-        arm = _Arm(moved, costs, (True,) * len(moved.spans))
-        if arm.load_s <= arm.compute_s(load.least):
+        times = blend_times(load, costs, tier)
+        if times.load_s <= times.compute_s:
             return tier
     return None
+
+
+def blend_times(load: Load, costs: Costs, tier: str) -> BlendTimes:
+    """Return what a blend of all of ``load`` at its lowest ratio takes with its KV in ``tier``, whatever tiers it names."""
+    moved = replace(load, spans=[replace(span, tier=tier) for span in load.spans])
+    arm = _Arm(moved, costs, (True,) * len(moved.spans))
+    return BlendTimes(arm.load_s, arm.compute_s(load.least), arm.seconds(load.least))
 
 
 class _Arm:

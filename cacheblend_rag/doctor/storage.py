@@ -56,11 +56,20 @@ def plan_storage(engine: TransformersEngine, costs: Costs, chunks: int, chunk_to
 
     None of the chunks counts as exact. None if the model is not blended.
     """
+    load = typical_load(engine, chunks, chunk_tokens)
+    return None if load is None else plan_tiers(load, costs)
+
+
+def typical_load(engine: TransformersEngine, chunks: int, chunk_tokens: int, ratio: float | None = None) -> Load | None:
+    """Return a prompt of ``chunks`` chunks of ``chunk_tokens``, none of them exact and in no tier yet.
+
+    Its lowest ratio is the model profile's unless one is given. None if the model is not blended.
+    """
     if not engine.gate.passed:
         return None
     span = Located(chunk_tokens, token_bytes(engine) * chunk_tokens, "")
     dense = engine.dense_share(engine.profile.policy)
-    return plan_tiers(Load([span] * chunks, _QUESTION, engine.profile.ratio, dense=dense), costs)
+    return Load([span] * chunks, _QUESTION, engine.profile.ratio if ratio is None else ratio, dense=dense)
 
 
 def plan_tiers(load: Load, costs: Costs) -> StoragePlan:

@@ -1,0 +1,98 @@
+"""`cacheblend store plan`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cacheblend_rag.cli import options
+from cacheblend_rag.cli.engines import open_engine
+from cacheblend_rag.cli.groups import ModelOptions, takes_groups
+from cacheblend_rag.cli.output import print_json, seconds, size, table
+from cacheblend_rag.cli.store import store
+
+if TYPE_CHECKING:
+    from cacheblend_rag.doctor.prices import PricePlan
+
+
+@store.command()
+@takes_groups
+def plan(
+    *,
+    model: ModelOptions,
+    prices: Annotated[
+        Path, typer.Option(help="TOML: a table for each tier with its prices; see the guide on stores.", dir_okay=False)
+    ],
+    chunks: Annotated[float, typer.Option(min=1, help="Chunks to keep: 1e6.")],
+    per_month: Annotated[float, typer.Option(min=0, help="Prompts a month.")] = 0,
+    ratio: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Tokens recomputed (default: the model profile's).")
+    ] = None,
+    prompt_chunks: Annotated[int, typer.Option(min=1, help="Chunks of a typical prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a typical chunk.")] = 512,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Say where to keep a corpus's KV: what each tier costs a month, and what it does to the first token.
+
+    How fast tiers and model are is what `store calibrate` has measured; the file of prices may describe other devices.
+    """
+    from cacheblend_rag.blending.costs import load_costs
+    from cacheblend_rag.doctor.prices import Corpus, plan_prices, read_prices
+    from cacheblend_rag.doctor.storage import typical_load
+    from cacheblend_rag.errors import InputError, ModelError
+
+    paid = read_prices(prices)
+    with open_engine(model) as engine:
+        costs = load_costs(engine.fingerprint.digest, str(engine.device))
+        if costs is None:
+            raise InputError(
+                f"Nothing was measured of this model on {engine.device}. Run `cacheblend store calibrate`."
+            )
+        load = typical_load(engine, prompt_chunks, chunk_tokens, ratio)
+    if load is None:
+        raise ModelError(
+            "This model is not blended, so that stored KV serves no purpose. `cacheblend doctor` says why."
+        )
+    found = plan_prices(load, costs, paid, Corpus(chunks, load.spans[0].nbytes, per_month))
+    if as_json:
+        print_json({**asdict(found), "ratio": load.least})
+        return
+    _print(
+        found,
+        f"{chunks:,.0f} chunks of {chunk_tokens} tokens, {per_month:,.0f} prompts a month of {prompt_chunks} chunks",
+    )
+    typer.echo(
+        f"\nThe cheapest that delays nothing at {load.least:.0%} recomputed: {found.cheapest}."
+        if found.cheapest is not None
+        else f"\nFrom every tier loading takes longer than recomputing {load.least:.0%}, and delays the first token."
+    )
+
+
+def _print(plan: PricePlan, what: str) -> None:
+    typer.echo(f"{what}:\n")
+    counted = plan.prefill_month is not None
+    rows = [
+        [
+            "tier",
+            "KV",
+            "keeping",
+            "reading",
+            *["computing", "a month"] * counted,
+            "loading",
+            "recomputing",
+            "first token",
+        ]
+    ]
+    for tier in plan.tiers:
+        spent = [tier.keeping, tier.reading, *([tier.computing or 0.0, tier.month] if counted else [])]
+        times = [seconds(tier.load_s), seconds(tier.recompute_s), seconds(tier.seconds)]
+        rows.append([tier.tier, size(tier.nbytes), *(f"{price:,.2f}" for price in spent), *times])
+    if plan.prefill_month is not None:
+        month = f"{plan.prefill_month:,.2f}"
+        rows.append(["no KV kept", "-", "-", "-", month, month, "-", "-", seconds(plan.prefill_s)])
+    else:
+        rows.append(["no KV kept", "-", "-", "-", "-", "-", seconds(plan.prefill_s)])
+    typer.echo(table(rows))
