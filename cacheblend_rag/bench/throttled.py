@@ -30,7 +30,8 @@ class _SlowKV(StoredKV):
 
     def __init__(self, kv: StoredKV, device: _Device):
         self._kv, self._device = kv, device
-        self.num_layers, self.num_tokens, self.start, self.nbytes = kv.num_layers, kv.num_tokens, kv.start, kv.nbytes
+        self.num_layers, self.num_tokens, self.start = kv.num_layers, kv.num_tokens, kv.start
+        self.nbytes, self.stored_nbytes = kv.nbytes, kv.stored_nbytes
 
     def layer(self, index: int) -> LayerKV:
         found = self._kv.layer(index)

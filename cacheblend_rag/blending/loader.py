@@ -82,7 +82,8 @@ class LayerLoader:
     def _load_of(self, span: StoredSpan, layers: int) -> ChunkLoad:
         kv = span.kv
         chunk_id = "" if span.chunk is None else span.chunk.id
-        return ChunkLoad(chunk_id, kv.tier, kv.nbytes * layers // kv.num_layers, self._reads.meter.taken_of(kv).seconds)
+        nbytes = kv.stored_nbytes * layers // kv.num_layers
+        return ChunkLoad(chunk_id, kv.tier, nbytes, self._reads.meter.taken_of(kv).seconds)
 
     def __enter__(self) -> LayerLoader:
         """Return itself."""
