@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.block import Take, laid_out, nbytes_of
+from cacheblend_rag.store.block import Take, laid_out, nbytes_of, plain
 from cacheblend_rag.store.eightbits import FP8, INT8, EightBits, Quantised, decode
 from cacheblend_rag.store.kv import LayerKV
 
@@ -136,6 +136,9 @@ _KINDS: Final[dict[str, tuple[EightBits | None, EightBits | None]]] = {
     "k16v8": (None, INT8),
 }
 
+LOSSY: Final = tuple(name for name, kinds in _KINDS.items() if any(kinds))
+"""Codecs that store other numbers than they were given."""
+
 
 def get_codec(name: str) -> Codec:
     """Return the codec called ``name``: ``none`` (or ``raw``), ``fp8``, ``int8`` or ``k16v8``, each also with ``+zstd`` behind.
@@ -157,7 +160,13 @@ def get_codec(name: str) -> Codec:
 
 def is_lossy(name: str) -> bool:
     """Say whether a codec stores other numbers than it was given."""
-    return get_codec(name).exact.name != get_codec(name).name
+    return name.removesuffix(_ZSTD) in LOSSY
+
+
+def through(name: str, layer: LayerKV) -> LayerKV:
+    """Return a layer as it is read back once it was stored by the codec ``name``, in host memory; raises as :func:`get_codec`."""
+    codec = get_codec(name)
+    return codec.decode({name: tensor.cpu() for name, tensor in codec.encode(layer).items()}, plain)
 
 
 def _zstandard() -> Any:

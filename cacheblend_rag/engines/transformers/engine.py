@@ -136,7 +136,7 @@ class TransformersEngine(BlendEngine):
         return Entries(self.store, self.fingerprint, self.header_ids)
 
     def _run_gate(self) -> GateReport:
-        report, self.rope = run_gate(self.subject())
+        report, self.rope = run_gate(self.subject(), self.store.codecs)
         return report
 
     def subject(self) -> TransformersSubject:
