@@ -197,7 +197,10 @@ class DiskStore(KVStore):
     def _file(
         self, path: Path, key: KVKey, on_damage: Callable[[kvfile.KVFile, DamagedKVError], None]
     ) -> kvfile.KVFile:
-        return kvfile.KVFile(FileSource(path), key, self.tier, on_damage, self._events)
+        return kvfile.KVFile(self._source(path), key, self.tier, on_damage, self._events)
+
+    def _source(self, path: Path) -> FileSource:
+        return FileSource(path)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -6,10 +6,13 @@ decoded gives the same bytes again: an entry that moves between tiers, or is wri
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+
+_WHOLE: Final = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 class Quantised(NamedTuple):
@@ -74,10 +77,13 @@ def decode(stored: Quantised, into: torch.Tensor) -> None:
     if codes.dtype == torch.int8:
         torch.mul(codes, scales, out=into)
         return
-    # The bits of e4m3 are those of a half whose exponent is 8 less; PyTorch's own conversion is 20 times as slow on a CPU.
-    bits = codes.view(torch.int8).to(torch.int16)
-    halves = ((bits & 0x7F) << 7 | (bits & -0x8000)).view(torch.float16)
-    torch.mul(halves.to(into.dtype).mul_(256), scales, out=into)
+    # PyTorch's own conversion of e4m3 is 20 times as slow on a CPU. Sign, exponent and mantissa moved to where a larger dtype has
+    # them are the same number by a power of two: that between the two dtypes' smallest normal numbers.
+    info = torch.finfo(into.dtype)
+    shift = round(-math.log2(info.eps)) - 3
+    kept = (0x80 << shift) - 1 | -1 << info.bits - 1  # what stands between is the sign again
+    bits = codes.view(torch.int8).to(_WHOLE[info.bits]).bitwise_left_shift_(shift).bitwise_and_(kept)
+    torch.mul(bits.view(into.dtype).mul_(2.0**-6 / info.tiny), scales, out=into)
 
 
 def _power_of_two_from(x: torch.Tensor) -> torch.Tensor:
