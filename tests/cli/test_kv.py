@@ -59,6 +59,18 @@ def test_stats_show_each_tier_and_what_earlier_commands_counted(run, model_dir, 
     assert "32.0 MiB" in shown
 
 
+def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_path) -> None:
+    common = ("--store", tmp_path / "store", "--model", model_dir)
+    kv = ("--kv", "ram://64MiB,file://?codec=int8")
+    found = run("index", documents, *common, "--chunk-tokens", 40, *kv)
+    assert found.exit_code == 0, found.stderr
+    tiers = as_json(run("store", "stats", "--store", tmp_path / "store", "--json"))["kv"]["tiers"]
+    assert [(tier["tier"], tier["codec"]) for tier in tiers] == [("ram", None), ("disk", "int8")]
+    answer = as_json(run("ask", QUESTION, *common, "--max-tokens", 2, "--json"))
+    assert (answer["mode"], {load["tier"] for load in answer["loads"]}) == ("blend", {"disk"})
+    assert "int8" in run("store", "stats", "--store", tmp_path / "store").stdout.split("disk")[1].splitlines()[0]
+
+
 def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tmp_path) -> None:
     run("store", "evict", "--to", "0", "--tier", "redis", "--store", store)
     assert list(open_store(redis_url).entries()) == []
