@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
@@ -69,6 +70,16 @@ def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_pat
     answer = as_json(run("ask", QUESTION, *common, "--max-tokens", 2, "--json"))
     assert (answer["mode"], {load["tier"] for load in answer["loads"]}) == ("blend", {"disk"})
     assert "int8" in run("store", "stats", "--store", tmp_path / "store").stdout.split("disk")[1].splitlines()[0]
+
+
+def test_ask_writes_its_trace_and_says_before_it_answers_that_it_cannot(run, model_dir, store, tmp_path) -> None:
+    common = ("--store", store, "--model", model_dir, "--max-tokens", 2)
+    assert run("ask", QUESTION, *common, "--trace", tmp_path / "out.json").exit_code == 0
+    kinds = {event.get("cat") for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]}
+    assert {"computing", "loading"} <= kinds
+    refused = run("ask", QUESTION, *common, "--trace", tmp_path / "none" / "out.json")
+    assert refused.exit_code == 2
+    assert "cannot be written" in refused.stderr
 
 
 def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tmp_path) -> None:
