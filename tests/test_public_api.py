@@ -25,6 +25,7 @@ _MEASURES = (
     "attention_tiles.py",
     "hybrid_blend.py",
     "plot_policies.py",
+    "plot_trace.py",
     "pooled_quality.py",
     "page_latency.py",
     "predict.py",
