@@ -63,8 +63,9 @@ def test_stats_show_each_tier_and_what_earlier_commands_counted(run, model_dir, 
 def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_path) -> None:
     common = ("--store", tmp_path / "store", "--model", model_dir)
     kv = ("--kv", "ram://64MiB,file://?codec=int8")
-    found = run("index", documents, *common, "--chunk-tokens", 40, *kv)
-    assert found.exit_code == 0, found.stderr
+    indexed = as_json(run("index", documents, *common, "--chunk-tokens", 40, *kv, "--json"))
+    stored = sum(file.stat().st_size for file in (tmp_path / "store" / "kv").rglob("*.safetensors"))
+    assert indexed["kv_bytes"] == stored
     tiers = as_json(run("store", "stats", "--store", tmp_path / "store", "--json"))["kv"]["tiers"]
     assert [(tier["tier"], tier["codec"]) for tier in tiers] == [("ram", None), ("disk", "int8")]
     answer = as_json(run("ask", QUESTION, *common, "--max-tokens", 2, "--json"))
