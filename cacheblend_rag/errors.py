@@ -44,6 +44,10 @@ class StoreUnavailableError(StoreError):
     """
 
 
+class UnknownCodecError(StoreUnavailableError):
+    """An entry in a codec that this version, or this installation, does not know."""
+
+
 class ModelError(CacheBlendError):
     """A model that cannot be loaded or used."""
 

@@ -1,13 +1,17 @@
-"""A RAM store that reads as slowly as a device of a given bandwidth: storage devices one does not have (paper figure 17)."""
+"""Stores that read as slowly as a device of a given bandwidth: storage devices one does not have (paper figure 17)."""
 
 from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
+
+import torch
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store import DiskStore, MemoryStore
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.source import FileSource
 
 
 class _Device:
@@ -30,7 +34,8 @@ class _SlowKV(StoredKV):
 
     def __init__(self, kv: StoredKV, device: _Device):
         self._kv, self._device = kv, device
-        self.num_layers, self.num_tokens, self.start, self.nbytes = kv.num_layers, kv.num_tokens, kv.start, kv.nbytes
+        self.num_layers, self.num_tokens, self.start = kv.num_layers, kv.num_tokens, kv.start
+        self.nbytes, self.stored_nbytes = kv.nbytes, kv.stored_nbytes
 
     def layer(self, index: int) -> LayerKV:
         found = self._kv.layer(index)
@@ -70,3 +75,25 @@ class ThrottledStore(MemoryStore):
         """See :meth:`KVStore.get`; layers come at the device's rate."""
         found = super().get(key)
         return None if found is None else _SlowKV(found, self._device)  # type: ignore[return-value]
+
+
+class _SlowFile(FileSource):
+    def __init__(self, path: Path, device: _Device):
+        super().__init__(path)
+        self._device = device
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        super().read(offset, into)
+        self._device.read(len(into))
+
+
+class ThrottledDisk(DiskStore):
+    """A disk that is read at ``bytes_per_s``, all reads together: what a codec saves is saved there."""
+
+    def __init__(self, root: Path, bytes_per_s: float, codec: str):
+        """Open the store at ``root`` without a budget."""
+        super().__init__(root, codec=codec)
+        self._device = _Device(bytes_per_s)
+
+    def _source(self, path: Path) -> FileSource:
+        return _SlowFile(path, self._device)

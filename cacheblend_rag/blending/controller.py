@@ -27,7 +27,7 @@ class Located:
 
     Attributes:
         tokens: How many tokens it has.
-        nbytes: Size of their KV.
+        nbytes: Size of what is stored of their KV.
         tier: Name of the tier it is read from.
         exact: Whether it was computed in just this context, so that nothing of it is recomputed.
     """
@@ -129,7 +129,7 @@ def control(plan: BlendPlan, costs: Costs, least: float, dense: float) -> tuple[
     """
     spans = [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
     located = [
-        Located(s.end - s.start, s.kv.nbytes * (s.end - s.start) // s.kv.num_tokens, s.kv.tier, s in plan.exact)
+        Located(s.end - s.start, s.kv.stored_nbytes * (s.end - s.start) // s.kv.num_tokens, s.kv.tier, s in plan.exact)
         for s in spans
     ]
     forced = plan.num_tokens - sum(span.tokens for span in located)

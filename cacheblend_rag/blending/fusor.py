@@ -14,6 +14,7 @@ attention alone, once per selection, and never waited for otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +29,7 @@ from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.target import BlendTarget
+from cacheblend_rag.blending.trace import LayerTrace, Trace
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import LayerKV, join_tokens
@@ -105,10 +107,15 @@ class FuseResult:
 
 
 def fuse(
-    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
+    plan: BlendPlan,
+    target: BlendTarget,
+    policy: SelectionPolicy,
+    ratio: float | AutoRatio,
+    schedule: BlendSchedule,
+    trace: Trace | None = None,
 ) -> FuseResult:
     """Do all of :func:`fuse_stepwise` at once."""
-    steps = fuse_stepwise(plan, target, policy, ratio, schedule)
+    steps = fuse_stepwise(plan, target, policy, ratio, schedule, trace)
     while True:
         try:
             next(steps)
@@ -118,7 +125,12 @@ def fuse(
 
 
 def fuse_stepwise(
-    plan: BlendPlan, target: BlendTarget, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
+    plan: BlendPlan,
+    target: BlendTarget,
+    policy: SelectionPolicy,
+    ratio: float | AutoRatio,
+    schedule: BlendSchedule,
+    trace: Trace | None = None,
 ) -> Generator[Segment, int | None, FuseResult]:
     """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
 
@@ -133,13 +145,14 @@ def fuse_stepwise(
         ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule that
             chooses it by the chunks' static deviations; where one has none, it is the lowest that the rule allows.
         schedule: Check layers, for policies that measure KV deviation.
+        trace: Where to record when each layer is loaded and computed; None for nowhere.
 
     Raises:
         UnusableSpanError: Stored KV is damaged, or cannot be read now; the KV cache is unusable and the plan must be made anew.
         OtherRankError: Loading or placing KV failed on another tensor-parallel rank.
         InputError: The policy needs attention, which this model does not show, or a check layer lies outside the model.
     """
-    fusor = _Fusor(plan, target, policy, ratio, schedule)
+    fusor = _Fusor(plan, target, policy, ratio, schedule, trace)
     with fusor.loader:
         yield from fusor.watch_question()
         for layer, width in fusor.checks:
@@ -158,6 +171,7 @@ class _Fusor:
         policy: SelectionPolicy,
         ratio: float | AutoRatio,
         schedule: BlendSchedule,
+        trace: Trace | None,
     ):
         wants_static = policy.needs_static or isinstance(ratio, AutoRatio)
         self._candidates = _candidates(plan, wants_static)
@@ -190,8 +204,10 @@ class _Fusor:
             target.device,
             # Below the first check layer the dense pass computes every token; the question's pass reads all layers.
             stale_from_layer=self.checks[0][0] if self.checks and not self._watches else 0,
+            trace=trace,
         )
-        self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks})
+        self._trace = None if trace is None else LayerTrace(trace)
+        self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, self._trace)
         self._computed, self._selection = 0, 0.0
 
     def _run(
@@ -206,7 +222,8 @@ class _Fusor:
             segment = Segment(kind, len(positions), share)
             most = yield segment
             part = self._target.segment(positions, most)
-            run(part)
+            with nullcontext() if self._trace is None else self._trace.running(kind, len(part)):
+                run(part)
             segment.done = len(part)
             if kind != "sparse":
                 self._selection += len(part) * share
@@ -282,15 +299,16 @@ def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
 class _Placer:
     """Places each layer once, when the first pass reaches it; later passes find it as the earlier ones left it."""
 
-    def __init__(self, loader: LayerLoader, target: BlendTarget, remember: set[int]):
-        self._loader, self._target, self._remember = loader, target, remember
+    def __init__(self, loader: LayerLoader, target: BlendTarget, remember: set[int], trace: LayerTrace | None):
+        self._loader, self._target, self._remember, self._trace = loader, target, remember, trace
         self._next = 0
         self._stale: dict[int, LayerKV] = {}
 
     def before_layer(self, layer: int) -> None:
-        while self._next <= layer:
-            self._place(self._next)
-            self._next += 1
+        with nullcontext() if self._trace is None else self._trace.placing(layer):
+            while self._next <= layer:
+                self._place(self._next)
+                self._next += 1
 
     def _place(self, layer: int) -> None:
         failure: Exception | None = None

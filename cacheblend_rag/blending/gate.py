@@ -4,15 +4,17 @@ Every model passes it before it is blended. It compares logits with the model's 
 random tokens: one recomputed whole (ratio 1), and two whose stored KV is exact although it was computed at other positions, one
 reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree. They may
 differ by a few times what the model's own prefill differs by at other positions, where only rounding does. Where a layer has a
-short sliding window, a fourth blend is of a prompt longer than that. The gate also reports the first-token KL divergence of an
+short sliding window, a fourth blend is of a prompt longer than that. Where a tier stores KV by a codec that changes numbers, a
+blend of decoded KV must predict almost what one of exact KV predicts. The gate also reports the first-token KL divergence of an
 ordinary 15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Final, Protocol
 
 import torch
 
@@ -21,6 +23,7 @@ from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import NotRotaryError, Rope
 from cacheblend_rag.blending.target import BlendTarget
+from cacheblend_rag.store.codec import is_lossy, through
 from cacheblend_rag.store.kv import ChunkKV
 
 # Largest logit difference that can count as equal, as a multiple of the logits' standard deviation: kernels may sum in another
@@ -29,6 +32,10 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torc
 # Below it, as many times what rounding does to this model's logits, but not less than a quarter of it: that is one measurement.
 _ROUNDINGS, _LEAST = 6, 0.25
 _CHUNK, _CHUNKS, _GAP, _QUESTION = 16, 3, 2, 6
+CODEC_LIMIT: Final = 0.01
+"""Most KL divergence, in nats, between what a blend of exact KV predicts and one of decoded KV, in the median over questions."""
+# A token that a mixture of experts sends elsewhere moves one question far, and rounding does as much: hence the median.
+_QUESTIONS: Final = 5
 # Longest sliding window that the gate looks past: a prompt that is longer costs seconds on a CPU.
 _WINDOW = 512
 
@@ -73,6 +80,7 @@ class GateReport:
         errors: Largest logit difference of each check, in standard deviations of the logits.
         first_token_kl: KL divergence, in nats, of the first token's distribution: full prefill against a 15% blend.
         limit: The largest difference allowed.
+        codecs: What :func:`check_codecs` found of the tiers' codecs.
     """
 
     passed: bool
@@ -80,15 +88,21 @@ class GateReport:
     errors: dict[str, float] = field(default_factory=dict)
     first_token_kl: float | None = None
     limit: float | None = None
+    codecs: dict[str, float] = field(default_factory=dict)
 
 
-def run_gate(subject: GateSubject) -> tuple[GateReport, Rope | None]:
-    """Run the gate; return its report and, if the model rotates its keys in a known way, how."""
+def run_gate(subject: GateSubject, codecs: Collection[str] = ()) -> tuple[GateReport, Rope | None]:
+    """Run the gate for a model whose KV tiers store by ``codecs``.
+
+    Returns:
+        Its report and, if the model rotates its keys in a known way, how.
+    """
     if subject.num_layers < 2:
         return GateReport(False, "a model of one layer has nothing to blend"), None
     try:
         rope = subject.detect_rope()
-        return _compare(subject, rope), rope
+        report = _compare(subject, rope)
+        return _with_codecs(report, check_codecs(subject, rope, codecs)) if report.passed else report, rope
     except NotRotaryError as error:
         return GateReport(False, str(error)), None
     except Exception as error:  # whatever a foreign forward raises: it cannot be driven this way
@@ -97,14 +111,51 @@ def run_gate(subject: GateSubject) -> tuple[GateReport, Rope | None]:
         ), None
 
 
+def check_codecs(subject: GateSubject, rope: Rope, codecs: Collection[str]) -> dict[str, float]:
+    """Compare blends of chunks of random tokens whose KV was stored by ``codecs`` with blends of their exact KV.
+
+    All of it is reused and nothing computed anew, which shows most of what a codec does.
+
+    Returns:
+        Of each codec that changes numbers, the KL divergence that :data:`CODEC_LIMIT` is for.
+    """
+    lossy = [name for name in codecs if is_lossy(name)]
+    if not lossy:
+        return {}
+    prompts = [_Prompt(subject, rope, _CHUNK, question) for question in range(_QUESTIONS)]
+    exact = prompts[0].alone()  # the prompts differ in their questions alone
+    want = [prompt.blend(exact, "full-reuse", 0.0) for prompt in prompts]
+    found = {}
+    for name in lossy:
+        kvs = [ChunkKV([through(name, layer) for layer in kv.layers], kv.start) for kv in exact]
+        found[name] = median(
+            first_token_kl(logits, prompt.blend(kvs, "full-reuse", 0.0))
+            for prompt, logits in zip(prompts, want, strict=True)
+        )
+    return found
+
+
+def _with_codecs(report: GateReport, found: dict[str, float]) -> GateReport:
+    failed = [
+        f"the KV codec {name} of its store moves what it predicts by {kl:.2g} nats, where {CODEC_LIMIT:g} are allowed: "
+        "choose another one, or none"
+        for name, kl in found.items()
+        if not kl <= CODEC_LIMIT
+    ]
+    return replace(report, passed=not failed, reason="; ".join(failed), codecs=found)
+
+
 class _Prompt:
     """Chunks of random tokens with gaps between them and a question, and what is blended of it."""
 
-    def __init__(self, subject: GateSubject, rope: Rope, chunk: int):
+    def __init__(self, subject: GateSubject, rope: Rope, chunk: int, question: int = 0):
         self._subject, self._rope, self._chunk = subject, rope, chunk
         generator = torch.Generator().manual_seed(0)
         length = prompt_tokens(chunk)
         self.ids: list[int] = torch.randint(0, subject.vocab_size, (length,), generator=generator).tolist()
+        if question:
+            generator.manual_seed(question)
+            self.ids[-_QUESTION:] = torch.randint(0, subject.vocab_size, (_QUESTION,), generator=generator).tolist()
         self._starts = [i * (chunk + _GAP) for i in range(_CHUNKS)]
 
     def full(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.reads import reads_of
 from cacheblend_rag.blending.rope import Move, Rope, moved
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import LayerKV
 
@@ -53,11 +54,12 @@ class LayerLoader:
         num_layers: int,
         device: torch.device,
         stale_from_layer: int = 0,
+        trace: Trace | None = None,
     ):
         """Start reading at once."""
         self._exact, self._all = tuple(exact), (*exact, *stale)
         self._rope, self._stale_from_layer = rope, stale_from_layer
-        self._reads = reads_of(self._spans, num_layers, device)
+        self._reads = reads_of(self._spans, num_layers, device, trace)
         self._positions = _positions(self._all, device, lambda s: s.start)
         self._rotations = rope.rotations(
             _positions(stale, device, lambda s: s.kv.start + s.skip), _positions(stale, device, lambda s: s.start)
@@ -82,7 +84,8 @@ class LayerLoader:
     def _load_of(self, span: StoredSpan, layers: int) -> ChunkLoad:
         kv = span.kv
         chunk_id = "" if span.chunk is None else span.chunk.id
-        return ChunkLoad(chunk_id, kv.tier, kv.nbytes * layers // kv.num_layers, self._reads.meter.taken_of(kv).seconds)
+        nbytes = kv.stored_nbytes * layers // kv.num_layers
+        return ChunkLoad(chunk_id, kv.tier, nbytes, self._reads.meter.taken_of(kv).seconds)
 
     def __enter__(self) -> LayerLoader:
         """Return itself."""

@@ -46,7 +46,7 @@ class ReadMeter:
         with self._lock:
             tier = self._tiers.setdefault(kv.tier, ReadClock())
             entry = self._entries.setdefault(id(kv), ReadClock())
-        nbytes = kv.nbytes // kv.num_layers
+        nbytes = kv.stored_nbytes // kv.num_layers
         with tier.reading(nbytes), entry.reading(nbytes):
             yield
 

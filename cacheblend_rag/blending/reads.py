@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import torch
 
 from cacheblend_rag.blending.meter import ReadMeter
 from cacheblend_rag.blending.plan import StoredSpan
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.blending.transfer import Slot, Staged, Transfer, transfer_to
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
@@ -71,17 +73,17 @@ SpansOf = Callable[[int], Sequence[StoredSpan]]
 """Layer index to the spans wanted in that layer; the last layer wants all of them."""
 
 
-def reads_of(spans: SpansOf, num_layers: int, device: torch.device) -> Reads:
+def reads_of(spans: SpansOf, num_layers: int, device: torch.device, trace: Trace | None = None) -> Reads:
     """Begin to read the layers of ``spans`` for ``device``. What fails is raised where its layer is asked for."""
-    transfer = transfer_to(device)
-    return _CPUReads(spans, num_layers) if transfer is None else _DeviceReads(spans, num_layers, transfer)
+    transfer, one = transfer_to(device), _OneRead(ReadMeter(), trace)
+    return _CPUReads(spans, num_layers, one) if transfer is None else _DeviceReads(spans, num_layers, one, transfer)
 
 
 class _CPUReads:
     """From RAM to a CPU there is nothing to hide; from elsewhere a thread reads ahead."""
 
-    def __init__(self, spans: SpansOf, num_layers: int):
-        self._spans, self._num_layers, self.meter = spans, num_layers, ReadMeter()
+    def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead):
+        self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
         every = spans(num_layers - 1)
         threads = _at_once(every)
         self._ahead = max(_CPU_LAYERS_AHEAD, threads + 1)
@@ -110,7 +112,7 @@ class _CPUReads:
             self._submitted += 1
 
     def _read(self, layer: int) -> list[LayerKV]:
-        return [_checked(self.meter, span, partial(span.layer, layer)) for span in self._spans(layer)]
+        return [self._one(span, layer, partial(span.layer, layer)) for span in self._spans(layer)]
 
 
 class _DeviceReads:
@@ -119,8 +121,9 @@ class _DeviceReads:
     Where all KV lies in pinned memory the copies are only asked for, so no thread is needed; else threads read.
     """
 
-    def __init__(self, spans: SpansOf, num_layers: int, transfer: Transfer):
-        self._spans, self._num_layers, self._transfer, self.meter = spans, num_layers, transfer, ReadMeter()
+    def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, transfer: Transfer):
+        self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
+        self._transfer = transfer
         every = spans(num_layers - 1)
         self._tokens = sum(span.kv.num_tokens for span in every)
         in_place = all(span.kv.tier == "ram" and span.kv.layer(0).k.is_pinned() for span in every)
@@ -170,7 +173,7 @@ class _DeviceReads:
     def _stage(self, slot: Slot, layer: int) -> Staged:
         # Whole entries, since only those lie in one piece; what is not wanted of them is left out on the device.
         take = self._transfer.buffer
-        whole = (_checked(self.meter, span, partial(span.kv.layer_in, layer, take)) for span in self._spans(layer))
+        whole = (self._one(span, layer, partial(span.kv.layer_in, layer, take)) for span in self._spans(layer))
         return self._transfer.stage(slot, whole, self._tokens)
 
 
@@ -178,9 +181,22 @@ def _at_once(spans: Sequence[StoredSpan]) -> int:
     return max((span.kv.at_once for span in spans), default=1)
 
 
-def _checked(meter: ReadMeter, span: StoredSpan, read: Callable[[], LayerKV]) -> LayerKV:
-    try:
-        with meter.reading(span.kv):
-            return read()
-    except (DamagedKVError, StoreUnavailableError) as error:
-        raise UnusableSpanError(span) from error
+class _OneRead:
+    """Reads one layer of one span, and counts it."""
+
+    def __init__(self, meter: ReadMeter, trace: Trace | None):
+        self.meter, self._trace = meter, trace
+
+    def __call__(self, span: StoredSpan, layer: int, read: Callable[[], LayerKV]) -> LayerKV:
+        try:
+            with self.meter.reading(span.kv), self._traced(span, layer):
+                return read()
+        except (DamagedKVError, StoreUnavailableError) as error:
+            raise UnusableSpanError(span) from error
+
+    def _traced(self, span: StoredSpan, layer: int) -> AbstractContextManager[None]:
+        if self._trace is None:
+            return nullcontext()
+        chunk = "header" if span.chunk is None else span.chunk.id
+        details = {"layer": layer, "tier": span.kv.tier, "bytes": span.kv.stored_nbytes // span.kv.num_layers}
+        return self._trace.during("loading", f"layer {layer}, {chunk[:12]}", chunk=chunk, **details)

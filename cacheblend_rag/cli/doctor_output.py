@@ -30,6 +30,10 @@ def print_diagnosis(found: Diagnosis) -> None:
     if found.first_token_kl is not None:
         lines.append(("", f"a 15% blend of random tokens diverges by {found.first_token_kl:.3f} nats (judges nothing)"))
     lines += [
+        ("KV codecs", f"{name}: moves predictions by {kl:.1e} nats (allowed {found.codec_limit:.0e})")
+        for name, kl in found.codecs.items()
+    ]
+    lines += [
         ("rotation", f"layers {_ranges(group.layers)}: {_layout(group.layout)}, RoPE table {group.table}")
         for group in found.rotation
     ]

@@ -17,6 +17,7 @@ from cacheblend_rag.cli.output import print_json, progress, seconds, size, statu
 if TYPE_CHECKING:
     from cacheblend_rag.doctor.storage import StoragePlan
     from cacheblend_rag.rag.inventory import TierUse
+    from cacheblend_rag.store import StoreStats
 
 store = typer.Typer(
     no_args_is_help=True,
@@ -48,13 +49,14 @@ def stats(directory: options.Store = None, as_json: options.AsJSON = False) -> N
         )
     typer.echo(f"KV     {kv.entries:,} entries, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
     typer.echo()
-    rows = [["tier", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading"]]
+    rows = [["tier", "codec", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading"]]
     for tier in tiers:
         found, counted = tier.stats, tier.activity
         held = found is not None and not found.out
         rows.append(
             [
                 tier.name,
+                _codec(found) or "-",
                 f"{found.entries:,}" if found and held else "-",
                 size(found.nbytes) if found and held else "-",
                 "-" if found is None else "none" if found.budget is None else size(found.budget),
@@ -70,11 +72,16 @@ def stats(directory: options.Store = None, as_json: options.AsJSON = False) -> N
             typer.echo(f"\nThe {tier.name} tier does not answer: {tier.stats.out}")
 
 
+def _codec(tier: StoreStats | None) -> str | None:
+    return None if tier is None else tier.codec.replace("raw", "none")  # as addresses say it
+
+
 def _tier_json(tier: TierUse) -> dict[str, Any]:
     found, counted = tier.stats, tier.activity
     held = found if found is not None and not found.out else None
     return {
         "tier": tier.name,
+        "codec": _codec(found),
         "entries": held and held.entries,
         "bytes": held and held.nbytes,
         "budget": found and found.budget,

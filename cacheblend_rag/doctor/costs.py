@@ -63,7 +63,8 @@ def measure_costs(engine: TransformersEngine, store: Path, progress: Callable[[s
 
 def measure_remote(tier: KVStore) -> TierCost | None:
     """Return what reading layers from a tier on another machine costs; None where it does not answer, or has no room."""
-    layer = LayerKV(*torch.zeros(2, 1, _PROBE_TOKENS, _PROBE_DIM, dtype=torch.uint8))
+    # Of numbers that no codec makes smaller.
+    layer = LayerKV(*torch.randint(256, (2, 1, _PROBE_TOKENS, _PROBE_DIM), dtype=torch.uint8))
     probe = ChunkKV([layer] * _PROBE_LAYERS, 0)
     key = KVKey(secrets.token_hex(20))
     try:
@@ -90,7 +91,7 @@ def _reading(tier: KVStore, key: KVKey, found: StoredKV) -> TierCost:
             whole.append(time.perf_counter() - begin)
     latency = median(waits)
     rounds = ceil(found.num_layers / found.at_once)
-    return TierCost(latency, found.nbytes / max(median(whole) - rounds * latency, _LEAST_S), found.at_once)
+    return TierCost(latency, found.stored_nbytes / max(median(whole) - rounds * latency, _LEAST_S), found.at_once)
 
 
 def measure_prefills(engine: TransformersEngine) -> dict[int, float]:

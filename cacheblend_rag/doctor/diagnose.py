@@ -13,10 +13,12 @@ from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_rea
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.gate import CODEC_LIMIT, check_codecs
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.doctor.costs import fit_compute, measure_prefills, token_bytes
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.store.codec import LOSSY
 
 _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32
 
@@ -49,7 +51,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything `doctor` prints. Bandwidths in bytes per second; ``prefill_s`` has seconds by number of tokens."""
+    """Everything `doctor` prints. Bandwidths in bytes per second; ``prefill_s`` has seconds by number of tokens.
+
+    ``codecs`` has what each KV codec that changes numbers moves the model's predictions by, in nats; ``codec_limit`` are allowed.
+    """
 
     model: str
     fingerprint: str
@@ -62,6 +67,8 @@ class Diagnosis:
     gate_errors: dict[str, float]
     gate_limit: float | None
     first_token_kl: float | None
+    codecs: dict[str, float]
+    codec_limit: float
     rotation: list[RotationGroup]
     policy: str
     ratio: float
@@ -113,6 +120,8 @@ def diagnose(
         gate_errors=engine.gate.errors,
         gate_limit=engine.gate.limit,
         first_token_kl=engine.gate.first_token_kl,
+        codecs=check_codecs(engine.subject(), engine.rope, LOSSY) if engine.rope is not None and blended else {},
+        codec_limit=CODEC_LIMIT,
         rotation=rotation_groups(engine.rope) if engine.rope is not None else [],
         policy=engine.profile.policy,
         ratio=engine.profile.ratio,

@@ -100,7 +100,7 @@ class _HeadSlice(StoredKV):
     def __init__(self, whole: StoredKV, rank: int, ranks: int, kv_heads: int):
         self._whole, self._rank, self._ranks, self._heads = whole, rank, ranks, kv_heads
         self.num_layers, self.num_tokens, self.start = whole.num_layers, whole.num_tokens, whole.start
-        self.nbytes, self.tier = whole.nbytes // ranks, whole.tier
+        self.nbytes, self.stored_nbytes, self.tier = whole.nbytes // ranks, whole.stored_nbytes // ranks, whole.tier
 
     def layer(self, index: int) -> LayerKV:
         return self.layer_in(index, plain)

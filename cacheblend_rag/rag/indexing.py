@@ -142,17 +142,17 @@ class _Run:
 
     def _look_back(self) -> None:
         """Report what the store evicted to make room: each put went well, and the KV is not there all the same."""
-        entries, store = self.engine.entries, self.engine.store
-        if entries is None or store is None:
+        entries = self.engine.entries
+        if entries is None:
             return
-        stats = store.stats()
+        lasting = entries.lasting()
+        stats = lasting.store.stats()
         self.report.kv_bytes = max(
             tier.nbytes for tier in stats.tiers or (stats,)
         )  # the largest keeps all, others copies
         if not (self.report.tokens and self.engine.gate.passed):
             return
         lost = "the store's budget is full, and newer KV took its place (see --disk-budget and --kv)"
-        lasting = entries.lasting()
         for chunk in self.index.chunks():
             if chunk.id not in self.report.without_kv and not lasting.contains(chunk.token_ids):
                 self.report.without_kv[chunk.id] = lost

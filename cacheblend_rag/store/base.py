@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from cacheblend_rag.store.codec import RAW
 from cacheblend_rag.store.events import Activity, TierReads
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
@@ -35,6 +36,7 @@ class StoreStats:
         tier: Name of the tier; ``"tiered"`` for several.
         reads: What reading layers took; nothing is read from RAM.
         out: Why the tier is not used at the moment, in words; empty if it is. Its contents are then unknown, and counted as 0.
+        codec: How a tier encodes what it is given from now on; empty of several tiers.
         tiers: Each tier's own.
     """
 
@@ -49,6 +51,7 @@ class StoreStats:
     damaged: int = 0
     reads: TierReads = field(default=TierReads())
     out: str = ""
+    codec: str = ""
     tiers: tuple[StoreStats, ...] = field(default=())
 
 
@@ -77,11 +80,13 @@ class KVStore(ABC):
         budget: Bytes that :meth:`put` stays within; None: no limit.
         lasts: Whether entries outlast the process.
         remote: Whether a look-up goes to another machine, and may take its time.
+        codecs: How its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`).
     """
 
     budget: int | None = None
     lasts: bool = True
     remote: bool = False
+    codecs: tuple[str, ...] = (RAW,)
 
     @abstractmethod
     def get(self, key: KVKey) -> StoredKV | None:

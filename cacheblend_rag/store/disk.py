@@ -10,7 +10,7 @@ from pathlib import Path
 from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
 from cacheblend_rag.store import kvfile
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
-from cacheblend_rag.store.codec import get_codec
+from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
 from cacheblend_rag.store.events import Activity, Events
 from cacheblend_rag.store.faults import explain, explained
@@ -28,21 +28,23 @@ class DiskStore(KVStore):
     Entries being written count once they are complete.
     """
 
-    def __init__(self, root: Path | str, budget: int | None = None, codec: str = "raw", tier: str = "disk"):
+    def __init__(self, root: Path | str, budget: int | None = None, codec: str = RAW, tier: str = "disk"):
         """Open the store at ``root``, creating the directory where it is missing.
 
         Args:
             root: The store's directory. One that cannot be written to can still be read.
             budget: Bytes on disk to stay within when putting (None: no limit).
-            codec: How new entries are encoded; the one named in their keys.
+            codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); others are read all the same.
             tier: What it is called in statistics and costs, where there are several disks.
 
         Raises:
+            InputError: There is no such codec, or the package that it takes is missing.
             StoreError: ``root`` is not a directory or cannot be made.
         """
         self.root = Path(root)
         self.budget, self.tier = budget, tier
         self._codec = get_codec(codec)
+        self.codecs = (self._codec.name,)
         self._directory = EntryDirectory(self.root / "kv")
         self._spool = Spool(self.root / "tmp")
         self._events = Events()
@@ -135,7 +137,8 @@ class DiskStore(KVStore):
         files = self._directory.scan()
         nbytes = sum(file.nbytes for file in files)
         counted = self._events.counts()
-        return StoreStats(self.tier, len(files), nbytes, self.budget, **counted, reads=self._events.reads.taken())
+        reads = self._events.reads.taken()
+        return StoreStats(self.tier, len(files), nbytes, self.budget, **counted, reads=reads, codec=self._codec.name)
 
     def activity(self) -> dict[str, Activity]:
         """See :meth:`KVStore.activity`."""
@@ -194,7 +197,10 @@ class DiskStore(KVStore):
     def _file(
         self, path: Path, key: KVKey, on_damage: Callable[[kvfile.KVFile, DamagedKVError], None]
     ) -> kvfile.KVFile:
-        return kvfile.KVFile(FileSource(path), key, self.tier, on_damage, self._events)
+        return kvfile.KVFile(self._source(path), key, self.tier, on_damage, self._events)
+
+    def _source(self, path: Path) -> FileSource:
+        return FileSource(path)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -72,6 +72,7 @@ class StoredKV(ABC):
         num_tokens: Number of tokens per layer.
         start: Position of the first token when the keys were computed (the header's length).
         nbytes: Size of the keys and values in bytes.
+        stored_nbytes: Size of what is stored of them, which a tier's codec makes smaller.
         tier: ``"ram"``, ``"disk"`` or a later tier's name: where :meth:`layer` reads from.
         at_once: How many reads of layers are worth having on the way side by side.
     """
@@ -80,6 +81,7 @@ class StoredKV(ABC):
     num_tokens: int
     start: int
     nbytes: int
+    stored_nbytes: int
     tier: str
     at_once: int = 1
 
@@ -124,6 +126,7 @@ class ChunkKV(StoredKV):
         self.num_layers = len(self.layers)
         self.num_tokens = self.layers[0].k.shape[1] if self.layers else 0
         self.nbytes = sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
+        self.stored_nbytes = self.nbytes
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer; never fails."""

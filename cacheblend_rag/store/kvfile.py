@@ -17,11 +17,11 @@ import torch
 import xxhash
 from safetensors.torch import save, save_file
 
-from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
+from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError, UnknownCodecError
 from cacheblend_rag.store.block import Take, plain
 from cacheblend_rag.store.codec import Codec, get_codec
 from cacheblend_rag.store.events import Events
-from cacheblend_rag.store.kv import KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 from cacheblend_rag.store.source import Source
 
 _log = logging.getLogger(__name__)
@@ -54,13 +54,17 @@ class EncodedKV(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def encode(key: KVKey, kv: StoredKV, codec: Codec) -> EncodedKV:
+def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
     """Encode every layer of ``kv`` and compute the checksums.
+
+    What is not KV of each token stays exact: an entry with states of recurrent layers is a snapshot of all of them.
 
     Raises:
         InputError: A tensor has a dtype that the format has no name for.
     """
     tensors: dict[str, torch.Tensor] = {}
+    if any(tensor.dim() != 3 or tensor.shape[1] != kv.num_tokens for layer in kv.layers for tensor in layer):
+        codec = codec.exact
     metadata = {
         "format": FORMAT,
         "key": key,
@@ -142,6 +146,7 @@ class KVFile(StoredKV):
         Raises:
             DamagedKVError: These bytes are not a whole entry of ``key``.
             StoreUnavailableError: They cannot be read now.
+            UnknownCodecError: They are encoded in a way that is not known here.
         """
         self.source, self.key, self.tier, self.at_once = source, key, tier, at_once
         self._on_damage = on_damage
@@ -152,14 +157,16 @@ class KVFile(StoredKV):
             self.num_layers = int(metadata["layers"])
             self.num_tokens = int(metadata["tokens"])
             self.start = int(metadata["start"])
-            self.nbytes = int(metadata["nbytes"])
+            self.nbytes, self.stored_nbytes = int(metadata["nbytes"]), self.source.nbytes
             self._checksums = [metadata[_checksum_name(index)] for index in range(self.num_layers)]
             self._layers: list[list[_Place]] = [[] for _ in range(self.num_layers)]
             self._static = next((place for place in places if place.name == _STATIC), None)
             self._static_checksum = metadata.get(_STATIC_CHECKSUM)
             for place in sorted(place for place in places if place.name != _STATIC):
                 self._layers[_layer_index(place.name)].append(place)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, InputError) as error:
+        except InputError as error:  # by a newer version, say: it stays for those who know it
+            raise UnknownCodecError(f"KV entry {key} counts as missing: {error} ({source.place})") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._report(f"header: {error!r}") from error
 
     def layer(self, index: int) -> LayerKV:
@@ -167,16 +174,16 @@ class KVFile(StoredKV):
         return self.layer_in(index, plain)
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
-        """See :meth:`StoredKV.layer_in`; the stored bytes go there and nowhere else."""
+        """See :meth:`StoredKV.layer_in`; stored bytes that are the layer itself go there and nowhere else."""
         if not 0 <= index < self.num_layers:
             raise IndexError(f"layer {index} of an entry with {self.num_layers} layers")
         places = self._layers[index]
         try:
             with self._clock.reading(sum(place.nbytes for place in places)):
-                tensors = self._checked(places, self._checksums[index], take)
+                tensors = self._checked(places, self._checksums[index], take if self._codec.in_place else plain)
+                return self._codec.decode({_tensor_name(name): tensor for name, tensor in tensors.items()}, take)
         except ValueError as error:
             raise self._report(f"layer {index}: {error!r}") from error
-        return self._codec.decode({_tensor_name(name): tensor for name, tensor in tensors.items()})
 
     def static_deviation(self) -> torch.Tensor | None:
         """See :meth:`StoredKV.static_deviation`; damage to it leaves the layers as good as they were."""

@@ -12,6 +12,7 @@ import torch
 
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.block import ALIGNMENT, Pieces, flat, nbytes_of, packed
+from cacheblend_rag.store.codec import RAW
 from cacheblend_rag.store.events import Activity, Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store.pinned import PinnedMemory, can_pin
@@ -129,7 +130,7 @@ class MemoryStore(KVStore):
     def stats(self) -> StoreStats:
         """See :meth:`KVStore.stats`."""
         with self._lock:
-            return StoreStats("ram", len(self._held), self._nbytes, self.budget, **self._events.counts())
+            return StoreStats("ram", len(self._held), self._nbytes, self.budget, codec=RAW, **self._events.counts())
 
     def activity(self) -> dict[str, Activity]:
         """See :meth:`KVStore.activity`."""

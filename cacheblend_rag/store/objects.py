@@ -13,6 +13,7 @@ from obstore.store import from_url
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo
 from cacheblend_rag.store.calls import WRITE_FACTOR
+from cacheblend_rag.store.codec import RAW
 from cacheblend_rag.store.kv import KVKey, is_key
 from cacheblend_rag.store.remote import Head, RemoteStore
 
@@ -58,6 +59,7 @@ class ObjectStore(RemoteStore):
         where: str = "",
         ttl_s: float | None = None,
         timeout_s: float = TIMEOUT_S,
+        codec: str = RAW,
     ):
         """Use ``bucket``, one of obstore's stores, which is connected to when it is first needed. See :meth:`at`.
 
@@ -69,8 +71,9 @@ class ObjectStore(RemoteStore):
             where: See :class:`RemoteStore`.
             ttl_s: See :class:`RemoteStore`. What is older counts as missing, and goes when the bucket is listed for room.
             timeout_s: See :class:`RemoteStore`.
+            codec: See :class:`RemoteStore`.
         """
-        super().__init__(tier, where or type(bucket).__name__, (BaseError, OSError), budget, ttl_s, timeout_s)
+        super().__init__(tier, where or type(bucket).__name__, (BaseError, OSError), budget, ttl_s, timeout_s, codec)
         self._bucket, self._writer = bucket, writer or bucket
         self._room = threading.Lock()
         self._seen_used: dict[KVKey, float] = {}
@@ -85,6 +88,7 @@ class ObjectStore(RemoteStore):
         tier: str = "s3",
         ttl_s: float | None = None,
         timeout_s: float = TIMEOUT_S,
+        codec: str = RAW,
         **config: str,
     ) -> ObjectStore:
         """Return the tier at ``url``: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://account/container/prefix``.
@@ -95,10 +99,11 @@ class ObjectStore(RemoteStore):
             tier: See :class:`RemoteStore`.
             ttl_s: See :class:`RemoteStore`.
             timeout_s: See :class:`RemoteStore`.
+            codec: See :class:`RemoteStore`.
             config: Of obstore, by name: ``endpoint``, ``region``...
 
         Raises:
-            InputError: ``url`` or ``config`` is none that obstore knows.
+            InputError: ``url`` or ``config`` is none that obstore knows, or ``codec`` no codec.
         """
 
         def bucket(timeout_s: float) -> Any:
@@ -118,7 +123,7 @@ class ObjectStore(RemoteStore):
             reader, writer = bucket(timeout_s), bucket(timeout_s * WRITE_FACTOR)
         except (BaseError, ValueError, TypeError) as error:
             raise InputError(f"{url!r} is no address of an object store: {error}") from error
-        return cls(reader, budget, writer=writer, tier=tier, where=url, ttl_s=ttl_s, timeout_s=timeout_s)
+        return cls(reader, budget, writer=writer, tier=tier, where=url, ttl_s=ttl_s, timeout_s=timeout_s, codec=codec)
 
     def _head(self, key: KVKey, nbytes: int, use: bool = True) -> Head | None:
         try:

@@ -14,6 +14,7 @@ from redis.retry import Retry
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo
 from cacheblend_rag.store.calls import WRITE_FACTOR
+from cacheblend_rag.store.codec import RAW
 from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.remote import Head, RemoteStore
 
@@ -125,6 +126,7 @@ class RedisStore(RemoteStore):
         tier: str = "redis",
         ttl_s: float | None = None,
         timeout_s: float = TIMEOUT_S,
+        codec: str = RAW,
         prefix: str = "cacheblend:",
     ):
         """Use the server at ``url``; it is connected to when it is first needed.
@@ -136,10 +138,11 @@ class RedisStore(RemoteStore):
             tier: See :class:`RemoteStore`.
             ttl_s: See :class:`RemoteStore`.
             timeout_s: See :class:`RemoteStore`.
+            codec: See :class:`RemoteStore`.
             prefix: What all its keys begin with.
 
         Raises:
-            InputError: ``url`` is no address.
+            InputError: ``url`` is no address, or ``codec`` no codec.
         """
 
         def client(timeout_s: float) -> redis.Redis:
@@ -157,7 +160,8 @@ class RedisStore(RemoteStore):
             self._writer: Any = client(timeout_s * WRITE_FACTOR)
         except ValueError as error:
             raise InputError(f"{url!r} is no address of a Redis server: {error}") from error
-        super().__init__(tier, without_password(url), (redis.exceptions.RedisError, OSError), budget, ttl_s, timeout_s)
+        failures = (redis.exceptions.RedisError, OSError)
+        super().__init__(tier, without_password(url), failures, budget, ttl_s, timeout_s, codec)
         self._prefix = prefix
         self._scripts = {name: self._client.register_script(_PRELUDE + text) for name, text in _SCRIPTS.items()}
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
+from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError
 from cacheblend_rag.store import kvfile
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.calls import AT_ONCE, RemoteCalls
@@ -62,6 +62,7 @@ class RemoteStore(KVStore):
         budget: int | None,
         ttl_s: float | None,
         timeout_s: float,
+        codec: str,
     ):
         """Connect when it is first needed.
 
@@ -72,12 +73,17 @@ class RemoteStore(KVStore):
             budget: Bytes to stay within when putting; None: no limit.
             ttl_s: Seconds after which an entry that was put is gone; None: never.
             timeout_s: Seconds that a look-up, or the read of a layer, may take.
+            codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); others are read all the same.
+
+        Raises:
+            InputError: There is no such codec, or the package that it takes is missing.
         """
         self.tier, self.where, self.budget = tier, where, budget
         self._ttl_s = ttl_s
         self._calls = RemoteCalls(f"{tier} tier {where}", failures, timeout_s)
         self._events = Events()
-        self._codec = get_codec("raw")
+        self._codec = get_codec(codec)
+        self.codecs = (self._codec.name,)
 
     def get(self, key: KVKey) -> kvfile.KVFile | None:
         """See :meth:`KVStore.get`."""
@@ -87,8 +93,10 @@ class RemoteStore(KVStore):
             if (head := self._calls(lambda: self._head(key, HEAD_BYTES))) is not None:
                 source = _RemoteSource(self, key, head)
                 found = kvfile.KVFile(source, key, self.tier, self._discard, self._events, AT_ONCE)
+        except UnknownCodecError as error:
+            _log.warning("%s", error)
         except (DamagedKVError, StoreUnavailableError):  # told already
-            found = None
+            pass
         self._events.add("misses" if found is None else "hits")
         return found
 
@@ -146,7 +154,8 @@ class RemoteStore(KVStore):
         except StoreUnavailableError as error:
             out = self._calls.out or str(error)
         counted, reads = self._events.counts(), self._events.reads.taken()
-        return StoreStats(self.tier, entries, nbytes, self.budget, **counted, reads=reads, out=out)
+        codec = self._codec.name
+        return StoreStats(self.tier, entries, nbytes, self.budget, **counted, reads=reads, out=out, codec=codec)
 
     def activity(self) -> dict[str, Activity]:
         """See :meth:`KVStore.activity`."""

@@ -43,6 +43,7 @@ class TieredStore(KVStore):
             raise InputError("a tiered KV store needs at least one tier")
         self.tiers = tuple(tiers)
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
+        self.codecs = tuple(dict.fromkeys(name for tier in tiers for name in tier.codecs))
         self._events = Events()
         self._lock = threading.RLock()  # reentrant: a handle can end by garbage collection while it is held
         self._promoting = 0
@@ -226,7 +227,7 @@ class _Promotion(StoredKV):
         self.num_layers = source.num_layers
         self.num_tokens = source.num_tokens
         self.start = source.start
-        self.nbytes = source.nbytes
+        self.nbytes, self.stored_nbytes = source.nbytes, source.stored_nbytes
         self.tier = source.tier
         self.at_once = source.at_once
         self._end = weakref.finalize(self, on_end, source.nbytes)

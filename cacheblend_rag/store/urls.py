@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.base import TIMEOUT_S, KVStore
+from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.memory import MemoryStore
 
@@ -59,6 +61,7 @@ class TierURL:
         budget: Bytes to hold; None: no limit, of RAM and of the disk the usual share.
         ttl_s: Seconds after which an entry is gone; None: never.
         timeout_s: Seconds that a look-up or a read may take.
+        codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); RAM holds them as they are.
         config: Further options, of an object store.
     """
 
@@ -68,6 +71,7 @@ class TierURL:
     budget: int | None = None
     ttl_s: float | None = None
     timeout_s: float = TIMEOUT_S
+    codec: str = RAW
     config: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -110,20 +114,26 @@ def _parse(url: str) -> TierURL:
     if scheme not in {"ram", "file", "unix"} and not parts.netloc:
         raise InputError(f"{url!r} lacks a {'bucket' if scheme in _OBJECTS else 'host'}; {_EXAMPLE}.")
     taken: dict[str, Callable[[str], object]] = {"budget": parse_size}
+    if scheme != "ram":
+        taken["codec"] = _codec
     if scheme not in {"ram", "file"}:
         taken |= {"ttl": parse_duration, "timeout": parse_duration}
     for name, parse in taken.items():
         if name in options:
-            field = name if name == "budget" else f"{name}_s"
+            field = f"{name}_s" if name in {"ttl", "timeout"} else name
             tier = replace(tier, **{field: parse(options.pop(name))})  # type: ignore[arg-type]
     config = () if scheme not in _OBJECTS else tuple(sorted(options.items()))
     if options and scheme in {"ram", "file"}:
-        raise InputError(f"{url!r}: {', '.join(options)} is no option of this tier; it takes budget.")
+        raise InputError(f"{url!r}: {', '.join(options)} is no option of this tier; it takes {' and '.join(taken)}.")
     query = urlencode(options) if scheme in _REDIS else ""
     own = urlunsplit((scheme.replace("valkey", "redis"), parts.netloc, parts.path, query, ""))
     if not parts.netloc:  # which urlunsplit writes with one slash
         own = f"{scheme}://{parts.path}{'?' if query else ''}{query}"
     return replace(tier, url=own, config=config)
+
+
+def _codec(text: str) -> str:
+    return get_codec(text.replace(" ", "+")).name  # a plus sign in an address stands for a space
 
 
 def password_in(urls: str) -> bool:
@@ -152,21 +162,21 @@ def open_tier(
     if tier.scheme == "file":
         if not tier.place and home is None:
             raise InputError("file:// without a path means a store's own directory, and there is none; add the path.")
-        disk = DiskStore(Path(tier.place).expanduser() if tier.place else home or Path(), tier=name)
+        root = Path(tier.place).expanduser() if tier.place else home or Path()
+        disk = DiskStore(root, tier=name, codec=tier.codec)
         disk.budget = disk_budget(disk) if tier.budget is None else tier.budget
         return disk
+    common: Any = {"tier": name, "ttl_s": tier.ttl_s, "timeout_s": tier.timeout_s, "codec": tier.codec}
     extra = "redis" if tier.scheme in _REDIS else "s3"
     try:
         # What is imported here takes packages that not everybody has.
         if extra == "redis":
             from cacheblend_rag.store.redis import RedisStore
 
-            return RedisStore(tier.url, tier.budget, tier=name, ttl_s=tier.ttl_s, timeout_s=tier.timeout_s)
+            return RedisStore(tier.url, tier.budget, **common)
         from cacheblend_rag.store.objects import ObjectStore
     except ImportError as error:
         raise InputError(
             f"A {tier.scheme}:// tier needs a package that is missing ({error}): pip install 'cacheblend-rag[{extra}]'"
         ) from error
-    return ObjectStore.at(
-        tier.url, tier.budget, tier=name, ttl_s=tier.ttl_s, timeout_s=tier.timeout_s, **dict(tier.config)
-    )
+    return ObjectStore.at(tier.url, tier.budget, **{**common, **dict(tier.config)})

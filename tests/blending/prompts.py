@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from tests.blending.reference import Part
@@ -59,3 +60,9 @@ def engine_for(model: Any, scene: Scene, **options: Any) -> Any:
     from cacheblend_rag.engines.transformers import TransformersEngine
 
     return TransformersEngine(model, device="cpu", header=scene.header, **options)
+
+
+def entries_of(engine: Any, store: Any, scene: Scene) -> list[Any]:
+    """What a store, one of the engine's tiers say, has of the scene's header and chunks."""
+    entries = Entries(store, engine.fingerprint, scene.header)
+    return [entries.get(ids, engine.num_layers) for ids in ((), *(chunk.token_ids for chunk in scene.chunks))]

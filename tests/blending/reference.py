@@ -195,3 +195,43 @@ def question_attention(model: Any, header: list[int], parts: Sequence[Part]) -> 
         start += len(part.ids)
         last = start if part.kind == "stale" else last
     return torch.stack([weights[:, last:].mean((0, 1)) for weights in reused.weights]).mean(0)
+
+
+def int8(x: torch.Tensor) -> torch.Tensor:
+    """What is read back of numbers stored as int8, each row along the last dimension with a scale that is a power of two."""
+    largest = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-300)
+    scale = 2.0 ** (largest / 127).log2().ceil()
+    return ((x.double() / scale).round() * scale).to(x.dtype)
+
+
+def reuse_int8(model: Any, parts: Sequence[Part], exact: Sequence[Any]) -> torch.Tensor:
+    """Full reuse of header and chunks whose KV, given as it was computed, was stored as :func:`int8`; logits ``[vocab]``.
+
+    Keys are then rotated on by the formula of plain RoPE over halves.
+    """
+    ids = [i for part in parts for i in part.ids]
+    stored = torch.zeros(len(ids), dtype=torch.bool)
+    found: dict[int, list[torch.Tensor]] = {}
+    start, given = 0, iter(exact)
+    for part in parts:
+        end = start + len(part.ids)
+        if part.kind != "text":
+            stored[start:end] = True
+            kv = next(given)
+            for layer in range(kv.num_layers):
+                k, v = kv.layer(layer)
+                whole = found.setdefault(layer, [x.new_zeros(x.shape[0], len(ids), x.shape[2]) for x in (k, v)])
+                whole[0][:, start:end] = _rotated(model, int8(k), start - kv.start)
+                whole[1][:, start:end] = int8(v)
+        start = end
+    run = _Run(stale=found, is_stale=stored, keep=torch.zeros_like(stored))
+    with _reference_attention(model, run):
+        return _forward(model, ids)
+
+
+def _rotated(model: Any, k: torch.Tensor, by: int) -> torch.Tensor:
+    half = k.shape[-1] // 2
+    theta = model.config.get_text_config().rope_parameters["rope_theta"]
+    angle = by * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    a, b = k[..., :half].double(), k[..., half:].double()
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1).to(k.dtype)

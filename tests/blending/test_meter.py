@@ -13,7 +13,7 @@ from cacheblend_rag.blending.meter import ReadMeter
 from cacheblend_rag.store import events
 from cacheblend_rag.store.events import TierReads
 
-DISK: Any = SimpleNamespace(tier="disk", nbytes=800, num_layers=8)
+DISK: Any = SimpleNamespace(tier="disk", stored_nbytes=800, num_layers=8)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_reads_side_by_side_take_their_time_once(clock) -> None:
 
 def test_ram_is_not_measured_and_a_read_that_fails_has_no_bytes(clock) -> None:
     measured = ReadMeter()
-    with measured.reading(SimpleNamespace(tier="ram", nbytes=800, num_layers=8)):  # type: ignore[arg-type]
+    with measured.reading(SimpleNamespace(tier="ram", stored_nbytes=800, num_layers=8)):  # type: ignore[arg-type]
         clock.s += 1.0
     assert measured.taken() == {}
     with pytest.raises(OSError), measured.reading(DISK):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
@@ -57,6 +58,29 @@ def test_stats_show_each_tier_and_what_earlier_commands_counted(run, model_dir, 
     shown = run("store", "stats", "--store", store).stdout
     assert address in shown
     assert "32.0 MiB" in shown
+
+
+def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_path) -> None:
+    common = ("--store", tmp_path / "store", "--model", model_dir)
+    kv = ("--kv", "ram://64MiB,file://?codec=int8")
+    indexed = as_json(run("index", documents, *common, "--chunk-tokens", 40, *kv, "--json"))
+    stored = sum(file.stat().st_size for file in (tmp_path / "store" / "kv").rglob("*.safetensors"))
+    assert indexed["kv_bytes"] == stored
+    tiers = as_json(run("store", "stats", "--store", tmp_path / "store", "--json"))["kv"]["tiers"]
+    assert [(tier["tier"], tier["codec"]) for tier in tiers] == [("ram", None), ("disk", "int8")]
+    answer = as_json(run("ask", QUESTION, *common, "--max-tokens", 2, "--json"))
+    assert (answer["mode"], {load["tier"] for load in answer["loads"]}) == ("blend", {"disk"})
+    assert "int8" in run("store", "stats", "--store", tmp_path / "store").stdout.split("disk")[1].splitlines()[0]
+
+
+def test_ask_writes_its_trace_and_says_before_it_answers_that_it_cannot(run, model_dir, store, tmp_path) -> None:
+    common = ("--store", store, "--model", model_dir, "--max-tokens", 2)
+    assert run("ask", QUESTION, *common, "--trace", tmp_path / "out.json").exit_code == 0
+    kinds = {event.get("cat") for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]}
+    assert {"computing", "loading"} <= kinds
+    refused = run("ask", QUESTION, *common, "--trace", tmp_path / "none" / "out.json")
+    assert refused.exit_code == 2
+    assert "cannot be written" in refused.stderr
 
 
 def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tmp_path) -> None:

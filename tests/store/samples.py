@@ -17,11 +17,16 @@ def key_of(number: int) -> KVKey:
     return KVKey(hashlib.sha256(str(number).encode()).hexdigest()[:40])
 
 
+def numbers(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Random eighths up to 15/8 and no -0, which every codec can hold: what is read must be what was put, bit for bit."""
+    return (4 * torch.randn(shape, generator=generator)).round().clamp(-15, 15) / 8 + 0.0
+
+
 def kv_of(number: int, layers: int = 2, tokens: int = 3, dtype: torch.dtype = torch.float32) -> ChunkKV:
     generator = torch.Generator().manual_seed(number)
 
     def tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return numbers(*shape, generator=generator).to(dtype)
 
     return ChunkKV([LayerKV(tensor(2, tokens, 4), tensor(2, tokens, 6)) for _ in range(layers)], start=number % 7)
 

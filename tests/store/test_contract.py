@@ -18,38 +18,45 @@ from cacheblend_rag.store.block import flat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
-from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
+from tests.store.samples import key_of, kv_of, memory_directory, numbers, ranked, same
 
 Open = Callable[[int | None], KVStore]
 """Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
 
 
-@pytest.fixture(params=["memory", "disk", "tiered", "tiered_disk_only", "redis", "objects", "s3", "tiered_redis"])
+PLAIN = ["memory", "disk", "tiered", "tiered_disk_only", "redis", "objects", "s3", "tiered_redis"]
+ENCODED = ["disk:int8", "disk:fp8", "tiered:int8", "redis:k16v8", "objects:int8", "tiered_redis:fp8"]
+
+
+@pytest.fixture(params=PLAIN + ENCODED)
 def open_with(request: pytest.FixtureRequest) -> Iterator[Open]:
+    kind, _, codec = request.param.partition(":")
+    codec = codec or "none"
+
     def remote() -> dict[str, Callable[[int | None], KVStore]]:
-        if request.param in {"redis", "tiered_redis"}:
+        if kind in {"redis", "tiered_redis"}:
             url = request.getfixturevalue("redis_url")
-            return {"redis": lambda budget: RedisStore(url, budget)}
-        if request.param == "s3":
+            return {"redis": lambda budget: RedisStore(url, budget, codec=codec)}
+        if kind == "s3":
             url = request.getfixturevalue("s3_url")
             endpoint = request.getfixturevalue("s3_endpoint")
-            return {"s3": lambda budget: ObjectStore.at(url, budget, endpoint=endpoint, timeout_s=30)}
+            return {"s3": lambda budget: ObjectStore.at(url, budget, endpoint=endpoint, timeout_s=30, codec=codec)}
         bucket = obstore.store.MemoryStore()
-        return {"objects": lambda budget: ObjectStore(bucket, budget)}
+        return {"objects": lambda budget: ObjectStore(bucket, budget, codec=codec)}
 
     with memory_directory() as root:
-        yield from _opener(request.param, root, remote())
+        yield from _opener(kind, codec, root, remote())
 
 
-def _opener(kind: str, root: Path, remote: dict[str, Callable[[int | None], KVStore]]) -> Iterator[Open]:
+def _opener(kind: str, codec: str, root: Path, remote: dict[str, Callable[[int | None], KVStore]]) -> Iterator[Open]:
     opened: list[KVStore] = []
-    measured = DiskStore(root / "measured")
+    measured = DiskStore(root / "measured", codec=codec)
     measured.put(key_of(0), kv_of(0))
     file_size = measured.stats().nbytes
 
     def open_it(entries: int | None = None) -> KVStore:
         ram = MemoryStore(None if entries is None else entries * kv_of(0).nbytes)
-        disk = DiskStore(root / "store", None if entries is None else entries * file_size)
+        disk = DiskStore(root / "store", None if entries is None else entries * file_size, codec=codec)
         budget = None if entries is None else entries * file_size
         stores: dict[str, KVStore] = {
             "memory": ram,
@@ -94,7 +101,7 @@ def test_what_is_put_is_what_is_got(store: KVStore, dtype: torch.dtype) -> None:
 
 def test_layers_may_differ_in_shape_and_dtype_and_be_read_in_any_order(store: KVStore) -> None:
     kv = ChunkKV(
-        [LayerKV(torch.randn(heads, 5, dim).to(dtype), torch.randn(heads, 5, 2 * dim).to(dtype))
+        [LayerKV(numbers(heads, 5, dim).to(dtype), numbers(heads, 5, 2 * dim).to(dtype))
          for heads, dim, dtype in [(1, 8, torch.float32), (4, 2, torch.bfloat16), (2, 6, torch.float16)]],
         start=9,
     )  # fmt: skip
@@ -107,7 +114,7 @@ def test_layers_may_differ_in_shape_and_dtype_and_be_read_in_any_order(store: KV
 
 
 def test_views_and_shared_tensors_are_stored_as_what_they_show(store: KVStore) -> None:
-    batch = torch.randn(3, 4, 2, 5, 8)
+    batch = numbers(3, 4, 2, 5, 8)
     shared = LayerKV(batch[1, 0].transpose(0, 1), batch[1, 0].transpose(0, 1))
     kv = ChunkKV([shared, shared, LayerKV(batch[1, 2][:, 1:4], batch[1, 3][:, 1:4])], start=0)
     expected = ChunkKV([LayerKV(k.clone(), v.clone()) for k, v in kv.layers], start=0)

@@ -161,7 +161,7 @@ def test_a_broken_count_of_bytes_is_made_anew(root: Path, garbage: bytes) -> Non
 
 
 def test_an_unknown_codec_is_refused(root: Path) -> None:
-    with pytest.raises(InputError, match="unknown KV codec 'zip': use one of raw"):
+    with pytest.raises(InputError, match="unknown KV codec 'zip': use one of none, fp8, int8, k16v8"):
         DiskStore(root, codec="zip")
 
 

@@ -13,6 +13,7 @@ import redis
 import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
+from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
 from cacheblend_rag.store.remote import HEAD_BYTES, RemoteStore
@@ -84,6 +85,38 @@ def test_a_layer_is_one_ranged_read_and_the_others_stay_where_they_are(medium: M
     assert layer_bytes > HEAD_BYTES // 2
     assert asked == [layer_bytes] * 2
     assert store.stats().reads.nbytes == 2 * layer_bytes
+
+
+@pytest.mark.parametrize("codec", ["int8", "k16v8+zstd"])
+def test_an_encoded_layer_is_one_ranged_read_too(medium: Medium, monkeypatch, codec: str) -> None:
+    store, kv = medium.client(codec=codec), kv_of(1, layers=12, tokens=400)
+    store.put(key_of(1), kv)
+    asked = []
+    read = store._range
+    monkeypatch.setattr(
+        store, "_range", lambda key, version, offset, n: asked.append(n) or read(key, version, offset, n)
+    )
+    found = medium.client().get(key_of(1))
+    found.source._store = store
+    for index in (11, 10):
+        assert all(map(torch.equal, found.layer(index), kv.layer(index)))
+    assert len(asked) == 2
+    assert sum(asked) < kv.nbytes // 6
+
+
+def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept_far_away(
+    medium: Medium, monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = get_codec("int8")
+    later.name = "int4"
+    store = medium.client()
+    monkeypatch.setattr(store, "_codec", later)
+    store.put(key_of(1), kv_of(1))
+    reader = medium.client()
+    assert reader.get(key_of(1)) is None
+    assert "unknown KV codec 'int4'" in caplog.text
+    assert reader.contains(key_of(1))
+    assert reader.verify().unreadable == (key_of(1),)
 
 
 def test_another_client_finds_what_one_has_put(medium: Medium) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.blendable import why_not_blendable
 from cacheblend_rag.engines.end_tokens import end_tokens
@@ -60,6 +62,7 @@ class TransformersEngine(BlendEngine):
         runner: The model's own forward.
         rope: Its rotation; None where the gate found none.
         on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
+        trace: Where to record when each layer of a blend is loaded and computed; None for nowhere.
     """
 
     supports_scoring: ClassVar[bool] = True
@@ -117,6 +120,7 @@ class TransformersEngine(BlendEngine):
         self._lock, self._storing = threading.Lock(), threading.Lock()
         self._closed = False
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
+        self.trace: Trace | None = None
         self._end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
         self.rope: Rope | None = None
         refusal = why_not_blendable(config)
@@ -136,7 +140,7 @@ class TransformersEngine(BlendEngine):
         return Entries(self.store, self.fingerprint, self.header_ids)
 
     def _run_gate(self) -> GateReport:
-        report, self.rope = run_gate(self.subject())
+        report, self.rope = run_gate(self.subject(), self.store.codecs)
         return report
 
     def subject(self) -> TransformersSubject:
@@ -228,8 +232,11 @@ class TransformersEngine(BlendEngine):
             self.costs = costs
 
     def _decode(self, token: int, prefill: _Prefill) -> torch.Tensor:
-        with self._lock:
+        with self._lock, self._traced("token of the answer", 1):
             return self.runner.append(torch.tensor([[token]], device=self.runner.device), prefill.cache)[0]
+
+    def _traced(self, name: str, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.trace is None else self.trace.during("computing", name, tokens=tokens)
 
     def _release(self, prefill: _Prefill) -> None:
         """Let go of stored KV, and write back what was missing."""
@@ -312,7 +319,8 @@ class TransformersEngine(BlendEngine):
         # A model that failed the gate may keep something else than KV: it gets its own kind of cache.
         cache = self.runner.new_cache(len(prompt.token_ids)) if self.gate.passed else ModelsOwnCache()
         ids = torch.tensor([prompt.token_ids], device=self.runner.device)
-        logits = self.runner.append(ids, cache)[0]
+        with self._traced("prefill", ids.shape[1]):
+            logits = self.runner.append(ids, cache)[0]
         return _Prefill(plan, began, logits, cache, len(prompt.token_ids))
 
     def _go_on(self, request: Request, plan: BlendPlan, began: float) -> _Prefill:
@@ -329,7 +337,8 @@ class TransformersEngine(BlendEngine):
         settings = request.settings
         target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids)
         schedule = self.profile.schedule(settings.check_layers)
-        result = fuse(plan, target, policy(settings.policy), self.profile.ratio_of(settings, free), schedule)
+        ratio = self.profile.ratio_of(settings, free)
+        result = fuse(plan, target, policy(settings.policy), ratio, schedule, self.trace)
         assert target.logits is not None
         return _Prefill(
             plan,

@@ -50,6 +50,7 @@ class BlendWorker(BaseWorker):
             "reason": gate.reason,
             "errors": gate.errors,
             "first_token_kl": gate.first_token_kl,
+            "codecs": gate.codecs,
         }
 
     def cacheblend_backend(self) -> dict[str, str]:

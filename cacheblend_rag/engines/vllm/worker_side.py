@@ -59,7 +59,7 @@ class WorkerSide:
         if refusal is not None:
             self.gate = GateReport(False, refusal)
             return
-        self.gate, self._rope = _gate(paged)
+        self.gate, self._rope = _gate(paged, self._entries.store.codecs)
         if self._rope is not None:
             self.saver.bind(paged, self._rope)
             self._entries.store.pin_for(device)
@@ -131,12 +131,12 @@ class WorkerSide:
         self.saver.close()
 
 
-def _gate(paged: PagedModel) -> tuple[GateReport, Rope | None]:
+def _gate(paged: PagedModel, codecs: Sequence[str]) -> tuple[GateReport, Rope | None]:
     """Run the parity gate with the kernels, where every rank has them; without, if the model does not pass it with them."""
     kernels = paged.find_kernels()
     for chosen in (kernels, None) if all_ranks(kernels is not None) else (None,):
         paged.kernels = chosen
-        report, rope = run_gate(PagedSubject(paged))
+        report, rope = run_gate(PagedSubject(paged), codecs)
         if all_ranks(report.passed):
             break
         report = GateReport(False, report.reason or "another rank failed it")

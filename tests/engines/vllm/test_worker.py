@@ -143,15 +143,15 @@ def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -
 def test_where_the_gate_fails_with_the_kernels_it_runs_without(monkeypatch: pytest.MonkeyPatch, passing: str) -> None:
     paged = SimpleNamespace(kernels=None, find_kernels=lambda: "the kernels")
 
-    def run_gate(subject: Any) -> tuple[GateReport, None]:
-        assert subject is paged
+    def run_gate(subject: Any, codecs: Any) -> tuple[GateReport, None]:
+        assert (subject, codecs) == (paged, ("int8",))
         passes = {"with them": paged.kernels is not None, "without": paged.kernels is None, "never": False}[passing]
         return GateReport(passes, "" if passes else "off by 9"), None
 
     monkeypatch.setattr(worker_side, "run_gate", run_gate)
     monkeypatch.setattr(worker_side, "PagedSubject", lambda paged: paged)
     monkeypatch.setattr(worker_side, "all_ranks", lambda ok: ok)
-    report, _ = worker_side._gate(paged)  # type: ignore[arg-type]
+    report, _ = worker_side._gate(paged, ("int8",))  # type: ignore[arg-type]
     assert (report.passed, report.reason) == ((False, "off by 9") if passing == "never" else (True, ""))
     assert paged.kernels == ("the kernels" if passing == "with them" else None)
 

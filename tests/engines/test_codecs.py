@@ -1,0 +1,91 @@
+"""KV that a tier stores in fewer bytes, blended by the transformers engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store.codec import through
+from cacheblend_rag.store.kv import ChunkKV
+from tests.blending import reference
+from tests.blending.families import _BASE, make_model
+from tests.blending.prompts import Scene, engine_for, entries_of
+
+SCENE = Scene()
+ONE = SamplingParams(max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model(hf.Qwen3Config(**_BASE, head_dim=16))
+
+
+def first_logits(engine: Any, settings: BlendSettings) -> torch.Tensor:
+    logits: list[torch.Tensor] = []
+    engine.on_first_logits = lambda found: logits.append(found.clone())
+    assert engine.generate(SCENE.prompt, ONE, settings).mode == "blend"
+    return logits[0]
+
+
+def test_an_int8_tier_is_blended_as_a_reference_does_that_rounds_in_plain_torch(model: Any, tmp_path: Path) -> None:
+    exact = MemoryStore()
+    with engine_for(model, SCENE, store=TieredStore([exact, DiskStore(tmp_path, codec="int8")])) as engine:
+        engine.precompute(SCENE.chunks)
+        given = entries_of(engine, exact, SCENE)
+        want = reference.reuse_int8(model, SCENE.parts(), given)
+    with engine_for(model, SCENE, store=DiskStore(tmp_path)) as engine:
+        got = first_logits(engine, BlendSettings(ratio=0.0))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    unrounded = reference.blend(model, SCENE.header, SCENE.parts(), 0.0).logits
+    assert (got - unrounded).abs().max() > 1e-3, "the scene is too easy to tell int8 from exact KV"
+
+
+@pytest.mark.parametrize("codec", ["k16v8", "int8+zstd", "fp8"])
+def test_a_blend_from_disk_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(
+    model: Any, codec: str, tmp_path: Path
+) -> None:
+    ram, decoded = MemoryStore(), MemoryStore()
+    with engine_for(model, SCENE, store=TieredStore([ram, DiskStore(tmp_path, codec=codec)]), rank="now") as engine:
+        engine.precompute(SCENE.chunks)
+        for entry in ram.entries():
+            kv = ram.get(entry.key)
+            layers = [through(codec, layer) for layer in kv.layers]
+            decoded.put(entry.key, ChunkKV(layers, kv.start, static=kv.static_deviation()))
+    with (
+        engine_for(model, SCENE, store=DiskStore(tmp_path)) as far,
+        engine_for(model, SCENE, store=decoded) as near,
+    ):
+        for policy in ("hkvd", "static"):
+            for ratio in (0.0, 0.15):
+                settings = BlendSettings(ratio=ratio, policy=policy)
+                assert torch.equal(first_logits(far, settings), first_logits(near, settings)), settings
+
+
+@pytest.mark.parametrize("codec", ["none", "none+zstd"])
+def test_without_loss_ratio_1_is_the_full_prefill_and_ratio_0_the_reference(
+    model: Any, codec: str, tmp_path: Path
+) -> None:
+    with engine_for(model, SCENE, store=f"file://{tmp_path}?codec={codec}") as engine:
+        engine.precompute(SCENE.chunks)
+        for ratio in (1.0, 0.0):
+            want = reference.blend(model, SCENE.header, SCENE.parts(), ratio).logits
+            torch.testing.assert_close(first_logits(engine, BlendSettings(ratio=ratio)), want, atol=1e-4, rtol=0)
+
+
+def test_an_answer_says_how_many_bytes_were_stored_of_what_it_loaded(model: Any, tmp_path: Path) -> None:
+    loaded = {}
+    for codec in ("none", "int8"):
+        with engine_for(model, SCENE, store=f"file://{tmp_path}/{codec}?codec={codec}") as engine:
+            engine.precompute(SCENE.chunks)
+            loads = engine.generate(SCENE.prompt, ONE, BlendSettings(ratio=0.0)).loads
+            stored = engine.store.stats().nbytes
+            loaded[codec] = sum(load.nbytes for load in loads)
+            assert 0.9 * stored <= loaded[codec] <= stored
+    assert loaded["int8"] < loaded["none"]

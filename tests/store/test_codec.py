@@ -1,0 +1,283 @@
+"""KV in fewer bytes: how far off numbers may be, that they drift no further, and what must stay exact."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from cacheblend_rag.errors import DamagedKVError, InputError
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, kvfile, open_store
+from cacheblend_rag.store.block import flat, plain
+from cacheblend_rag.store.codec import get_codec, is_lossy
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.urls import parse_tiers
+from tests.store.samples import key_of, kv_of, same
+
+LOSSY = ["fp8", "int8", "k16v8"]
+ALL = [name + zstd for name in ("none", *LOSSY) for zstd in ("", "+zstd")]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def stored(codec: str, layer: LayerKV) -> dict[str, torch.Tensor]:
+    return {name: tensor.contiguous() for name, tensor in get_codec(codec).encode(layer).items()}
+
+
+def decoded(codec: str, tensors: dict[str, torch.Tensor]) -> LayerKV:
+    return get_codec(codec).decode(tensors, plain)
+
+
+@st.composite
+def tensors(draw: Any, dtype: torch.dtype) -> torch.Tensor:
+    """``[kv_heads, tokens, head_dim]`` with every power of two of the dtype, 0, and groups that differ by many of them."""
+    shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 9)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    info = torch.finfo(dtype)
+    lowest = int(torch.tensor(info.tiny, dtype=torch.float64).log2()) - 12
+    highest = int(torch.tensor(info.max, dtype=torch.float64).log2()) - 1
+    around = torch.randint(lowest, highest, shape[:2], generator=generator)
+    spread = draw(st.sampled_from([0, 1, 8, 40]))
+    exponents = around[..., None] - torch.randint(0, spread + 1, shape, generator=generator)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64).clamp(-2, 2) * torch.exp2(exponents.double())
+    return (x * (torch.rand(shape, generator=generator) > 0.1)).clamp(-info.max / 2, info.max / 2).to(dtype)
+
+
+@st.composite
+def layers(draw: Any) -> LayerKV:
+    dtype = draw(st.sampled_from(DTYPES))
+    return LayerKV(draw(tensors(dtype)), draw(tensors(dtype)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(layer=layers(), codec=st.sampled_from(ALL))
+def test_encoding_what_was_decoded_gives_the_same_bytes_again(layer: LayerKV, codec: str) -> None:
+    once = stored(codec, layer)
+    found = decoded(codec, once)
+    assert [x.dtype for x in found] == [x.dtype for x in layer]
+    assert [x.shape for x in found] == [x.shape for x in layer]
+    again = stored(codec, found)
+    assert {name: bits(x) for name, x in again.items()} == {name: bits(x) for name, x in once.items()}
+
+
+def steps_int8(x: torch.Tensor) -> torch.Tensor:
+    """The scale of each head and token: the smallest power of two of which 127 reach the largest number."""
+    largest = x.double().abs().amax(2, keepdim=True)
+    return torch.exp2((largest / 127).log2().ceil()).where(largest > 0, 0.0)
+
+
+def steps_fp8(x: torch.Tensor) -> torch.Tensor:
+    """The distance of neighbouring numbers at each number: 3 bits behind the first, down to 1/512 of the scale of the head."""
+    largest = x.double().abs().amax((1, 2), keepdim=True)
+    scale = torch.exp2((largest / 464).log2().ceil()).where(largest > 0, 0.0)
+    own = torch.exp2(x.double().abs().log2().floor() - 3)
+    return torch.maximum(own, scale / 512).where(x != 0, 0.0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(layer=layers())
+@example(layer=LayerKV(torch.full((1, 1, 2), 127.0), torch.full((1, 1, 2), 464.0)))
+@example(layer=LayerKV(torch.tensor([[[127.5, 1.0]]]), torch.tensor([[[465.0, 1.0]]])))
+@pytest.mark.parametrize(("codec", "steps"), [("int8", steps_int8), ("fp8", steps_fp8)])
+def test_no_number_is_off_by_more_than_half_a_step(codec: str, steps: Any, layer: LayerKV) -> None:
+    for x, found in zip(layer, decoded(codec, stored(codec, layer)), strict=True):
+        info = torch.finfo(x.dtype)
+        least = max(info.tiny * info.eps, torch.finfo(torch.promote_types(x.dtype, torch.float32)).tiny)
+        error = (found.double() - x.double()).abs()
+        assert bool((error <= torch.maximum(steps(x), torch.tensor(least, dtype=torch.float64)) / 2).all())
+
+
+def test_int8_keeps_more_of_small_numbers_beside_an_outlier_in_another_token_or_head() -> None:
+    layer = LayerKV(torch.full((2, 3, 8), 0.01), torch.full((2, 3, 8), 0.01))
+    layer.k[0, 1, 3] = 1000.0
+    found = decoded("int8", stored("int8", layer)).k
+    far = torch.ones(2, 3, dtype=torch.bool)
+    far[0, 1] = False
+    assert torch.allclose(found[far], torch.tensor(0.01), rtol=1 / 127)
+    assert found[0, 1, 3] == 1000.0
+    assert bool((found[0, 1, :3] == 0).all())
+
+
+@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_stay_zeros(codec: str, dtype: torch.dtype) -> None:
+    layer = LayerKV(torch.zeros(2, 3, 4, dtype=dtype), torch.zeros(2, 3, 6, dtype=dtype))
+    found = decoded(codec, stored(codec, layer))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, layer, strict=True))
+
+
+@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan"), 60000.0])
+def test_what_eight_bits_cannot_hold_stays_as_it_is(codec: str, odd: float) -> None:
+    layer = LayerKV(torch.randn(2, 3, 4).half(), torch.randn(2, 3, 6).half())
+    layer.k[1, 2, 3] = layer.v[0, 1, 2] = odd
+    found = decoded(codec, stored(codec, layer))
+    assert [bits(a) for a in found] == [bits(b) for b in layer]
+
+
+def test_k16v8_keeps_keys_bit_for_bit() -> None:
+    layer = LayerKV(torch.randn(2, 30, 16).bfloat16(), torch.randn(2, 30, 16).bfloat16())
+    found = decoded("k16v8", stored("k16v8", layer))
+    assert torch.equal(found.k, layer.k)
+    assert not torch.equal(found.v, layer.v)
+    assert torch.equal(found.v, decoded("int8", stored("int8", layer)).v)
+
+
+@pytest.mark.parametrize("codec", ALL)
+def test_a_decoded_layer_is_one_block_in_the_readers_memory(codec: str, tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, codec=codec)
+    store.put(key_of(1), kv_of(1))
+    taken: list[torch.Tensor] = []
+
+    def take(nbytes: int) -> torch.Tensor:
+        taken.append(plain(nbytes))
+        return taken[-1]
+
+    found = store.get(key_of(1)).layer_in(1, take)
+    assert flat(found) is not None
+    assert [memory.untyped_storage().data_ptr() for memory in taken] == [found.k.untyped_storage().data_ptr()]
+
+
+@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_entry_is_smaller_by_what_its_codec_says(codec: str, dtype: torch.dtype) -> None:
+    kv = ChunkKV([LayerKV(torch.randn(4, 64, 128).to(dtype), torch.randn(4, 64, 128).to(dtype))] * 2, 0)
+    size = kvfile.encode(key_of(1), kv, get_codec(codec)).nbytes / kv.nbytes
+    most = {"none": 1.0, "fp8": 1 / dtype.itemsize, "int8": 1 / dtype.itemsize, "k16v8": 0.5 + 0.5 / dtype.itemsize}
+    assert size <= most[codec.removesuffix("+zstd")] + 0.02
+
+
+def test_layers_of_an_encoded_entry_lie_one_after_another(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, codec="k16v8")
+    store.put(key_of(1), kv_of(1, layers=12))
+    (file,) = tmp_path.glob("kv/*/*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        assert list(opened.offset_keys()) == [f"layer.{index:05d}.packed" for index in range(12)]
+        assert opened.metadata()["codec"] == "k16v8"
+
+
+def test_a_static_deviation_stays_exact(tmp_path: Path) -> None:
+    static = torch.tensor([1.0 + 1e-6, 1e-20, 3e20])
+    store = DiskStore(tmp_path, codec="int8+zstd")
+    store.put(key_of(1), ChunkKV(kv_of(1).layers, 0, static=static))
+    assert torch.equal(store.get(key_of(1)).static_deviation(), static)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int8+zstd"])
+def test_a_snapshot_of_a_recurrent_model_stays_exact_as_a_whole(codec: str, tmp_path: Path) -> None:
+    kv = LayerKV(torch.randn(2, 5, 8), torch.randn(2, 5, 8))
+    state = LayerKV(torch.randn(16, 4), torch.randn(2, 8, 8))  # of a convolution, and of a recurrence
+    snapshot = ChunkKV([kv, state, LayerKV(torch.randn(16, 5), torch.empty(0))], 3)
+    store = DiskStore(tmp_path, codec=codec)
+    store.put(key_of(1), snapshot)
+    assert same(store.get(key_of(1)), snapshot)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_promotion_holds_the_decoded_numbers_and_going_down_again_changes_no_byte(codec: str, tmp_path: Path) -> None:
+    kv = ChunkKV([LayerKV(torch.randn(2, 9, 8), torch.randn(2, 9, 8)) for _ in range(3)], 4)
+    disk, ram, below = DiskStore(tmp_path / "a", codec=codec), MemoryStore(), DiskStore(tmp_path / "b", codec=codec)
+    disk.put(key_of(1), kv)
+    with TieredStore([ram, disk]) as store:
+        store.get(key_of(1)).finish()
+        assert same(disk.get(key_of(1)), ram.get(key_of(1)))
+        assert not same(ram.get(key_of(1)), kv)
+        below.put(key_of(1), ram.get(key_of(1)))
+        first, second = (load_file(next(root.glob("kv/*/*.safetensors"))) for root in (disk.root, below.root))
+        assert {name: bits(x) for name, x in first.items()} == {name: bits(x) for name, x in second.items()}
+
+
+@pytest.mark.parametrize("codec", ALL)
+def test_damage_anywhere_in_a_layer_is_found_whatever_its_codec(codec: str, tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, codec=codec)
+    for at in range(7):
+        store.put(key_of(1), kv_of(1))
+        (file,) = tmp_path.glob("kv/*/*.safetensors")
+        data = bytearray(file.read_bytes())
+        size = len(data) - int.from_bytes(data[:8], "little") - 8  # of the layers
+        data[len(data) - 1 - at * (size - 1) // 6] ^= 4
+        file.write_bytes(data)
+        found = store.get(key_of(1))
+        with pytest.raises(DamagedKVError):
+            [found.layer(index) for index in range(2)]
+        assert store.get(key_of(1)) is None
+
+
+@pytest.mark.parametrize("lie", [b"", b"no safetensors", b"\xff" * 64])
+@pytest.mark.parametrize("codec", ["int8", "int8+zstd"])
+def test_bytes_that_are_no_layer_are_damage_although_their_checksum_is_right(
+    codec: str, lie: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, codec=codec)
+    with monkeypatch.context() as patched:
+        packed = {"packed": torch.tensor(list(lie), dtype=torch.uint8)}
+        patched.setattr(type(store._codec), "encode", lambda self, layer: packed)
+        store.put(key_of(1), kv_of(1))
+    with pytest.raises(DamagedKVError, match="layer 0"):
+        store.get(key_of(1)).layer(0)
+    assert not store.contains(key_of(1))
+
+
+def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = get_codec("int8")
+    later.name = "int4"
+    store = DiskStore(tmp_path)
+    monkeypatch.setattr(store, "_codec", later)
+    store.put(key_of(1), kv_of(1))
+    reader = DiskStore(tmp_path)
+    assert reader.get(key_of(1)) is None
+    assert "unknown KV codec 'int4'" in caplog.text
+    assert reader.verify() == type(reader.verify())(1, (), (key_of(1),))
+    assert reader.contains(key_of(1))
+    assert reader.stats().damaged == 0
+
+
+def test_without_the_package_zstandard_is_refused_and_its_entries_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DiskStore(tmp_path, codec="none+zstd").put(key_of(1), kv_of(1))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(InputError, match=r"pip install 'cacheblend-rag\[zstd\]'"):
+        DiskStore(tmp_path, codec="int8+zstd")
+    assert DiskStore(tmp_path).get(key_of(1)) is None
+    monkeypatch.undo()
+    assert same(DiskStore(tmp_path).get(key_of(1)), kv_of(1))
+
+
+def test_which_codecs_change_numbers() -> None:
+    assert [name for name in ALL if is_lossy(name)] == [name for name in ALL if not name.startswith("none")]
+
+
+def test_each_tiers_address_says_its_codec(tmp_path: Path) -> None:
+    urls = (
+        f"ram://1MiB,file://{tmp_path}?codec=int8,redis://host:6379/0?codec=k16v8+zstd&db=1,s3://b/p?codec=fp8%2Bzstd"
+    )
+    ram, disk, redis, s3 = parse_tiers(urls)
+    assert [tier.codec for tier in (ram, disk, redis, s3)] == ["raw", "int8", "k16v8+zstd", "fp8+zstd"]
+    assert (redis.url, s3.config) == ("redis://host:6379/0?db=1", ())
+    with open_store(f"ram://,file://{tmp_path}?codec=int8") as store:
+        assert [(tier.tier, tier.codec) for tier in store.stats().tiers] == [("ram", "raw"), ("disk", "int8")]
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("file:///kv?codec=int3", "unknown KV codec 'int3'"),
+        ("ram://1GiB?codec=int8", "codec is no option of this tier"),
+    ],
+)
+def test_an_address_with_a_codec_that_cannot_be_is_refused(url: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        parse_tiers(url)
