@@ -54,10 +54,15 @@ def serve(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="If vLLM does not start, show all that its processes say about it.")
     ] = False,
+    allow_no_key: Annotated[
+        bool,
+        typer.Option("--allow-no-key", help="Listen beyond this machine (--host) although no API key is set."),
+    ] = False,
 ) -> None:
     """Serve the OpenAI API over vLLM, with blending and /v1/chunks.
 
     Any flag of vLLM's server may follow: --port, --api-key, --tensor-parallel-size, --max-model-len...
+    It listens to this machine alone (127.0.0.1); --host 0.0.0.0 needs an API key (CACHEBLEND_API_KEY or --api-key).
     """
     import cacheblend_rag.engines.vllm  # noqa: F401  (first: it says what to install where vLLM is missing)
     from cacheblend_rag.server.arguments import ServeOptions
@@ -84,6 +89,7 @@ def serve(
         options.nbytes(max_request_size),
         options.nbytes(kv_memory) if kv_memory else None,
         verbose,
+        allow_no_key,
     )
     run(chosen, flags)
 
