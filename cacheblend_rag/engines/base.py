@@ -21,7 +21,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import iterate_in_thread
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, tokenize
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -153,7 +153,7 @@ class BlendEngine(ABC):
             return prompt
         if not isinstance(prompt, str):
             return tokenize(prompt, self.tokenizer, self.registry)
-        tokens = tokenize(BlendPrompt(tuple(self.registry.find(prompt))), self.tokenizer, self.registry)
+        tokens = tokenize(text_prompt(self.tokenizer, prompt, self.registry), self.tokenizer, self.registry)
         return tokens if tokens.spans else replace(tokens, text=prompt)
 
     def request(

@@ -12,13 +12,15 @@ import numpy as np
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.matching import OPENINGS, Indices, Signatures, TextTable, signatures_of
+from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable, signatures_of
 
 MATCH_WINDOW = OPENINGS[0]
 """Characters a chunk needs to be found by content: a phrase like "Yes, it is." stands in many prompts by chance, and reusing
 three tokens of KV gains nothing."""
 
 _MAX_SOURCES = 16
+_MAX_WRONG = 1024
+"""Chunks that may be read for a prompt and not stand there, having the hash of what does: removed, or forged to."""
 _PAGE = 256
 _SMALL = 4096
 
@@ -154,27 +156,60 @@ class ChunkRegistry:
         return [found[name] for name in sorted(found)[:most]]
 
     def find(self, text: str) -> list[str | Chunk]:
-        """Split plain text into text and known chunks.
+        """Split plain text into text and the known chunks of :meth:`places`.
 
-        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it.
         Joining the texts of the result gives back ``text``; no piece is empty.
         """
         found: list[str | Chunk] = []
         end = 0
+        for at, chunk in self.places(text):
+            found += [text[end:at], chunk] if at > end else [chunk]
+            end = at + len(chunk.text)
+        if end < len(text):
+            found.append(text[end:])
+        return found
+
+    def places(self, text: str, barred: Sequence[Range] = ()) -> list[tuple[int, Chunk]]:
+        """Return where known chunks stand in ``text``, ascending.
+
+        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it.
+
+        Args:
+            text: Plain text.
+            barred: Character ranges that no chunk may overlap: ascending, apart.
+        """
+        found: list[tuple[int, Chunk]] = []
+        end = 0
         table, sources = self._table, self._sources
-        candidates = table.candidates(text)
+        candidates = table.candidates(text).away_from(barred)
+        reads = _MAX_WRONG
         for at, number in zip(candidates.at.tolist(), candidates.number.tolist(), strict=True):
             if at < end:
                 continue
             chunk = _chunk_at(sources, number)
             if chunk is None or not text.startswith(chunk.text, at):
+                reads -= 1
+                if not reads:
+                    break
                 continue
-            if at > end:
-                found.append(text[end:at])
-            found.append(chunk)
+            found.append((at, chunk))
             end = at + len(chunk.text)
-        if end < len(text):
-            found.append(text[end:])
+        return found
+
+    def covering(self, text: str, ranges: Sequence[Range]) -> list[Range]:
+        """Return where known chunks stand that overlap any of ``ranges`` (ascending, apart), and maybe each other."""
+        table, sources = self._table, self._sources
+        candidates = table.candidates(text).touching(ranges)
+        found: list[Range] = []
+        reads = _MAX_WRONG
+        for at, length, number in zip(*(column.tolist() for column in candidates.columns), strict=True):
+            if found and at + length <= found[-1][1]:
+                continue  # it covers nothing more
+            reads -= 1
+            chunk = _chunk_at(sources, number) if reads > 0 else None
+            # After many of them the hash is taken at its word.
+            if reads <= 0 or (chunk is not None and text.startswith(chunk.text, at)):
+                found.append((at, at + length))
         return found
 
     def _take_up(self, number: int) -> bool:

@@ -195,7 +195,7 @@ def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
         return
     raise InputError(
         f"--host {args.host!r} lets other machines in, and no API key is set: whoever reaches the server could read and delete "
-        f"every chunk. Set CACHEBLEND_API_KEY (or give --api-key), or leave out --host to serve this machine alone ({_LOOPBACK}). "
+        f"every chunk. Set CACHEBLEND_API_KEY (or give --api-key), or leave out --host to serve {_LOOPBACK} alone. "
         "Where something in front of the server checks who asks, --allow-no-key serves all the same."
     )
 
