@@ -45,6 +45,9 @@ def serve(
     ] = True,
     budgets: BudgetOptions,
     max_request_size: Annotated[str, typer.Option(help="Largest request body, as 32MiB.")] = "32MiB",
+    max_chunks: Annotated[
+        int, typer.Option(min=1, help="How many chunks may be registered with POST /v1/chunks.")
+    ] = 1_000_000,
     kv_memory: Annotated[
         str | None,
         typer.Option(
@@ -87,6 +90,7 @@ def serve(
         ram,
         disk,
         options.nbytes(max_request_size),
+        max_chunks,
         options.nbytes(kv_memory) if kv_memory else None,
         verbose,
         allow_no_key,

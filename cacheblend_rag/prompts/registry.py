@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import count
 from typing import Protocol
 
-import numpy as np
-
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable, signatures_of
+from cacheblend_rag.prompts.added import AddedChunks
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id
+from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable
 
 MATCH_WINDOW = OPENINGS[0]
 """Characters a chunk needs to be found by content: a phrase like "Yes, it is." stands in many prompts by chance, and reusing
@@ -61,7 +59,7 @@ class ChunkRegistry:
 
     def __init__(self, chunks: Iterable[Chunk] = ()):
         """Start with ``chunks``."""
-        self._added = _Added()
+        self._added = AddedChunks()
         self._sources: tuple[ChunkSource, ...] = (self._added,)
         self._taken: list[tuple[Hashable, int]] = [(None, 0)]  # of each source: its generation then, and the last row
         self._table = TextTable()
@@ -134,6 +132,20 @@ class ChunkRegistry:
             StoreError: A source cannot be read.
         """
         return next((found for source in self._sources if (found := source.named(chunk_id)) is not None), None)
+
+    def others_have(self, chunk: Chunk) -> bool:
+        """Say whether a chunk of another id has the text of ``chunk``, and so its KV.
+
+        Raises:
+            StoreError: A source cannot be read.
+        """
+        usual = chunk_id(chunk.text)
+        if usual != chunk.id and (found := self.get(usual)) is not None and found.text == chunk.text:
+            return True
+        candidates, sources = self._table.candidates(chunk.text), self._sources
+        whole = candidates.number[(candidates.at == 0) & (candidates.length == len(chunk.text))]
+        known = (_chunk_at(sources, number) for number in whole.tolist())
+        return any(other is not None and other.text == chunk.text and other.id != chunk.id for other in known)
 
     def __len__(self) -> int:
         """Count the chunks; one in two sources counts in both."""
@@ -254,58 +266,3 @@ def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:
     except StoreError as error:
         _log.warning("A chunk in the prompt is taken for text: %s", error)
         return None
-
-
-class _Added:
-    """The chunks in memory."""
-
-    def __init__(self) -> None:
-        self._rows = count(1)
-        self._row_of: dict[str, int] = {}
-        self._chunks: dict[int, Chunk] = {}
-        self._last = 0
-
-    @property
-    def generation(self) -> int:
-        return self._last
-
-    def put(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
-            row = self._row_of.get(chunk.id)
-            if row is not None and self._chunks[row].text != chunk.text:
-                del self._chunks[row]
-                row = None
-            if row is None:
-                row = self._last = next(self._rows)
-            self._chunks[row] = chunk
-            self._row_of[chunk.id] = row
-
-    def remove(self, chunk_ids: Iterable[str]) -> None:
-        for chunk_id in chunk_ids:
-            row = self._row_of.pop(chunk_id, None)
-            if row is not None:
-                del self._chunks[row]
-
-    def ids(self) -> list[str]:
-        return list(self._row_of)
-
-    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
-        new = [row for row in range(after + 1, self._last + 1) if row in self._chunks]
-        return np.array(new, np.int64), signatures_of([self._chunks[row].text for row in new])
-
-    def chunk_at(self, row: int) -> Chunk | None:
-        return self._chunks.get(row)
-
-    def known(self, chunk_ids: Sequence[str]) -> set[str]:
-        return {chunk_id for chunk_id in chunk_ids if chunk_id in self._row_of}
-
-    def named(self, chunk_id: str) -> Chunk | None:
-        row = self._row_of.get(chunk_id)
-        return None if row is None else self._chunks.get(row)
-
-    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        names = sorted(name for name in list(self._row_of) if name > chunk_id)[:most]
-        return [chunk for name in names if (chunk := self.named(name)) is not None]
-
-    def count(self) -> int:
-        return len(self._row_of)

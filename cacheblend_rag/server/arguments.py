@@ -20,6 +20,7 @@ from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
+from cacheblend_rag.server.catalogue import DEFAULT_MAX_CHUNKS
 from cacheblend_rag.server.middleware import DEFAULT_BODY_LIMIT
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ _OUR_FLAGS = (
     "--ram-budget",
     "--disk-budget",
     "--max-request-size",
+    "--max-chunks",
     "--kv-memory",
     "--verbose",
     "--allow-no-key",
@@ -80,6 +82,7 @@ class ServeOptions:
         ram_budget: Bytes of KV held in RAM by each worker.
         disk_budget: Bytes of KV on disk.
         max_request_size: Largest request body in bytes.
+        max_chunks: How many chunks may be registered over HTTP.
         kv_memory: Bytes of vLLM's paged KV cache; None takes its share of a GPU, on a CPU four prompts of full length.
         verbose: Show the tracebacks of vLLM's processes where it does not start.
         allow_no_key: Listen where other machines may reach the server although no API key is set.
@@ -93,6 +96,7 @@ class ServeOptions:
     ram_budget: int | None = None
     disk_budget: int | None = None
     max_request_size: int = DEFAULT_BODY_LIMIT
+    max_chunks: int = DEFAULT_MAX_CHUNKS
     kv_memory: int | None = None
     verbose: bool = False
     allow_no_key: bool = False

@@ -83,7 +83,7 @@ async def _serve_engine(
     from cacheblend_rag.engines.vllm.client import BlendClient
 
     client = await BlendClient.connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
-    catalogue = ChunkCatalogue(options.store, client.registry, client.fingerprint)
+    catalogue = ChunkCatalogue(options.store, client.registry, client.fingerprint, options.max_chunks)
     for warning in catalogue.warnings:
         _log.warning(warning)
     try:
@@ -136,7 +136,8 @@ def guard(options: ServeOptions, args: Namespace) -> Limits:
     args.middleware = [*args.middleware, *NAMES]
     # Else vLLM's own check, of /v1 alone, would refuse every key but VLLM_API_KEY.
     args.api_key = api_keys(args)
-    return Limits(tuple(args.api_key), options.max_request_size)
+    local = not (args.api_key or args.uds or options.allow_no_key)
+    return Limits(tuple(args.api_key), options.max_request_size, local=local)
 
 
 def _blend(state: State, client: BlendClient, catalogue: ChunkCatalogue) -> None:

@@ -5,16 +5,20 @@ vLLM adds middleware by name and without arguments, so these read theirs from th
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from dataclasses import dataclass
 from functools import cached_property
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 DEFAULT_BODY_LIMIT = 32 << 20
+DEFAULT_BODY_DEADLINE_S = 60.0
 NAMES = tuple(f"{__name__}.{name}" for name in ("LimitBody", "RequireKey"))
 """For vLLM's ``--middleware``. The last one is asked first: no byte of a body is read without the key."""
 
@@ -28,10 +32,15 @@ class Limits:
     Attributes:
         keys: API keys, each as good as the others; none: everybody may.
         body: Largest request body in bytes.
+        body_deadline_s: Seconds until all of it must have come.
+        local: Whether requests must call the server by a name of this machine: another name may be that of a page in a browser
+            here, whose owner has it resolved to this machine.
     """
 
     keys: tuple[str, ...] = ()
     body: int = DEFAULT_BODY_LIMIT
+    body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
+    local: bool = False
 
     @cached_property
     def digests(self) -> list[bytes]:
@@ -56,7 +65,13 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] not in ("http", "websocket") or _is_preflight(scope) or self._may(scope):
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        if _limits(scope).local and not _called_locally(scope):
+            await _misdirected()(scope, receive, send)
+            return
+        if is_open(scope) or self._may(scope):
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":
@@ -70,7 +85,7 @@ class RequireKey:
 
     def _may(self, scope: Scope) -> bool:
         known = _limits(scope).digests
-        if not known or scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS:
+        if not known:
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # Every key is compared, so that the time taken says nothing about which one nearly fits.
@@ -79,7 +94,10 @@ class RequireKey:
 
 
 class LimitBody:
-    """Answers 413 to requests whose body is larger than the limit, whether they say so or not."""
+    """Answers 413 to requests whose body is larger than the limit, whether they say so or not, and 408 to slow ones.
+
+    What anybody may ask without a key has no body: whatever comes is not read.
+    """
 
     def __init__(self, app: ASGIApp):
         """Guard ``app``."""
@@ -90,28 +108,69 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = _limits(scope).body
-        declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > limit:
-            await _too_large(limit)(scope, receive, send)
+        if is_open(scope):
+            await self._app(scope, _with_body(b"", receive), send)
             return
-        # Every route reads its whole body before it does anything, so holding it here costs nothing more.
-        held: list[Message] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            held.append(message)
-            more = message["type"] == "http.request" and message.get("more_body", False)
-            size += len(message.get("body", b""))
-            if size > limit:
-                await _too_large(limit)(scope, receive, send)
-                return
-        held.reverse()
+        limits = _limits(scope)
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared) > limits.body:
+            await _too_large(limits.body)(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(limits.body_deadline_s):
+                body = await _read(receive, limits.body)
+        except TimeoutError:
+            await _too_slow(limits.body_deadline_s)(scope, receive, send)
+            return
+        if body is None:  # the client has gone
+            return
+        if len(body) > limits.body:
+            await _too_large(limits.body)(scope, receive, send)
+            return
+        await self._app(scope, _with_body(bytes(body), receive), send)
 
-        async def replay() -> Message:
-            return held.pop() if held else await receive()
 
-        await self._app(scope, replay, send)
+def is_open(scope: Scope) -> bool:
+    """Say whether anybody may ask that: a health check, or a CORS preflight, which is answered before any route."""
+    if scope["type"] != "http":
+        return False
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return (path in _OPEN_PATHS and scope["method"] in ("GET", "HEAD")) or _is_preflight(scope)
+
+
+async def _read(receive: Receive, limit: int) -> bytearray | None:
+    """Return a request's body, or its beginning of more than ``limit`` bytes; None if the client goes away."""
+    # Every route reads its whole body before it does anything, so holding it here costs nothing more.
+    body, more = bytearray(), True
+    while more and len(body) <= limit:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    """Return what receives ``body`` first, and nothing that is still coming of another."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return message
+
+    return replay
+
+
+def _too_slow(deadline_s: float) -> JSONResponse:
+    response = error_response(f"The request's body has not come within {deadline_s:g} seconds.", 408, "RequestTimeout")
+    response.headers["Connection"] = "close"
+    return response
 
 
 def _too_large(limit: int) -> JSONResponse:
@@ -123,6 +182,23 @@ def _too_large(limit: int) -> JSONResponse:
     )
     response.headers["Connection"] = "close"
     return response
+
+
+def _called_locally(scope: Scope) -> bool:
+    try:
+        name = urlsplit("//" + Headers(scope=scope).get("host", "localhost")).hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _misdirected() -> JSONResponse:
+    return error_response(
+        "Without an API key this server answers to the names 'localhost' and '127.0.0.1' alone. Give it a key "
+        "(CACHEBLEND_API_KEY) to ask by another name.",
+        421,
+        "MisdirectedRequest",
+    )
 
 
 def _is_preflight(scope: Scope) -> bool:

@@ -229,6 +229,21 @@ async def test_the_keys_of_both_environment_variables_open_vllms_own_routes(
             assert answer.status_code == status, key
 
 
+@pytest.mark.usefixtures("no_keys")
+def test_a_server_without_a_key_is_called_by_its_machines_names_alone_unless_it_is_open_on_purpose(
+    tmp_path: Path,
+) -> None:
+    from cacheblend_rag.server.launch import guard
+
+    def local(*flags: str, **options: Any) -> bool:
+        return guard(ServeOptions(tmp_path, **options), parsed(tmp_path, *flags, **options)[0]).local
+
+    assert local()
+    assert not local("--api-key", "secret")
+    assert not local("--uds", str(tmp_path / "socket"))
+    assert not local(allow_no_key=True)
+
+
 def test_the_command_line_hands_on_unknown_flags_and_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
