@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -56,7 +55,8 @@ class ChunkCatalogue:
         self.warnings: list[str] = []
         self._registry, self._fingerprint, self._max_chunks = registry, fingerprint, max_chunks
         self._lock = threading.Lock()
-        self._checked = 0.0
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
         self._noted: dict[str, int] = {}  # with the lengths of their texts, in the order they came
         self._directory = directory
         self._registered = RegisteredChunks(directory, fingerprint.digest)
@@ -81,21 +81,28 @@ class ChunkCatalogue:
         if warning not in self.warnings:
             self.warnings.append(warning)
 
+    def watch(self) -> None:
+        """Do :meth:`refresh` twice a second from now on, in a thread of its own, so that no request waits for it."""
+        self._watcher = threading.Thread(target=self._watch, name="cacheblend-registry", daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_REFRESH_S):
+            try:
+                self.refresh()
+            except Exception:  # the next look may find it right
+                _log.exception("What other processes have registered or indexed cannot be looked up")
+
     def refresh(self, force: bool = False) -> None:
         """Take up what other servers and ``cacheblend index`` have changed.
 
         Args:
-            force: Look now; otherwise twice a second at most, and files that cannot be read for now are left for later: what
-                is known already can still be served.
+            force: Otherwise files that cannot be read for now are left for later: what is known already can still be served.
 
         Raises:
             StoreError: The files cannot be read, and ``force`` is set.
         """
         with self._lock:
-            now = time.monotonic()
-            if not force and now - self._checked < _REFRESH_S:
-                return
-            self._checked = now
             try:
                 self._open_index()
                 self._registry.follow()
@@ -164,7 +171,10 @@ class ChunkCatalogue:
         return "registered" if self._registered.known([chunk_id]) else None
 
     def close(self) -> None:
-        """Close the files."""
+        """Stop looking, and close the files."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
         with self._lock:
             for source in (self._registered, self._index):
                 if source is not None:

@@ -84,6 +84,7 @@ async def _serve_engine(
 
     client = await BlendClient.connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
     catalogue = ChunkCatalogue(options.store, client.registry, client.fingerprint, options.max_chunks)
+    catalogue.watch()
     for warning in catalogue.warnings:
         _log.warning(warning)
     try:

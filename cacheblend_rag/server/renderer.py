@@ -212,7 +212,6 @@ class BlendRenderer:
             self._client.resolve(options.settings)
         except InputError as error:
             raise VLLMValidationError(str(error), parameter="cacheblend") from error
-        self._catalogue.refresh()
         return options
 
     def _finish(

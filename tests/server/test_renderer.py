@@ -87,7 +87,7 @@ class Server:
     def __init__(self, *texts: str):
         self.registry = ChunkRegistry([make_chunk(text, TOKENIZER) for text in texts])
         self.client, self.inner = Client(self.registry), Inner()
-        catalogue: Any = SimpleNamespace(refresh=lambda: None, note=lambda chunk: self.registry.add([chunk]))
+        catalogue: Any = SimpleNamespace(note=lambda chunk: self.registry.add([chunk]))
         self.renderer = BlendRenderer(self.inner, self.client, catalogue)  # type: ignore[arg-type]
 
     async def chat(self, messages: list[Any], **fields: Any) -> tuple[int, ...]:
