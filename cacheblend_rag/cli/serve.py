@@ -57,6 +57,10 @@ def serve(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="If vLLM does not start, show all that its processes say about it.")
     ] = False,
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", help="TOML file of [[key]] tables: value (or sha256) and role: ask, write or admin."),
+    ] = None,
     allow_no_key: Annotated[
         bool,
         typer.Option("--allow-no-key", help="Listen beyond this machine (--host) although no API key is set."),
@@ -93,6 +97,7 @@ def serve(
         max_chunks,
         options.nbytes(kv_memory) if kv_memory else None,
         verbose,
+        keys,
         allow_no_key,
     )
     run(chosen, flags)

@@ -21,6 +21,7 @@ from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.server.catalogue import DEFAULT_MAX_CHUNKS
+from cacheblend_rag.server.keys import read_keys
 from cacheblend_rag.server.middleware import DEFAULT_BODY_LIMIT
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ _OUR_FLAGS = (
     "--max-chunks",
     "--kv-memory",
     "--verbose",
+    "--keys",
     "--allow-no-key",
 )
 _LOOPBACK = "127.0.0.1"
@@ -85,6 +87,7 @@ class ServeOptions:
         max_chunks: How many chunks may be registered over HTTP.
         kv_memory: Bytes of vLLM's paged KV cache; None takes its share of a GPU, on a CPU four prompts of full length.
         verbose: Show the tracebacks of vLLM's processes where it does not start.
+        keys: File of API keys and their roles (:func:`~cacheblend_rag.server.keys.read_keys`), in place of all others.
         allow_no_key: Listen where other machines may reach the server although no API key is set.
     """
 
@@ -99,6 +102,7 @@ class ServeOptions:
     max_chunks: int = DEFAULT_MAX_CHUNKS
     kv_memory: int | None = None
     verbose: bool = False
+    keys: Path | None = None
     allow_no_key: bool = False
 
 
@@ -194,12 +198,19 @@ def _refuse(args: Namespace, parser: Any) -> None:
 
 
 def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
-    """Refuse to listen where other machines reach a server that asks for no key."""
+    """Refuse to listen where other machines reach a server that asks for no key, and keys from two places."""
+    if options.keys is not None:
+        read_keys(options.keys)
+        if api_keys(args):
+            raise InputError(
+                "--keys is in place of --api-key, CACHEBLEND_API_KEY and VLLM_API_KEY; one of those is set. Give one of them."
+            )
+        return
     if args.uds or options.allow_no_key or api_keys(args) or _is_loopback(args.host):
         return
     raise InputError(
         f"--host {args.host!r} lets other machines in, and no API key is set: whoever reaches the server could read and delete "
-        f"every chunk. Set CACHEBLEND_API_KEY (or give --api-key), or leave out --host to serve {_LOOPBACK} alone. "
+        f"every chunk. Set CACHEBLEND_API_KEY (or give --api-key or --keys), or leave out --host to serve {_LOOPBACK} alone. "
         "Where something in front of the server checks who asks, --allow-no-key serves all the same."
     )
 

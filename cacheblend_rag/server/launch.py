@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
 from cacheblend_rag.server.catalogue import ChunkCatalogue
+from cacheblend_rag.server.keys import Key, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.middleware import NAMES, Limits
 from cacheblend_rag.store import KVStore, open_store
@@ -137,8 +138,9 @@ def guard(options: ServeOptions, args: Namespace) -> Limits:
     args.middleware = [*args.middleware, *NAMES]
     # Else vLLM's own check, of /v1 alone, would refuse every key but VLLM_API_KEY.
     args.api_key = api_keys(args)
-    local = not (args.api_key or args.uds or options.allow_no_key)
-    return Limits(tuple(args.api_key), options.max_request_size, local=local)
+    keys = tuple(map(Key.of, args.api_key)) if options.keys is None else read_keys(options.keys)
+    local = not (keys or args.uds or options.allow_no_key)
+    return Limits(keys, options.max_request_size, local=local)
 
 
 def _blend(state: State, client: BlendClient, catalogue: ChunkCatalogue) -> None:

@@ -6,16 +6,15 @@ vLLM adds middleware by name and without arguments, so these read theirs from th
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
 from dataclasses import dataclass
-from functools import cached_property
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cacheblend_rag.server.keys import Key, may, role_of
 
 DEFAULT_BODY_LIMIT = 32 << 20
 DEFAULT_BODY_DEADLINE_S = 60.0
@@ -30,22 +29,17 @@ class Limits:
     """Who may send how much.
 
     Attributes:
-        keys: API keys, each as good as the others; none: everybody may.
+        keys: API keys; none: everybody may do everything.
         body: Largest request body in bytes.
         body_deadline_s: Seconds until all of it must have come.
         local: Whether requests must call the server by a name of this machine: another name may be that of a page in a browser
             here, whose owner has it resolved to this machine.
     """
 
-    keys: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
     body: int = DEFAULT_BODY_LIMIT
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
     local: bool = False
-
-    @cached_property
-    def digests(self) -> list[bytes]:
-        """Hashes of the keys."""
-        return [_digest(key) for key in self.keys]
 
 
 def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:
@@ -56,7 +50,7 @@ def error_response(message: str, status: int, kind: str, param: str | None = Non
 class RequireKey:
     """Answers 401 to every request but a health check and a CORS preflight that does not carry one of the keys.
 
-    vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
+    A key whose role is too small gets 403. vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
     """
 
     def __init__(self, app: ASGIApp):
@@ -71,26 +65,24 @@ class RequireKey:
         if _limits(scope).local and not _called_locally(scope):
             await _misdirected()(scope, receive, send)
             return
-        if is_open(scope) or self._may(scope):
+        keys = _limits(scope).keys
+        role = role_of(_bearer(scope), keys) if keys else "admin"
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if is_open(scope) or (role is not None and may(role, scope.get("method", ""), path, scope["query_string"])):
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
+            return
+        if role is not None:
+            message = f"A key of the role {role!r} may not do that; ask whoever runs the server for another."
+            await error_response(message, 403, "PermissionDeniedError")(scope, receive, send)
             return
         response = error_response(
             "This server asks for an API key: send the header 'Authorization: Bearer KEY'.", 401, "Unauthorized"
         )
         response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
-
-    def _may(self, scope: Scope) -> bool:
-        known = _limits(scope).digests
-        if not known:
-            return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Every key is compared, so that the time taken says nothing about which one nearly fits.
-        matches = [secrets.compare_digest(_digest(key), digest) for digest in known]
-        return scheme.lower() == "bearer" and any(matches)
 
 
 class LimitBody:
@@ -184,6 +176,12 @@ def _too_large(limit: int) -> JSONResponse:
     return response
 
 
+def _bearer(scope: Scope) -> str:
+    """Return the key that a request carries, empty without one."""
+    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else ""
+
+
 def _called_locally(scope: Scope) -> bool:
     try:
         name = urlsplit("//" + Headers(scope=scope).get("host", "localhost")).hostname or ""
@@ -211,7 +209,3 @@ def _limits(scope: Scope) -> Limits:
     found = scope["app"].state.limits
     assert isinstance(found, Limits)
     return found
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

@@ -230,6 +230,28 @@ async def test_the_keys_of_both_environment_variables_open_vllms_own_routes(
 
 
 @pytest.mark.usefixtures("no_keys")
+def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend_rag.server.keys import Key, role_of
+    from cacheblend_rag.server.launch import guard
+
+    file = tmp_path / "keys.toml"
+    file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\n")
+    args, _ = parsed(tmp_path, "--host", "0.0.0.0", keys=file)
+    limits = guard(ServeOptions(tmp_path, keys=file), args)
+    assert (role_of("asks", limits.keys), args.api_key, limits.local) == ("ask", [], False)
+    with pytest.raises(InputError, match="one of them"):
+        parsed(tmp_path, "--api-key", "another", keys=file)
+    monkeypatch.setenv("CACHEBLEND_API_KEY", "another")
+    with pytest.raises(InputError, match="one of them"):
+        parsed(tmp_path, keys=file)
+    assert guard(ServeOptions(tmp_path), parsed(tmp_path)[0]).keys == (Key.of("another"),)
+    file.write_text("[[key]]\nvalue = 'asks'\n")
+    monkeypatch.delenv("CACHEBLEND_API_KEY")
+    with pytest.raises(InputError, match="role"):
+        parsed(tmp_path, keys=file)
+
+
+@pytest.mark.usefixtures("no_keys")
 def test_a_server_without_a_key_is_called_by_its_machines_names_alone_unless_it_is_open_on_purpose(
     tmp_path: Path,
 ) -> None:

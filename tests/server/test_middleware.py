@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,15 +16,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from cacheblend_rag.server.keys import Key
 from cacheblend_rag.server.middleware import NAMES, Limits
 
 
 class App:
-    def __init__(self, keys: list[str] | None = None, limit: int = 100, **limits: Any):
+    def __init__(self, keys: Sequence[str | Key] = (), limit: int = 100, **limits: Any):
         self.bodies: list[bytes] = []
         routes = [Route(path, self._serve, methods=["GET", "POST"]) for path in ("/health", "/metrics", "/v1/chunks")]
         self.app = Starlette(routes=routes)
-        self.app.state.limits = Limits(tuple(keys or ()), limit, **limits)
+        self.app.state.limits = Limits(
+            tuple(key if isinstance(key, Key) else Key.of(key) for key in keys), limit, **limits
+        )
         for name in NAMES:
             module, _, attribute = name.rpartition(".")
             self.app.add_middleware(getattr(import_module(module), attribute))
