@@ -56,7 +56,7 @@ class RequestOptions:
 
     Attributes:
         settings: The blend options (:class:`~cacheblend_rag.blending.settings.BlendSettings`).
-        chunk_ids: See :class:`NamedChunks`.
+        chunk_ids: See :class:`NamedChunks`; each once.
         spans: See :class:`NamedChunks`.
     """
 
@@ -87,7 +87,7 @@ def read_options(extra: Mapping[str, Any] | None) -> RequestOptions:
         raise InputError(f"cacheblend: {first_problem(error)}") from None
     except InputError as error:
         raise InputError(f"cacheblend: {error}") from None
-    return RequestOptions(settings, chunks.chunk_ids, chunks.spans)
+    return RequestOptions(settings, tuple(dict.fromkeys(chunks.chunk_ids)), chunks.spans)
 
 
 def first_problem(error: ValidationError) -> str:

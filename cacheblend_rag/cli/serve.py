@@ -45,6 +45,9 @@ def serve(
     ] = True,
     budgets: BudgetOptions,
     max_request_size: Annotated[str, typer.Option(help="Largest request body, as 32MiB.")] = "32MiB",
+    max_chunks: Annotated[
+        int, typer.Option(min=1, help="How many chunks may be registered with POST /v1/chunks.")
+    ] = 1_000_000,
     kv_memory: Annotated[
         str | None,
         typer.Option(
@@ -54,10 +57,19 @@ def serve(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="If vLLM does not start, show all that its processes say about it.")
     ] = False,
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", help="TOML file of [[key]] tables: value (or sha256) and role: ask, write or admin."),
+    ] = None,
+    allow_no_key: Annotated[
+        bool,
+        typer.Option("--allow-no-key", help="Listen beyond this machine (--host) although no API key is set."),
+    ] = False,
 ) -> None:
     """Serve the OpenAI API over vLLM, with blending and /v1/chunks.
 
     Any flag of vLLM's server may follow: --port, --api-key, --tensor-parallel-size, --max-model-len...
+    It listens to this machine alone (127.0.0.1); --host 0.0.0.0 needs an API key (CACHEBLEND_API_KEY or --api-key).
     """
     import cacheblend_rag.engines.vllm  # noqa: F401  (first: it says what to install where vLLM is missing)
     from cacheblend_rag.server.arguments import ServeOptions
@@ -82,8 +94,11 @@ def serve(
         ram,
         disk,
         options.nbytes(max_request_size),
+        max_chunks,
         options.nbytes(kv_memory) if kv_memory else None,
         verbose,
+        keys,
+        allow_no_key,
     )
     run(chosen, flags)
 

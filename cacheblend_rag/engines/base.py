@@ -21,7 +21,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import iterate_in_thread
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, tokenize
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -153,7 +153,7 @@ class BlendEngine(ABC):
             return prompt
         if not isinstance(prompt, str):
             return tokenize(prompt, self.tokenizer, self.registry)
-        tokens = tokenize(BlendPrompt(tuple(self.registry.find(prompt))), self.tokenizer, self.registry)
+        tokens = tokenize(text_prompt(self.tokenizer, prompt, self.registry), self.tokenizer, self.registry)
         return tokens if tokens.spans else replace(tokens, text=prompt)
 
     def request(
@@ -204,6 +204,8 @@ class BlendEngine(ABC):
     def forget(self, chunks: Iterable[str | Chunk]) -> int:
         """Drop chunks from the registry and delete their KV from the store; unknown ids are ignored.
 
+        KV that a chunk of another id with the same text needs stays.
+
         Args:
             chunks: Ids, or chunks where the registry may not know them any more. Those of an attached index stay known: their
                 KV is computed again when a prompt needs it.
@@ -214,7 +216,10 @@ class BlendEngine(ABC):
         known = ((self.registry.get(given) if isinstance(given, str) else given) for given in chunks)
         gone = [chunk for chunk in known if chunk is not None]
         self.registry.remove([chunk.id for chunk in gone])
-        return 0 if self.entries is None else sum(self.entries.delete(chunk.token_ids) for chunk in gone)
+        if self.entries is None:
+            return 0
+        alone = (chunk for chunk in gone if not self.registry.others_have(chunk))
+        return sum(self.entries.delete(chunk.token_ids) for chunk in alone)
 
     def prefetch(self, chunk_ids: Iterable[str]) -> None:
         """Move the stored KV of chunks into the fastest tier (blocking); what is not stored or not known is left out."""

@@ -28,6 +28,13 @@ class Chunk:
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
+@dataclass(frozen=True)
+class PlainText:
+    """Text in which nothing is a special token, such as a part of a known document whose KV is not used here."""
+
+    text: str
+
+
 def chunk_id(text: str) -> str:
     """Return the id of a chunk with that text: 128 bits of its SHA-256, in hex."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

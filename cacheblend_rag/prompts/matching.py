@@ -24,12 +24,17 @@ SIGNATURE = np.dtype([("length", "<u4"), ("opening", "<u8"), ("digest", "<u8")])
 Signatures = npt.NDArray[np.void]
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
+Range = tuple[int, int]
+"""Characters of a text: from, and up to but not including."""
 
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _MIN_SLOTS = 1 << 16
 _SLOTS_PER_TEXT = 16
 _PAIRS_AT_ONCE = 1 << 20
+_MAX_PAIRS = 1 << 20
+"""Texts that are compared with positions of one prompt, all in all: without a limit, texts that begin alike would take minutes
+for a prompt that repeats that beginning. Positions where fewer texts begin are compared first."""
 _SMALL = 4096
 
 
@@ -99,6 +104,26 @@ class Candidates:
         order = np.lexsort((number, -length, at))
         return cls(at[order], length[order], number[order])
 
+    @property
+    def columns(self) -> tuple[Indices, Indices, Indices]:
+        """Their three arrays."""
+        return self.at, self.length, self.number
+
+    def away_from(self, ranges: Sequence[Range]) -> Candidates:
+        """Return those that overlap none of ``ranges`` (ascending, apart)."""
+        return Candidates(*(column[~self._touch(ranges)] for column in self.columns)) if ranges else self
+
+    def touching(self, ranges: Sequence[Range]) -> Candidates:
+        """Return those that overlap one of ``ranges`` (ascending, apart)."""
+        return Candidates(*(column[self._touch(ranges)] for column in self.columns))
+
+    def _touch(self, ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
+        begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T
+        behind = np.searchsorted(ends, self.at, "right")  # the first range that ends behind a candidate's beginning
+        begins = np.append(begins, np.iinfo(np.int64).max)
+        touch: npt.NDArray[np.bool_] = begins[behind] < self.at + self.length
+        return touch
+
 
 class TextTable:
     """The signatures of texts, each with a number. Immutable, so readers need no lock; :meth:`with_more` makes another.
@@ -130,9 +155,14 @@ class TextTable:
             return Candidates.joined([])
         hashes = PromptHashes(text)
         found = []
-        for length, row in zip(OPENINGS, self._shelves, strict=True):
-            windows = hashes.windows(length) if row else None
-            found += [shelf.candidates(hashes, windows) for shelf in row if windows is not None and len(windows)]
+        budget = _MAX_PAIRS
+        # The longest openings first, of which the fewest are alike; no shelf of texts may use up what the others need.
+        for length, row in reversed(list(zip(OPENINGS, self._shelves, strict=True))):
+            windows = hashes.windows(length) if row else hashes.windows(hashes.length + 1)
+            for shelf in row if len(windows) else ():
+                candidates, compared = shelf.candidates(hashes, windows, budget // 2)
+                found.append(candidates)
+                budget -= compared
         return Candidates.joined(found)
 
 
@@ -175,17 +205,22 @@ class _Shelf:
         names = ("openings", "lengths", "digests", "numbers")
         return _Shelf.of(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
 
-    def candidates(self, prompt: PromptHashes, windows: Hashes) -> Candidates:
+    def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[Candidates, int]:
+        """Return the texts that may stand in a prompt, and how many were compared: ``budget`` at most."""
         at = np.flatnonzero(self.filter[_slot(windows, len(self.filter))])
         first = np.searchsorted(self.openings, windows[at], "left")
         count = np.searchsorted(self.openings, windows[at], "right") - first
         at, first, count = (values[count > 0] for values in (at, first, count))
+        if int(count.sum()) > budget:
+            order = np.argsort(count, kind="stable")
+            kept = np.sort(order[np.cumsum(count[order]) <= budget])
+            at, first, count = (values[kept] for values in (at, first, count))
         found = []
         # A block is as many positions as have about a million texts to compare: memory stays small, whatever the prompt.
         blocks = np.cumsum(count) // _PAIRS_AT_ONCE
         for begin, end in _runs(blocks):
             found.append(self._compared(prompt, at[begin:end], first[begin:end], count[begin:end]))
-        return Candidates.joined(found)
+        return Candidates.joined(found), int(count.sum())
 
     def _compared(self, prompt: PromptHashes, at: Indices, first: Indices, count: Indices) -> Candidates:
         """Compare at each position ``at`` the ``count`` texts from ``first`` on by length and hash."""

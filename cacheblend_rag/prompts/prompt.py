@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
-from cacheblend_rag.prompts.registry import MATCH_WINDOW, ChunkRegistry
+from cacheblend_rag.prompts.chunk import Chunk, PlainText, chunk_id, make_chunk
+from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered, text_of
+from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, reads_tools, render
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.prompts.tokens import TextEncoder, encoder_for
 
 __all__ = [
     "DEFAULT_INSTRUCTION",
@@ -45,10 +46,11 @@ class ChunkRef:
 class BlendPrompt:
     """A prompt as a sequence of text, chunks and chunk references.
 
-    Special tokens spelled in the text segments are parsed (they come from chat templates); chunks never hold any.
+    Special tokens spelled in the text segments are parsed (they come from chat templates); chunks never hold any, nor do
+    segments of :class:`~cacheblend_rag.prompts.chunk.PlainText`.
     """
 
-    segments: tuple[str | Chunk | ChunkRef, ...]
+    segments: tuple[str | PlainText | Chunk | ChunkRef, ...]
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,19 @@ def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> To
     token_ids: list[int] = []
     spans = []
     for index, piece in enumerate(pieces):
-        ids = piece.token_ids if isinstance(piece, Chunk) else encoder.template(piece)
-        if index == 0 and (isinstance(piece, Chunk) or tuple(ids[: len(prefix)]) != prefix):
+        ids = _ids(piece, encoder)
+        if index == 0 and (not isinstance(piece, str) or tuple(ids[: len(prefix)]) != prefix):
             token_ids.extend(prefix)
         if isinstance(piece, Chunk):
             spans.append(ChunkSpan(piece, len(token_ids), len(token_ids) + len(ids)))
         token_ids.extend(ids)
     return TokenizedPrompt(tuple(token_ids), tuple(spans))
+
+
+def _ids(piece: Piece, encoder: TextEncoder) -> Sequence[int]:
+    if isinstance(piece, Chunk):
+        return piece.token_ids
+    return encoder.document(piece.text) if isinstance(piece, PlainText) else encoder.template(piece)
 
 
 def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
@@ -114,7 +122,7 @@ def chosen_header_ids(tokenizer: Any, header: str | Sequence[int] | None) -> tup
 
 def rag_header(tokenizer: Any, instruction: str = DEFAULT_INSTRUCTION) -> str:
     """Return the rendered text that stands before the first chunk of :func:`rag_prompt`, whatever chunk and question."""
-    rendered = render(tokenizer, _rag_messages(instruction, [PROBE], ""))
+    rendered = render(tokenizer, _as_text(_rag_messages(instruction, [PROBE], "")))
     header, found, _ = rendered.partition(PROBE)
     if not found:
         raise InputError(
@@ -136,8 +144,7 @@ def rag_prompt(
     prompt reads ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``. Earlier questions and their answers
     (``history``, oldest first) stand between the chunks and the question, as turns of their own.
     """
-    messages = _rag_messages(instruction, [chunk.text for chunk in chunks], question, history)
-    prompt = _locate(render(tokenizer, messages), chunks)
+    prompt = _rendered(tokenizer, _rag_messages(instruction, chunks, question, history))
     header = rag_header(tokenizer, instruction)
     first, *rest = prompt.segments
     if isinstance(first, str) and first != header and first.startswith(header):
@@ -186,31 +193,27 @@ def chat_prompt(
         UnknownChunkError: A :class:`ChunkRef` or one of ``chunk_ids`` names a chunk that ``registry`` does not hold.
         InputError: The template refuses the messages, or content is neither text nor chunk.
     """
-    everywhere = [_resolve(ChunkRef(name), registry) for name in chunk_ids]
-    plain: list[dict[str, Any]] = []
-    chunks: list[Chunk] = []
+    everywhere = [_resolve(ChunkRef(name), registry) for name in dict.fromkeys(chunk_ids)]
+    found: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content")
         parts = [content] if content is None or isinstance(content, str) else list(content)
         named = [*message.get("named", ()), *everywhere]
-        texts = []
-        for part in parts:
-            for piece in _pieces(part, registry, tokenizer, named):
-                if isinstance(piece, Chunk):
-                    chunks.append(piece)
-                texts.append(piece.text if isinstance(piece, Chunk) else piece)
-        plain.append({**{k: v for k, v in message.items() if k != "named"}, "content": "".join(texts)})
-    return _locate(render(tokenizer, plain, tools), chunks)
+        pieces = [piece for part in parts for piece in _pieces(part, registry, tokenizer, named)]
+        found.append({**{k: v for k, v in message.items() if k != "named"}, "content": pieces})
+    return _rendered(tokenizer, found, tools)
 
 
-def text_prompt(text: str, registry: ChunkRegistry, *, chunk_ids: Iterable[str] = ()) -> BlendPrompt:
+def text_prompt(tokenizer: Any, text: str, registry: ChunkRegistry, *, chunk_ids: Iterable[str] = ()) -> BlendPrompt:
     """Say where chunks stand in a prompt that is already rendered: those named first, then all that are registered.
+
+    No chunk is found where a special token is spelled: the template's own cannot be told from those that a document spells.
 
     Raises:
         UnknownChunkError: One of ``chunk_ids`` names a chunk that ``registry`` does not hold.
     """
-    named = [_resolve(ChunkRef(name), registry) for name in chunk_ids]
-    return BlendPrompt(tuple(_search(text, registry, named)))
+    named = [_resolve(ChunkRef(name), registry) for name in dict.fromkeys(chunk_ids)]
+    return BlendPrompt(tuple(search_rendered(text, registry, named, encoder_for(tokenizer))))
 
 
 def chunk_of(text: str, tokenizer: Any, registry: ChunkRegistry) -> Chunk | None:
@@ -225,7 +228,7 @@ def chunk_of(text: str, tokenizer: Any, registry: ChunkRegistry) -> Chunk | None
     return make_chunk(body, tokenizer) if body else None
 
 
-def _pieces(part: Any, registry: ChunkRegistry, tokenizer: Any, named: Sequence[Chunk]) -> list[str | Chunk]:
+def _pieces(part: Any, registry: ChunkRegistry, tokenizer: Any, named: Sequence[Chunk]) -> list[Piece]:
     if part is None:
         return []
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
@@ -233,10 +236,11 @@ def _pieces(part: Any, registry: ChunkRegistry, tokenizer: Any, named: Sequence[
         chunk = _referred(str(part.get("id")), text.strip(), registry, tokenizer)
         if chunk is not None:
             before, _, after = text.partition(chunk.text)
-            return [piece for piece in (before, chunk, after) if piece]
+            pieces: list[Piece] = [before, chunk, after]
+            return [piece for piece in pieces if piece]
         part = text
     if isinstance(part, str):
-        return _search(part, registry, named)
+        return search_content(part, registry, named, encoder_for(tokenizer))
     if isinstance(part, (Chunk, ChunkRef)):
         return [_resolve(part, registry)]
     raise InputError(f"A message holds {part!r:.80}; only text and chunks can be read.")
@@ -249,29 +253,11 @@ def _referred(name: str, body: str, registry: ChunkRegistry, tokenizer: Any) -> 
     return make_chunk(body, tokenizer) if body and name == chunk_id(body) else None
 
 
-def _search(text: str, registry: ChunkRegistry, named: Sequence[Chunk]) -> list[str | Chunk]:
-    """Split text into text and chunks: each named one once, in the order they are named; in between, all registered ones."""
-    taken: list[tuple[int, int, Chunk]] = []
-    for chunk in named:
-        # As in the registry: what is shorter stands in many texts by chance.
-        at = text.find(chunk.text) if len(chunk.text) >= MATCH_WINDOW else -1
-        while at >= 0 and any(at < stop and start < at + len(chunk.text) for start, stop, _ in taken):
-            at = text.find(chunk.text, at + 1)
-        if at >= 0:
-            taken.append((at, at + len(chunk.text), chunk))
-    pieces: list[str | Chunk] = []
-    end = 0
-    for start, stop, chunk in sorted(taken, key=lambda place: place[0]):
-        pieces += [*registry.find(text[end:start]), chunk]
-        end = stop
-    return pieces + registry.find(text[end:])
-
-
 @overload
 def _resolve(segment: Chunk | ChunkRef, registry: ChunkRegistry) -> Chunk: ...
 @overload
-def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | Chunk: ...
-def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | Chunk:
+def _resolve(segment: Piece | ChunkRef, registry: ChunkRegistry) -> Piece: ...
+def _resolve(segment: Piece | ChunkRef, registry: ChunkRegistry) -> Piece:
     if not isinstance(segment, ChunkRef):
         return segment
     chunk = registry.get(segment.id)
@@ -281,29 +267,33 @@ def _resolve(segment: str | Chunk | ChunkRef, registry: ChunkRegistry) -> str | 
 
 
 def _rag_messages(
-    instruction: str, texts: Sequence[str], question: str, history: Sequence[tuple[str, str]] = ()
+    instruction: str, chunks: Sequence[Piece], question: str, history: Sequence[tuple[str, str]] = ()
 ) -> list[dict[str, Any]]:
-    messages = [{"role": "system", "content": instruction}] if instruction else []
-    before = list(texts)
+    """Return the messages of a RAG prompt, their contents in pieces."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": [instruction]}] if instruction else []
+    before: list[Piece] = [piece for chunk in chunks for piece in (chunk, SEPARATOR)]
     for asked, answered in history:
-        messages.append({"role": "user", "content": SEPARATOR.join([*before, f"Question: {asked}"])})
-        messages.append({"role": "assistant", "content": answered})
+        messages.append({"role": "user", "content": [*before, f"Question: {asked}"]})
+        messages.append({"role": "assistant", "content": [answered]})
         before = []
-    return [*messages, {"role": "user", "content": SEPARATOR.join([*before, f"Question: {question}"])}]
+    return [*messages, {"role": "user", "content": [*before, f"Question: {question}"]}]
 
 
-def _locate(rendered: str, chunks: Iterable[Chunk]) -> BlendPrompt:
-    """Find the chunks in the rendered text, in order; what a template has rewritten stays text."""
-    segments: list[str | Chunk | ChunkRef] = []
-    end = 0
-    for chunk in chunks:
-        at = rendered.find(chunk.text, end)
-        if at < 0:
-            continue
-        if at > end:
-            segments.append(rendered[end:at])
-        segments.append(chunk)
-        end = at + len(chunk.text)
-    if end < len(rendered):
-        segments.append(rendered[end:])
-    return BlendPrompt(tuple(segments))
+def _rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> BlendPrompt:
+    """Render messages with contents in pieces, and say where the pieces are."""
+    rendered = render(tokenizer, _as_text(messages), tools)
+    if all(isinstance(piece, str) for message in messages for piece in message["content"]):
+        return BlendPrompt((rendered,) if rendered else ())
+    contents = Contents([message["content"] for message in messages])
+    probed = [{**message, "content": probe} for message, probe in zip(messages, contents.probes, strict=True)]
+    try:
+        skeleton = render(tokenizer, probed, tools)
+    except InputError:  # a template that reads what is said
+        skeleton = ""
+    return BlendPrompt(tuple(contents.placed(rendered, skeleton, encoder_for(tokenizer))))
+
+
+def _as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**message, "content": "".join(map(text_of, message["content"]))} for message in messages]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import count
 from typing import Protocol
 
-import numpy as np
-
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.matching import OPENINGS, Indices, Signatures, TextTable, signatures_of
+from cacheblend_rag.prompts.added import AddedChunks
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id
+from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable
 
 MATCH_WINDOW = OPENINGS[0]
 """Characters a chunk needs to be found by content: a phrase like "Yes, it is." stands in many prompts by chance, and reusing
 three tokens of KV gains nothing."""
 
 _MAX_SOURCES = 16
+_MAX_WRONG = 1024
+"""Chunks that may be read for a prompt and not stand there, having the hash of what does: removed, or forged to."""
 _PAGE = 256
 _SMALL = 4096
 
@@ -59,7 +59,7 @@ class ChunkRegistry:
 
     def __init__(self, chunks: Iterable[Chunk] = ()):
         """Start with ``chunks``."""
-        self._added = _Added()
+        self._added = AddedChunks()
         self._sources: tuple[ChunkSource, ...] = (self._added,)
         self._taken: list[tuple[Hashable, int]] = [(None, 0)]  # of each source: its generation then, and the last row
         self._table = TextTable()
@@ -133,6 +133,20 @@ class ChunkRegistry:
         """
         return next((found for source in self._sources if (found := source.named(chunk_id)) is not None), None)
 
+    def others_have(self, chunk: Chunk) -> bool:
+        """Say whether a chunk of another id has the text of ``chunk``, and so its KV.
+
+        Raises:
+            StoreError: A source cannot be read.
+        """
+        usual = chunk_id(chunk.text)
+        if usual != chunk.id and (found := self.get(usual)) is not None and found.text == chunk.text:
+            return True
+        candidates, sources = self._table.candidates(chunk.text), self._sources
+        whole = candidates.number[(candidates.at == 0) & (candidates.length == len(chunk.text))]
+        known = (_chunk_at(sources, number) for number in whole.tolist())
+        return any(other is not None and other.text == chunk.text and other.id != chunk.id for other in known)
+
     def __len__(self) -> int:
         """Count the chunks; one in two sources counts in both."""
         return sum(source.count() for source in self._sources)
@@ -154,27 +168,60 @@ class ChunkRegistry:
         return [found[name] for name in sorted(found)[:most]]
 
     def find(self, text: str) -> list[str | Chunk]:
-        """Split plain text into text and known chunks.
+        """Split plain text into text and the known chunks of :meth:`places`.
 
-        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it.
         Joining the texts of the result gives back ``text``; no piece is empty.
         """
         found: list[str | Chunk] = []
         end = 0
+        for at, chunk in self.places(text):
+            found += [text[end:at], chunk] if at > end else [chunk]
+            end = at + len(chunk.text)
+        if end < len(text):
+            found.append(text[end:])
+        return found
+
+    def places(self, text: str, barred: Sequence[Range] = ()) -> list[tuple[int, Chunk]]:
+        """Return where known chunks stand in ``text``, ascending.
+
+        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it.
+
+        Args:
+            text: Plain text.
+            barred: Character ranges that no chunk may overlap: ascending, apart.
+        """
+        found: list[tuple[int, Chunk]] = []
+        end = 0
         table, sources = self._table, self._sources
-        candidates = table.candidates(text)
+        candidates = table.candidates(text).away_from(barred)
+        reads = _MAX_WRONG
         for at, number in zip(candidates.at.tolist(), candidates.number.tolist(), strict=True):
             if at < end:
                 continue
             chunk = _chunk_at(sources, number)
             if chunk is None or not text.startswith(chunk.text, at):
+                reads -= 1
+                if not reads:
+                    break
                 continue
-            if at > end:
-                found.append(text[end:at])
-            found.append(chunk)
+            found.append((at, chunk))
             end = at + len(chunk.text)
-        if end < len(text):
-            found.append(text[end:])
+        return found
+
+    def covering(self, text: str, ranges: Sequence[Range]) -> list[Range]:
+        """Return where known chunks stand that overlap any of ``ranges`` (ascending, apart), and maybe each other."""
+        table, sources = self._table, self._sources
+        candidates = table.candidates(text).touching(ranges)
+        found: list[Range] = []
+        reads = _MAX_WRONG
+        for at, length, number in zip(*(column.tolist() for column in candidates.columns), strict=True):
+            if found and at + length <= found[-1][1]:
+                continue  # it covers nothing more
+            reads -= 1
+            chunk = _chunk_at(sources, number) if reads > 0 else None
+            # After many of them the hash is taken at its word.
+            if reads <= 0 or (chunk is not None and text.startswith(chunk.text, at)):
+                found.append((at, at + length))
         return found
 
     def _take_up(self, number: int) -> bool:
@@ -219,58 +266,3 @@ def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:
     except StoreError as error:
         _log.warning("A chunk in the prompt is taken for text: %s", error)
         return None
-
-
-class _Added:
-    """The chunks in memory."""
-
-    def __init__(self) -> None:
-        self._rows = count(1)
-        self._row_of: dict[str, int] = {}
-        self._chunks: dict[int, Chunk] = {}
-        self._last = 0
-
-    @property
-    def generation(self) -> int:
-        return self._last
-
-    def put(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
-            row = self._row_of.get(chunk.id)
-            if row is not None and self._chunks[row].text != chunk.text:
-                del self._chunks[row]
-                row = None
-            if row is None:
-                row = self._last = next(self._rows)
-            self._chunks[row] = chunk
-            self._row_of[chunk.id] = row
-
-    def remove(self, chunk_ids: Iterable[str]) -> None:
-        for chunk_id in chunk_ids:
-            row = self._row_of.pop(chunk_id, None)
-            if row is not None:
-                del self._chunks[row]
-
-    def ids(self) -> list[str]:
-        return list(self._row_of)
-
-    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
-        new = [row for row in range(after + 1, self._last + 1) if row in self._chunks]
-        return np.array(new, np.int64), signatures_of([self._chunks[row].text for row in new])
-
-    def chunk_at(self, row: int) -> Chunk | None:
-        return self._chunks.get(row)
-
-    def known(self, chunk_ids: Sequence[str]) -> set[str]:
-        return {chunk_id for chunk_id in chunk_ids if chunk_id in self._row_of}
-
-    def named(self, chunk_id: str) -> Chunk | None:
-        row = self._row_of.get(chunk_id)
-        return None if row is None else self._chunks.get(row)
-
-    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        names = sorted(name for name in list(self._row_of) if name > chunk_id)[:most]
-        return [chunk for name in names if (chunk := self.named(name)) is not None]
-
-    def count(self) -> int:
-        return len(self._row_of)

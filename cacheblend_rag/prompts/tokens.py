@@ -48,6 +48,8 @@ class TextEncoder:
         unknown = getattr(tokenizer, "unk_token", None)
         special = (token for token in spec["added_tokens"] if token["special"] and token["content"] != unknown)
         self._special = {token["id"]: token["content"] for token in special}
+        normal = spec.get("normalizer") is not None
+        self._renamed = normal and any(t["normalized"] and t["id"] in self._special for t in spec["added_tokens"])
         self.prefix_ids = self._default_prefix()
 
     def template(self, text: str) -> list[int]:
@@ -60,6 +62,20 @@ class TextEncoder:
         if self._spelled(encoding.ids, text):
             return self._cut_apart(text)
         return list(encoding.ids)
+
+    def markers(self, text: str) -> list[tuple[int, int]]:
+        """Return the character ranges of ``text`` that :meth:`template` reads as special tokens: ascending, apart."""
+        # A normalizer may make a token of what is spelled in another way: then only the tokens themselves tell.
+        if not self._renamed and not any(content in text for content in self._special.values()):
+            return []
+        encoding = _encode(self._template, text, False)
+        found = zip(encoding.ids, encoding.offsets, strict=True)
+        # Bytes that a vocabulary falls back to may be special tokens, too: those nobody has spelled.
+        return [
+            (begin, end)
+            for token, (begin, end) in found
+            if token in self._special and (self._renamed or self._special[token] in text[begin:end])
+        ]
 
     def document_starts(self, text: str) -> list[int]:
         """Return the character offset at which each token of ``text`` starts (ascending), special tokens not parsed."""

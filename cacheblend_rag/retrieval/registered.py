@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import xxhash
+
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
@@ -16,22 +18,40 @@ _TABLE = """
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so a row says whether a chunk is new
     name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, metadata TEXT NOT NULL,
-    signature BLOB NOT NULL, UNIQUE (model, name)
+    signature BLOB NOT NULL,
+    checksum BLOB NOT NULL,  -- of all other columns but id
+    UNIQUE (model, name)
 )
 """
 # Else all texts would have to be read for them.
 _SIGNATURES = "CREATE INDEX signatures ON chunks (model, id, signature)"
 
 
-def _upgrade(file: RegisteredChunks) -> None:
-    """Give chunks rows and signatures, which format 1 did not have."""
-    file.db.execute("ALTER TABLE chunks RENAME TO former")
-    file.db.execute(_TABLE)
-    columns = "name, model, text, token_ids, metadata"
-    file.db.execute(f"INSERT INTO chunks ({columns}, signature) SELECT {columns}, x'' FROM former ORDER BY name")
-    file.db.execute("DROP TABLE former")
-    file.sign("chunks")
-    file.db.execute(_SIGNATURES)
+_COLUMNS = "name, model, text, token_ids, metadata"
+
+
+def _upgrade(order: str) -> Callable[[RegisteredChunks], None]:
+    """Return what makes the table anew, with chunks in that order: format 1 had no rows and signatures, 2 no checksums."""
+
+    def upgrade(file: RegisteredChunks) -> None:
+        file.db.execute("ALTER TABLE chunks RENAME TO former")
+        file.db.execute(_TABLE)
+        file.db.execute(
+            f"INSERT INTO chunks ({_COLUMNS}, signature, checksum) SELECT {_COLUMNS}, x'', x'' FROM former ORDER BY {order}"
+        )
+        file.db.execute("DROP TABLE former")
+        file.sign("chunks")
+        file.db.create_function("checksum", 6, _checksum, deterministic=True)
+        file.db.execute(f"UPDATE chunks SET checksum = checksum({_COLUMNS}, signature)")
+        file.db.execute(_SIGNATURES)
+
+    return upgrade
+
+
+def _checksum(name: str, model: str, text: str, token_ids: bytes, metadata: str, signature: bytes) -> bytes:
+    """Return what changes with any byte of a row: it finds damage, and does not keep out who may write the file."""
+    texts = json.dumps([name, model, text, metadata, len(token_ids)]).encode()
+    return xxhash.xxh3_128_digest(texts + token_ids + signature)
 
 
 class RegisteredChunks(SQLiteFile):
@@ -44,9 +64,9 @@ class RegisteredChunks(SQLiteFile):
     name = "the file of registered chunks"
     kind = "a file of registered chunks"
     start_over = "To start over, delete it and register the chunks again; their stored KV is kept."
-    format = 2
+    format = 3
     schema = f"{_TABLE};\n{_SIGNATURES}"
-    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {1: _upgrade}
+    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {1: _upgrade("name"), 2: _upgrade("id")}
     busy_timeout_s = 30.0  # a client waits for it
 
     def __init__(self, directory: Path | None, model: str):
@@ -111,9 +131,16 @@ class RegisteredChunks(SQLiteFile):
         return int(self.rows("SELECT count(*) FROM chunks WHERE model = ?", self._model)[0][0])
 
     def _read(self, which: str, *parameters: object) -> list[Chunk]:
-        query = f"SELECT name, text, token_ids, metadata FROM chunks WHERE model = ? AND {which}"
+        query = f"SELECT {_COLUMNS}, signature, checksum FROM chunks WHERE model = ? AND {which}"
         with self.decoding():
-            return [row_chunk(*row) for row in self.rows(query, self._model, *parameters)]
+            return [self._checked(*row) for row in self.rows(query, self._model, *parameters)]
+
+    def _checked(
+        self, name: str, model: str, text: str, token_ids: bytes, metadata: str, signature: bytes, checksum: bytes
+    ) -> Chunk:
+        if _checksum(name, model, text, token_ids, metadata, signature) != checksum:
+            raise self.damaged(f"the chunk {name!r} does not have its checksum")
+        return row_chunk(name, text, token_ids, metadata)
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Keep chunks, each in place of one with its id.
@@ -121,8 +148,11 @@ class RegisteredChunks(SQLiteFile):
         Raises:
             StoreError: They cannot be written; none is kept.
         """
-        query = "INSERT OR REPLACE INTO chunks (name, text, token_ids, metadata, signature, model) VALUES (?, ?, ?, ?, ?, ?)"
-        rows = [(*chunk_row(chunk), self._model) for chunk in chunks]
+        query = f"INSERT OR REPLACE INTO chunks ({_COLUMNS}, signature, checksum) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        rows = []
+        for name, text, token_ids, metadata, signature in map(chunk_row, chunks):
+            row = (name, self._model, text, token_ids, metadata, signature)
+            rows.append((*row, _checksum(*row)))
         with self.transaction():
             self.db.executemany(query, rows)
 

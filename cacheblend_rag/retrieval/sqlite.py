@@ -167,6 +167,8 @@ class SQLiteFile:
             raise
         except sqlite3.Error as error:
             raise self._explain(error, action) from error
+        except UnicodeDecodeError as error:  # in SQLite's own messages: they quote what is damaged
+            raise self.damaged(str(error)) from error
         except OSError as error:
             raise StoreError(f"Cannot {action} {self.name} {self.path}: {error.strerror or error}.") from error
 

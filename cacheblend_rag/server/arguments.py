@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
@@ -18,6 +20,8 @@ from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
+from cacheblend_rag.server.catalogue import DEFAULT_MAX_CHUNKS
+from cacheblend_rag.server.keys import read_keys
 from cacheblend_rag.server.middleware import DEFAULT_BODY_LIMIT
 
 if TYPE_CHECKING:
@@ -48,9 +52,13 @@ _OUR_FLAGS = (
     "--ram-budget",
     "--disk-budget",
     "--max-request-size",
+    "--max-chunks",
     "--kv-memory",
     "--verbose",
+    "--keys",
+    "--allow-no-key",
 )
+_LOOPBACK = "127.0.0.1"
 _ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
 # Flags of vLLM that this server cannot honour, and why.
 _REFUSED = {
@@ -76,8 +84,11 @@ class ServeOptions:
         ram_budget: Bytes of KV held in RAM by each worker.
         disk_budget: Bytes of KV on disk.
         max_request_size: Largest request body in bytes.
+        max_chunks: How many chunks may be registered over HTTP.
         kv_memory: Bytes of vLLM's paged KV cache; None takes its share of a GPU, on a CPU four prompts of full length.
         verbose: Show the tracebacks of vLLM's processes where it does not start.
+        keys: File of API keys and their roles (:func:`~cacheblend_rag.server.keys.read_keys`), in place of all others.
+        allow_no_key: Listen where other machines may reach the server although no API key is set.
     """
 
     store: Path
@@ -88,8 +99,11 @@ class ServeOptions:
     ram_budget: int | None = None
     disk_budget: int | None = None
     max_request_size: int = DEFAULT_BODY_LIMIT
+    max_chunks: int = DEFAULT_MAX_CHUNKS
     kv_memory: int | None = None
     verbose: bool = False
+    keys: Path | None = None
+    allow_no_key: bool = False
 
 
 def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launch]:
@@ -111,9 +125,15 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
     parser = FlexibleArgumentParser(prog="cacheblend serve")  # type: ignore[no-untyped-call]
     parser = server_flags().make_arg_parser(parser)
     parser.error = partial(_refuse_flags, parser)
-    parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_S, enable_prompt_tokens_details=True)
+    parser.set_defaults(
+        shutdown_timeout=DEFAULT_SHUTDOWN_S,
+        enable_prompt_tokens_details=True,
+        host=_LOOPBACK,
+        allowed_origins=[],  # as since vLLM 0.33: any page in a browser on this machine could ask otherwise
+    )
     args = parser.parse_args(list(flags))
     _refuse(args, parser)
+    _refuse_strangers(args, options)
     try:
         server_flags().validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
@@ -177,6 +197,34 @@ def _refuse(args: Namespace, parser: Any) -> None:
         raise InputError(f"--api-server-count and --data-parallel-size other than 1 are refused: {_ONE_PROCESS}.")
 
 
+def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
+    """Refuse to listen where other machines reach a server that asks for no key, and keys from two places."""
+    if options.keys is not None:
+        read_keys(options.keys)
+        if api_keys(args):
+            raise InputError(
+                "--keys is in place of --api-key, CACHEBLEND_API_KEY and VLLM_API_KEY; one of those is set. Give one of them."
+            )
+        return
+    if args.uds or options.allow_no_key or api_keys(args) or _is_loopback(args.host):
+        return
+    raise InputError(
+        f"--host {args.host!r} lets other machines in, and no API key is set: whoever reaches the server could read and delete "
+        f"every chunk. Set CACHEBLEND_API_KEY (or give --api-key or --keys), or leave out --host to serve {_LOOPBACK} alone. "
+        "Where something in front of the server checks who asks, --allow-no-key serves all the same."
+    )
+
+
+def _is_loopback(host: str | None) -> bool:
+    """Say whether every address of ``host`` is this machine's own; one that cannot be resolved is not."""
+    try:
+        # An empty name means all interfaces; resolved, it would be the loopback.
+        found = socket.getaddrinfo(host, None) if host else []
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+
+
 def _header(options: ServeOptions, args: Namespace) -> tuple[int, ...] | None:
     if options.instruction is None:
         return None
@@ -203,7 +251,7 @@ def _chat_template(args: Namespace, tokenizer: Any) -> str | None:
 
 
 def api_keys(args: Namespace) -> list[str]:
-    """Return the keys that requests are checked against: the flag's, else those of the environment."""
+    """Return the keys that requests are checked against, each as good as the others: the flag's, else the environment's."""
     from vllm import envs
 
     return [key for key in (args.api_key or [os.environ.get("CACHEBLEND_API_KEY"), envs.VLLM_API_KEY]) if key]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,8 @@ Origin = Literal["registered", "index"]
 
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _REFRESH_S = 0.5
-_MAX_NOTED = 4096
+_MAX_NOTED, _MAX_NOTED_CHARACTERS = 4096, 1 << 26
+DEFAULT_MAX_CHUNKS = 1_000_000
 
 
 class ChunkCatalogue:
@@ -34,17 +34,30 @@ class ChunkCatalogue:
         warnings: What the operator should know, such as an index of another model.
     """
 
-    def __init__(self, directory: Path | None, registry: ChunkRegistry, fingerprint: ModelFingerprint):
+    def __init__(
+        self,
+        directory: Path | None,
+        registry: ChunkRegistry,
+        fingerprint: ModelFingerprint,
+        max_chunks: int = DEFAULT_MAX_CHUNKS,
+    ):
         """Open the files in ``directory`` (None: keep nothing) and register what they hold for this model.
+
+        Args:
+            directory: The store directory.
+            registry: What finds chunks in prompts.
+            fingerprint: The model's identity.
+            max_chunks: How many chunks may be registered.
 
         Raises:
             StoreError: A file there cannot be used.
         """
         self.warnings: list[str] = []
-        self._registry, self._fingerprint = registry, fingerprint
+        self._registry, self._fingerprint, self._max_chunks = registry, fingerprint, max_chunks
         self._lock = threading.Lock()
-        self._checked = 0.0
-        self._noted: dict[str, None] = {}  # in the order they came
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._noted: dict[str, int] = {}  # with the lengths of their texts, in the order they came
         self._directory = directory
         self._registered = RegisteredChunks(directory, fingerprint.digest)
         self._index: ChunkIndex | None = None
@@ -68,21 +81,28 @@ class ChunkCatalogue:
         if warning not in self.warnings:
             self.warnings.append(warning)
 
+    def watch(self) -> None:
+        """Do :meth:`refresh` twice a second from now on, in a thread of its own, so that no request waits for it."""
+        self._watcher = threading.Thread(target=self._watch, name="cacheblend-registry", daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_REFRESH_S):
+            try:
+                self.refresh()
+            except Exception:  # the next look may find it right
+                _log.exception("What other processes have registered or indexed cannot be looked up")
+
     def refresh(self, force: bool = False) -> None:
         """Take up what other servers and ``cacheblend index`` have changed.
 
         Args:
-            force: Look now; otherwise twice a second at most, and files that cannot be read for now are left for later: what
-                is known already can still be served.
+            force: Otherwise files that cannot be read for now are left for later: what is known already can still be served.
 
         Raises:
             StoreError: The files cannot be read, and ``force`` is set.
         """
         with self._lock:
-            now = time.monotonic()
-            if not force and now - self._checked < _REFRESH_S:
-                return
-            self._checked = now
             try:
                 self._open_index()
                 self._registry.follow()
@@ -95,11 +115,27 @@ class ChunkCatalogue:
         """Keep and register chunks.
 
         Raises:
-            StoreError: They cannot be written; none is kept.
+            StoreError: They cannot be written, or there are too many; none is kept.
         """
         with self._lock:
+            self.check_room(chunks)
             self._registered.add(chunks)
             self._registry.follow(self._registered)
+
+    def check_room(self, chunks: Sequence[Chunk]) -> None:
+        """Refuse more chunks than may be registered.
+
+        Raises:
+            StoreError: They are too many, or the file cannot be read.
+        """
+        names = {chunk.id for chunk in chunks}
+        new = len(names - self._registered.known(list(names)))
+        held = self._registered.count() if new else 0
+        if held + new > self._max_chunks:
+            raise StoreError(
+                f"{held} chunks are registered, and {new} more would exceed the {self._max_chunks} that may be. Delete some, or "
+                "start the server with a larger --max-chunks."
+            )
 
     def note(self, chunk: Chunk) -> None:
         """Register a chunk that a prompt has brought, so that its KV can be written back; not kept over a restart.
@@ -109,9 +145,9 @@ class ChunkCatalogue:
         with self._lock:
             if chunk.id in self._registry:
                 return
-            self._noted[chunk.id] = None
+            self._noted[chunk.id] = len(chunk.text)
             self._registry.add([chunk])
-            if len(self._noted) > _MAX_NOTED:
+            while len(self._noted) > _MAX_NOTED or sum(self._noted.values()) > _MAX_NOTED_CHARACTERS:
                 oldest = next(iter(self._noted))
                 del self._noted[oldest]
                 self._registry.remove([oldest])
@@ -135,7 +171,10 @@ class ChunkCatalogue:
         return "registered" if self._registered.known([chunk_id]) else None
 
     def close(self) -> None:
-        """Close the files."""
+        """Stop looking, and close the files."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
         with self._lock:
             for source in (self._registered, self._index):
                 if source is not None:

@@ -16,6 +16,7 @@ from cacheblend_rag.protocol import (
 from cacheblend_rag.server.naming import tokens_match
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.results import PrecomputeReport
     from cacheblend_rag.engines.vllm.client import BlendClient
     from cacheblend_rag.server.catalogue import ChunkCatalogue
 
@@ -35,6 +36,7 @@ class ServedChunks:
 
         Raises:
             InputError: It is malformed, or holds what cannot be a chunk.
+            StoreError: There is no room for so many chunks.
         """
         try:
             parsed = PrecomputeBody.model_validate_json(body)
@@ -55,7 +57,23 @@ class ServedChunks:
                 raise
             except InputError as error:
                 raise InputError(f"{'chunks' if parsed.chunks else 'texts'}.{number}: {error}") from error
+        texts: dict[str, str] = {}
+        for number, chunk in enumerate(found):
+            if texts.setdefault(chunk.id, chunk.text) != chunk.text:
+                raise InputError(
+                    f"chunks.{number}: the id {chunk.id!r} has another text further up. Give each text its own."
+                )
+        self._catalogue.check_room(found)
         return found
+
+    def keep(self, chunks: list[Chunk], report: PrecomputeReport) -> None:
+        """Register chunks whose KV is stored; of a model that is not blended, and so has none, all of them.
+
+        Raises:
+            StoreError: They cannot be written, or there are too many; none is registered.
+        """
+        failed = report.failed if self._client.gate.passed else {}
+        self._catalogue.add([chunk for chunk in {c.id: c for c in chunks}.values() if chunk.id not in failed])
 
     def _chunk(self, body: ChunkBody) -> Chunk:
         chunk = make_chunk(body.text, self._client.tokenizer, body.metadata)
@@ -72,7 +90,8 @@ class ServedChunks:
         if body.id is None or body.id == chunk.id:
             return chunk
         known = self._client.registry.get(body.id)
-        if known is not None and known.text != chunk.text:
+        # One that only a prompt has brought has no claim to its id.
+        if known is not None and known.text != chunk.text and self._catalogue.origin(body.id) is not None:
             raise ConflictError(
                 f"The id {body.id!r} belongs to another text. Delete that chunk first, or use another id."
             )
@@ -108,7 +127,7 @@ class ServedChunks:
         }
 
     def delete(self, wanted: list[Chunk]) -> None:
-        """Forget chunks and delete their KV; raises ConflictError for one of the index."""
+        """Forget chunks and delete their KV, unless another id has the same text; raises ConflictError for one of the index."""
         kept = [chunk for chunk in wanted if self._catalogue.origin(chunk.id) == "index"]
         if kept:
             raise ConflictError(
@@ -117,7 +136,8 @@ class ServedChunks:
             )
         self._catalogue.remove([chunk.id for chunk in wanted])
         for chunk in wanted:
-            self._client.entries.delete(chunk.token_ids)
+            if not self._client.registry.others_have(chunk):
+                self._client.entries.delete(chunk.token_ids)
 
     def delete_named(self, names: list[str], everything: bool) -> list[str]:
         """Do :meth:`delete` for the registered ones of ``names``, or all; return their ids."""

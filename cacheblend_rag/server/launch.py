@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from argparse import Namespace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
 from cacheblend_rag.server.catalogue import ChunkCatalogue
+from cacheblend_rag.server.keys import Key, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.middleware import NAMES, Limits
 from cacheblend_rag.store import KVStore, open_store
@@ -39,6 +41,7 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
         ModelError: The model cannot be loaded.
         StoreError: The store cannot be used.
     """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # before vLLM reads it; its other processes inherit it
     args, launch = parse(options, flags)
 
     import uvloop
@@ -81,7 +84,8 @@ async def _serve_engine(
     from cacheblend_rag.engines.vllm.client import BlendClient
 
     client = await BlendClient.connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
-    catalogue = ChunkCatalogue(options.store, client.registry, client.fingerprint)
+    catalogue = ChunkCatalogue(options.store, client.registry, client.fingerprint, options.max_chunks)
+    catalogue.watch()
     for warning in catalogue.warnings:
         _log.warning(warning)
     try:
@@ -120,13 +124,23 @@ async def build_app(
     metrics = ReuseMetrics()
     served: Any = ServedEngine(llm, client, metrics)
     tasks = await llm.get_supported_tasks()
-    args.middleware = [*args.middleware, *NAMES]
+    limits = guard(options, args)
     app = build_vllm_app(args, tasks, llm.model_config)
-    app.state.limits = Limits(tuple(api_keys(args)), options.max_request_size)
+    app.state.limits = limits
     await init_app_state(served, app.state, args, tasks)
     _blend(app.state, client, catalogue)
     app.include_router(chunk_router(client, catalogue, metrics, model_info(client, options, args)))
     return app
+
+
+def guard(options: ServeOptions, args: Namespace) -> Limits:
+    """Have vLLM put our checks around its application, and return what they go by."""
+    args.middleware = [*args.middleware, *NAMES]
+    # Else vLLM's own check, of /v1 alone, would refuse every key but VLLM_API_KEY.
+    args.api_key = api_keys(args)
+    keys = tuple(map(Key.of, args.api_key)) if options.keys is None else read_keys(options.keys)
+    local = not (keys or args.uds or options.allow_no_key)
+    return Limits(keys, options.max_request_size, local=local)
 
 
 def _blend(state: State, client: BlendClient, catalogue: ChunkCatalogue) -> None:
@@ -180,7 +194,7 @@ def _listen(args: Namespace) -> tuple[str, socket.socket]:
         address, sock = setup_server(args, reuse_port=False)
         return str(address), sock
     except OSError as error:
-        where = args.uds or f"{args.host or '0.0.0.0'}:{args.port}"
+        where = args.uds or f"{args.host}:{args.port}"
         raise InputError(f"Cannot listen on {where}: {error.strerror or error}. Choose another --port.") from error
     except KeyError as error:
         raise InputError(str(error.args[0])) from error

@@ -5,16 +5,19 @@ vLLM adds middleware by name and without arguments, so these read theirs from th
 
 from __future__ import annotations
 
-import hashlib
-import secrets
+import asyncio
 from dataclasses import dataclass
-from functools import cached_property
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend_rag.server.keys import Key, may, role_of
+
 DEFAULT_BODY_LIMIT = 32 << 20
+DEFAULT_BODY_DEADLINE_S = 60.0
 NAMES = tuple(f"{__name__}.{name}" for name in ("LimitBody", "RequireKey"))
 """For vLLM's ``--middleware``. The last one is asked first: no byte of a body is read without the key."""
 
@@ -26,17 +29,17 @@ class Limits:
     """Who may send how much.
 
     Attributes:
-        keys: API keys, each as good as the others; none: everybody may.
+        keys: API keys; none: everybody may do everything.
         body: Largest request body in bytes.
+        body_deadline_s: Seconds until all of it must have come.
+        local: Whether requests must call the server by a name of this machine: another name may be that of a page in a browser
+            here, whose owner has it resolved to this machine.
     """
 
-    keys: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
     body: int = DEFAULT_BODY_LIMIT
-
-    @cached_property
-    def digests(self) -> list[bytes]:
-        """Hashes of the keys."""
-        return [_digest(key) for key in self.keys]
+    body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
+    local: bool = False
 
 
 def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:
@@ -47,7 +50,7 @@ def error_response(message: str, status: int, kind: str, param: str | None = Non
 class RequireKey:
     """Answers 401 to every request but a health check and a CORS preflight that does not carry one of the keys.
 
-    vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
+    A key whose role is too small gets 403. vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
     """
 
     def __init__(self, app: ASGIApp):
@@ -56,11 +59,24 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] not in ("http", "websocket") or _is_preflight(scope) or self._may(scope):
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        if _limits(scope).local and not _called_locally(scope):
+            await _misdirected()(scope, receive, send)
+            return
+        keys = _limits(scope).keys
+        role = role_of(_bearer(scope), keys) if keys else "admin"
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if is_open(scope) or (role is not None and may(role, scope.get("method", ""), path, scope["query_string"])):
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
+            return
+        if role is not None:
+            message = f"A key of the role {role!r} may not do that; ask whoever runs the server for another."
+            await error_response(message, 403, "PermissionDeniedError")(scope, receive, send)
             return
         response = error_response(
             "This server asks for an API key: send the header 'Authorization: Bearer KEY'.", 401, "Unauthorized"
@@ -68,18 +84,12 @@ class RequireKey:
         response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
 
-    def _may(self, scope: Scope) -> bool:
-        known = _limits(scope).digests
-        if not known or scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS:
-            return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Every key is compared, so that the time taken says nothing about which one nearly fits.
-        matches = [secrets.compare_digest(_digest(key), digest) for digest in known]
-        return scheme.lower() == "bearer" and any(matches)
-
 
 class LimitBody:
-    """Answers 413 to requests whose body is larger than the limit, whether they say so or not."""
+    """Answers 413 to requests whose body is larger than the limit, whether they say so or not, and 408 to slow ones.
+
+    What anybody may ask without a key has no body: whatever comes is not read.
+    """
 
     def __init__(self, app: ASGIApp):
         """Guard ``app``."""
@@ -90,28 +100,69 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = _limits(scope).body
-        declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > limit:
-            await _too_large(limit)(scope, receive, send)
+        if is_open(scope):
+            await self._app(scope, _with_body(b"", receive), send)
             return
-        # Every route reads its whole body before it does anything, so holding it here costs nothing more.
-        held: list[Message] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            held.append(message)
-            more = message["type"] == "http.request" and message.get("more_body", False)
-            size += len(message.get("body", b""))
-            if size > limit:
-                await _too_large(limit)(scope, receive, send)
-                return
-        held.reverse()
+        limits = _limits(scope)
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared) > limits.body:
+            await _too_large(limits.body)(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(limits.body_deadline_s):
+                body = await _read(receive, limits.body)
+        except TimeoutError:
+            await _too_slow(limits.body_deadline_s)(scope, receive, send)
+            return
+        if body is None:  # the client has gone
+            return
+        if len(body) > limits.body:
+            await _too_large(limits.body)(scope, receive, send)
+            return
+        await self._app(scope, _with_body(bytes(body), receive), send)
 
-        async def replay() -> Message:
-            return held.pop() if held else await receive()
 
-        await self._app(scope, replay, send)
+def is_open(scope: Scope) -> bool:
+    """Say whether anybody may ask that: a health check, or a CORS preflight, which is answered before any route."""
+    if scope["type"] != "http":
+        return False
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return (path in _OPEN_PATHS and scope["method"] in ("GET", "HEAD")) or _is_preflight(scope)
+
+
+async def _read(receive: Receive, limit: int) -> bytearray | None:
+    """Return a request's body, or its beginning of more than ``limit`` bytes; None if the client goes away."""
+    # Every route reads its whole body before it does anything, so holding it here costs nothing more.
+    body, more = bytearray(), True
+    while more and len(body) <= limit:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    """Return what receives ``body`` first, and nothing that is still coming of another."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return message
+
+    return replay
+
+
+def _too_slow(deadline_s: float) -> JSONResponse:
+    response = error_response(f"The request's body has not come within {deadline_s:g} seconds.", 408, "RequestTimeout")
+    response.headers["Connection"] = "close"
+    return response
 
 
 def _too_large(limit: int) -> JSONResponse:
@@ -125,6 +176,29 @@ def _too_large(limit: int) -> JSONResponse:
     return response
 
 
+def _bearer(scope: Scope) -> str:
+    """Return the key that a request carries, empty without one."""
+    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else ""
+
+
+def _called_locally(scope: Scope) -> bool:
+    try:
+        name = urlsplit("//" + Headers(scope=scope).get("host", "localhost")).hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _misdirected() -> JSONResponse:
+    return error_response(
+        "Without an API key this server answers to the names 'localhost' and '127.0.0.1' alone. Give it a key "
+        "(CACHEBLEND_API_KEY) to ask by another name.",
+        421,
+        "MisdirectedRequest",
+    )
+
+
 def _is_preflight(scope: Scope) -> bool:
     """Say whether a browser asks what it may send; vLLM's CORS middleware answers that, and no route sees it."""
     headers = Headers(scope=scope)
@@ -135,7 +209,3 @@ def _limits(scope: Scope) -> Limits:
     found = scope["app"].state.limits
     assert isinstance(found, Limits)
     return found
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

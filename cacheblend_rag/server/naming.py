@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
@@ -37,15 +37,15 @@ class ChunkNaming:
             message = next((message for message in reversed(found) if message.get("role") == "user"), None)
             if message is None:
                 raise InputError("chunk_ids go in front of the last user message; there is no user message.")
-            content = message.get("content")
+            content, lead = message.get("content"), lead_text(absent)
             if isinstance(content, str):
-                message["content"] = SEPARATOR.join([*absent, content])
+                message["content"] = lead + content
             else:
-                message["content"] = [{"type": "text", "text": SEPARATOR.join([*absent, ""])}, *(content or ())]
+                message["content"] = [{"type": "text", "text": lead}, *(content or ())]
         return found, tuple(named)
 
-    def prompts(self, prompt: Any, chunk_ids: Sequence[str]) -> Any:
-        """Return a prompt, or a list of them, with the chunks that do not stand in it in front.
+    def prompts(self, prompt: Any, chunk_ids: Sequence[str]) -> tuple[Any, list[list[Chunk]]]:
+        """Return a prompt, or a list of them, with the chunks that do not stand in it in front, and which those are of each.
 
         Raises:
             UnknownChunkError: There is no chunk of that id.
@@ -54,8 +54,9 @@ class ChunkNaming:
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, list) or not all(isinstance(text, str) for text in prompts):
             raise InputError("chunk_ids need a prompt of text; for token ids give spans.")
-        joined = [SEPARATOR.join([*self._absent(chunk_ids, [text]), text]) for text in prompts]
-        return joined[0] if isinstance(prompt, str) else joined
+        leads = [self._absent(chunk_ids, [text]) for text in prompts]
+        joined = [lead_text(lead) + text for lead, text in zip(leads, prompts, strict=True)]
+        return joined[0] if isinstance(prompt, str) else joined, leads
 
     def _with_block_texts(self, message: Any, named: list[str]) -> dict[str, Any]:
         copied: dict[str, Any] = dict(message)
@@ -86,15 +87,27 @@ class ChunkNaming:
         known = self._registry.get(name)
         return known is not None and known.text == text
 
-    def _absent(self, chunk_ids: Sequence[str], texts: Sequence[str]) -> list[str]:
-        chunks = [self._resolve(name) for name in chunk_ids]
-        return [chunk.text for chunk in chunks if not any(chunk.text in text for text in texts)]
+    def _absent(self, chunk_ids: Sequence[str], texts: Sequence[str]) -> list[Chunk]:
+        return [chunk for chunk in self.resolved(chunk_ids) if not any(chunk.text in text for text in texts)]
+
+    def resolved(self, chunk_ids: Iterable[str]) -> list[Chunk]:
+        """Return the chunks of these ids.
+
+        Raises:
+            UnknownChunkError: There is no chunk of that id.
+        """
+        return [self._resolve(name) for name in chunk_ids]
 
     def _resolve(self, name: str) -> Chunk:
         chunk = self._registry.get(name)
         if chunk is None:
             raise UnknownChunkError(f"No chunk has the id {name!r}. Register its text with POST /v1/chunks first.")
         return chunk
+
+
+def lead_text(chunks: Iterable[Chunk]) -> str:
+    """Return what is put in front of a text that lacks these chunks."""
+    return "".join(f"{chunk.text}{SEPARATOR}" for chunk in chunks)
 
 
 def tokens_match(tokenizer: Any, text: str, token_ids: tuple[int, ...]) -> bool:

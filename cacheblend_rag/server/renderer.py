@@ -7,6 +7,7 @@ chunks are replaced, because a chunk's tokens must be those its KV was computed 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,13 @@ from vllm.exceptions import VLLMValidationError
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt, text_prompt, tokenize
+from cacheblend_rag.prompts.placing import Piece, search_rendered
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, TokenizedPrompt, tokenize
+from cacheblend_rag.prompts.templates import SEPARATOR
+from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import RequestOptions, read_options
-from cacheblend_rag.server.naming import ChunkNaming, tokens_match
+from cacheblend_rag.server.contents import search_contents, texts_in
+from cacheblend_rag.server.naming import ChunkNaming, lead_text, tokens_match
 from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, with_ticket
 
 if TYPE_CHECKING:
@@ -34,16 +39,23 @@ if TYPE_CHECKING:
     CompletionLike = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 
 
+_CHARACTERS_A_TOKEN = 16
+"""More than any prompt has on average: one with more of them does not fit the context window, and is not searched."""
+
+
 class BlendRenderer:
     """Stands in for vLLM's ``OnlineRenderer``; what it does not know itself, that one does.
 
     Searching and tokenising long prompts takes milliseconds: it is done off the event loop, which streams other answers.
+    Where vLLM's template has put what a request says is seen by rendering it once more with stand-ins
+    (:mod:`cacheblend_rag.prompts.placing`).
     """
 
     def __init__(self, inner: OnlineRenderer, client: BlendClient, catalogue: ChunkCatalogue):
         """Blend what ``inner`` renders."""
         self._inner, self._client, self._catalogue = inner, client, catalogue
         self._naming = ChunkNaming(client.tokenizer, client.registry, catalogue.note)
+        self._most = _CHARACTERS_A_TOKEN * client.context_window
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -57,16 +69,20 @@ class BlendRenderer:
             VLLMValidationError: Our own fields are malformed, or name an unknown chunk.
         """
         options = await asyncio.to_thread(self._begin, request)
-        try:
-            naming = self._naming.messages
-            request.messages, named = await asyncio.to_thread(naming, request.messages, options.chunk_ids)
-        except InputError as error:
-            raise VLLMValidationError(str(error)) from error
+        request.messages, named = await asyncio.to_thread(self._named, request.messages, options)
+        again = request.model_copy()  # as it is now: rendering changes a request
         result = await self._inner.render_chat(request, skip_mm_cache=skip_mm_cache)
         if isinstance(result, ErrorResponse):
             return result
         conversation, inputs = result
-        return conversation, await asyncio.to_thread(self._finish, request, inputs, options, named)
+
+        async def skeleton(probed: Sequence[Any]) -> Any:
+            again.messages = probed[0]
+            answer = await self._inner.render_chat(again, skip_mm_cache=True)
+            return None if isinstance(answer, ErrorResponse) else answer[1][0]
+
+        found = await self._found(request, inputs, options, [request.messages], named, skeleton)
+        return conversation, await asyncio.to_thread(self._finish, request, inputs, options, found)
 
     async def render_completion(
         self, request: CompletionRequest, *, skip_mm_cache: bool = False
@@ -77,15 +93,14 @@ class BlendRenderer:
             VLLMValidationError: Our own fields are malformed, or name an unknown chunk.
         """
         options = await asyncio.to_thread(self._begin, request)
+        leads: list[list[Chunk]] = []
         if options.chunk_ids:
-            try:
-                request.prompt = self._naming.prompts(request.prompt, options.chunk_ids)
-            except InputError as error:
-                raise VLLMValidationError(str(error)) from error
+            request.prompt, leads = await asyncio.to_thread(self._led, request.prompt, options.chunk_ids)
         result = await self._inner.render_completion(request, skip_mm_cache=skip_mm_cache)
         if isinstance(result, ErrorResponse):
             return result
-        return await asyncio.to_thread(self._finish, request, result, options, options.chunk_ids)
+        found = await asyncio.to_thread(self._found_in_texts, request, result, options, leads)
+        return await asyncio.to_thread(self._finish, request, result, options, found)
 
     async def render_responses(
         self, request: ResponsesRequest, **options: Any
@@ -102,11 +117,88 @@ class BlendRenderer:
                 "completions.",
                 parameter="chunk_ids",
             )
+        again = request.model_copy()
         result = await self._inner.render_responses(request, **options)
         if isinstance(result, ErrorResponse):
             return result
-        (engine_input,) = await asyncio.to_thread(self._finish, request, [result.engine_input], chosen, ())
+
+        async def skeleton(probed: Sequence[Any]) -> Any:
+            again.instructions, again.input = probed
+            answer = await self._inner.render_responses(again, **options)
+            return None if isinstance(answer, ErrorResponse) else answer.engine_input
+
+        inputs = [result.engine_input]
+        found = await self._found(request, inputs, chosen, [request.instructions, request.input], (), skeleton)
+        (engine_input,) = await asyncio.to_thread(self._finish, request, inputs, chosen, found)
         return replace(result, engine_input=engine_input)
+
+    def _named(self, messages: Any, options: RequestOptions) -> tuple[list[Any], tuple[str, ...]]:
+        try:
+            return self._naming.messages(messages, self._affordable(options.chunk_ids, [messages]))
+        except InputError as error:
+            raise VLLMValidationError(str(error)) from error
+
+    def _led(self, prompt: Any, chunk_ids: Sequence[str]) -> tuple[Any, list[list[Chunk]]]:
+        try:
+            return self._naming.prompts(prompt, self._affordable(chunk_ids, prompt))
+        except InputError as error:
+            raise VLLMValidationError(str(error)) from error
+
+    def _affordable(self, chunk_ids: Sequence[str], said: Any) -> Sequence[str]:
+        """Refuse more than fits the context window, before it is searched for each of the chunks."""
+        window = self._client.context_window
+        tokens = sum(len(chunk.token_ids) for chunk in self._naming.resolved(chunk_ids))
+        if tokens > window:
+            raise InputError(f"The chunks in chunk_ids have {tokens} tokens; the context window is {window}.")
+        characters = sum(map(len, texts_in(said)))
+        if chunk_ids and characters > self._most:
+            raise InputError(
+                f"The prompt has {characters} characters; no more than {self._most} fit the context window."
+            )
+        return chunk_ids
+
+    async def _found(
+        self,
+        request: CompletionLike,
+        inputs: Sequence[Any],
+        options: RequestOptions,
+        said: Sequence[Any],
+        named: Sequence[str],
+        skeleton: Callable[[Sequence[Any]], Awaitable[Any]],
+    ) -> list[list[Piece]]:
+        """Return the pieces of each rendered prompt with chunks in it, empty for others."""
+        nothing: list[list[Piece]] = [[] for _ in inputs]
+        rendered = inputs[0].get("prompt") if len(inputs) == 1 and inputs[0].get("type") == "token" else None
+        if options.spans or _why_not(request) or not isinstance(rendered, str):
+            return nothing
+        encoder, registry = encoder_for(self._client.tokenizer), self._client.registry
+        chunks = self._naming.resolved(named)
+        searched = await asyncio.to_thread(search_contents, said, registry, chunks, encoder, self._most)
+        if searched is None:
+            return nothing
+        contents, probed = searched
+        try:
+            probing = (await skeleton(probed) or {}).get("prompt")
+        except ValueError:  # a template that reads what is said
+            probing = None
+        return [await asyncio.to_thread(contents.placed, rendered, probing or "", encoder)]
+
+    def _found_in_texts(
+        self, request: CompletionLike, inputs: Sequence[Any], options: RequestOptions, leads: Sequence[Sequence[Chunk]]
+    ) -> list[list[Piece]]:
+        """Do the same for texts that are the prompt as they are, with the chunks that were put in front of each."""
+        found: list[list[Piece]] = []
+        named = self._naming.resolved(options.chunk_ids)
+        for engine_input, lead in zip(inputs, [*leads, *([] for _ in inputs)], strict=False):
+            text, before = engine_input.get("prompt"), lead_text(lead)
+            pieces: list[Piece] = []
+            if isinstance(text, str) and len(text) <= self._most and text.startswith(before) and not _why_not(request):
+                pieces = [piece for chunk in lead for piece in (chunk, SEPARATOR)]
+                pieces += search_rendered(
+                    text[len(before) :], self._client.registry, named, encoder_for(self._client.tokenizer)
+                )
+            found.append(pieces)
+        return found
 
     def _begin(self, request: CompletionLike) -> RequestOptions:
         if request.kv_transfer_params is not None:
@@ -120,20 +212,23 @@ class BlendRenderer:
             self._client.resolve(options.settings)
         except InputError as error:
             raise VLLMValidationError(str(error), parameter="cacheblend") from error
-        self._catalogue.refresh()
         return options
 
     def _finish(
-        self, request: CompletionLike, inputs: list[EngineInput], options: RequestOptions, named: tuple[str, ...]
+        self,
+        request: CompletionLike,
+        inputs: list[EngineInput],
+        options: RequestOptions,
+        found: Sequence[Sequence[Piece]],
     ) -> list[EngineInput]:
         if options.spans and len(inputs) != 1:
             raise VLLMValidationError("spans go with one prompt of token ids.", parameter="cacheblend.spans")
         why_not = _why_not(request)
         done, tickets = [], []
-        for engine_input in inputs:
+        for engine_input, pieces in zip(inputs, found, strict=True):
             ticket, blended = Ticket(reason=why_not), engine_input
             if not why_not and engine_input.get("type") == "token":
-                blended = self._blended(request, engine_input, options, named, ticket)
+                blended = self._blended(request, engine_input, options, pieces, ticket)
             elif not why_not:
                 ticket.reason = "the prompt is not text alone"
             if options.settings.reuse == "off" and not why_not:
@@ -148,17 +243,13 @@ class BlendRenderer:
         request: CompletionLike,
         engine_input: Any,
         options: RequestOptions,
-        named: tuple[str, ...],
+        pieces: Sequence[Piece],
         ticket: Ticket,
     ) -> Any:
-        text = engine_input.get("prompt")
         if options.spans:
             prompt = self._spanned(tuple(engine_input["prompt_token_ids"]), options)
-        elif isinstance(text, str):
-            found = text_prompt(text, self._client.registry, chunk_ids=named)
-            if not any(isinstance(segment, Chunk) for segment in found.segments):
-                return engine_input
-            prompt = tokenize(found, self._client.tokenizer, self._client.registry)
+        elif any(isinstance(piece, Chunk) for piece in pieces):
+            prompt = tokenize(BlendPrompt(tuple(pieces)), self._client.tokenizer, self._client.registry)
         else:
             return engine_input
         self._check_length(request, len(prompt.token_ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import wraps
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.server.catalogue import ChunkCatalogue
     from cacheblend_rag.server.metrics import ReuseMetrics
 
+_JSON = re.compile(r"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _Route = Callable[..., Awaitable[Response]]
 
 
@@ -39,8 +41,8 @@ def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseM
         ("GET", "", routes.list_chunks),
         ("GET", "/stats", routes.stats),  # before /{chunk_id}: the first path that fits is taken
         ("POST", "/flush", routes.flush),
-        ("GET", "/{chunk_id}", routes.inspect),
-        ("DELETE", "/{chunk_id}", routes.delete),
+        ("GET", "/{chunk_id:path}", routes.inspect),
+        ("DELETE", "/{chunk_id:path}", routes.delete),
         ("DELETE", "", routes.delete_several),
     ]
     for method, path, route in table:
@@ -58,10 +60,15 @@ class ChunkRoutes:
 
     async def precompute(self, request: Request) -> Response:
         """Compute and store the KV of texts, and register them; texts that are stored already cost nothing."""
+        # What a page of another site sends without asking the browser's leave is of other types.
+        if not _JSON.fullmatch(request.headers.get("content-type", "")):
+            return error_response(
+                "Send JSON, with the header 'Content-Type: application/json'.", 415, "UnsupportedMediaType"
+            )
         wanted = await asyncio.to_thread(self._chunks.read, await request.body())
-        report = await self._client.precompute(wanted)
+        report = await self._client.store_kv(wanted)
         self._metrics.precomputed(report)
-        await asyncio.to_thread(self._catalogue.add, list({chunk.id: chunk for chunk in wanted}.values()))
+        await asyncio.to_thread(self._chunks.keep, wanted, report)
         return JSONResponse(
             {
                 "object": "list",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,17 +77,38 @@ def test_positions_are_compared_in_blocks_of_bounded_size(monkeypatch) -> None:
     assert found(table_of(texts), prompt) == naively(texts, prompt)
 
 
-def test_an_opening_repeated_all_over_a_prompt_is_compared_with_no_text_whose_longer_opening_differs(
-    monkeypatch,
-) -> None:
-    compared = []
+@pytest.fixture
+def compared(monkeypatch) -> list[int]:
+    """How many texts have been compared with positions of prompts, block by block."""
+    counts: list[int] = []
     original = matching._Shelf._compared
 
     def counting(self, prompt, at, first, count):
-        compared.append(int(count.sum()))
+        counts.append(int(count.sum()))
         return original(self, prompt, at, first, count)
 
     monkeypatch.setattr(matching._Shelf, "_compared", counting)
+    return counts
+
+
+def test_texts_that_begin_alike_are_compared_with_a_prompt_that_repeats_their_beginning_so_often_and_no_oftener(
+    monkeypatch, compared: list[int]
+) -> None:
+    monkeypatch.setattr(matching, "_MAX_PAIRS", 5_000)
+    head = "a" * 1024
+    crowd = [f"{head} page {number}" for number in range(1_000)]
+    own = "The harbour's own note, which begins like no other."
+    prompt = f"{'a' * 20_000} {own} {head} page 7"
+    assert len(crowd) in [number for _, _, number in found(table_of([*crowd, own]), prompt)]
+    assert 0 < sum(compared) <= 5_000
+    monkeypatch.setattr(matching, "_MAX_PAIRS", 1 << 40)
+    crowd = crowd[:20]
+    assert found(table_of([*crowd, own]), prompt) == naively([*crowd, own], prompt)
+
+
+def test_an_opening_repeated_all_over_a_prompt_is_compared_with_no_text_whose_longer_opening_differs(
+    compared: list[int],
+) -> None:
     head = "Copyright (c) 20"
     texts = [head + f" page {number} " + "x" * (200 + number) for number in range(500)]
     assert found(table_of(texts), head * 2_000) == []

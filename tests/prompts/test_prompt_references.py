@@ -67,17 +67,17 @@ def test_chunk_ids_decide_where_registered_chunks_overlap() -> None:
     inner, outer = make_chunk(LONG, TOKENIZER), make_chunk(f"Note. {LONG}", TOKENIZER)
     registry = ChunkRegistry([inner, outer])
     text = f"Read: Note. {LONG} What?"
-    assert chunks_in(text_prompt(text, registry)) == [outer.text]
-    named = text_prompt(text, registry, chunk_ids=[inner.id])
+    assert chunks_in(text_prompt(TOKENIZER, text, registry)) == [outer.text]
+    named = text_prompt(TOKENIZER, text, registry, chunk_ids=[inner.id])
     assert chunks_in(named) == [inner.text] and text_of(named) == text
     assert chunks_in(chat_prompt(TOKENIZER, user(text), registry, chunk_ids=[inner.id])) == [inner.text]
 
 
 def test_chunk_ids_that_are_not_in_the_text_change_nothing_and_unknown_ones_are_refused() -> None:
     registry = ChunkRegistry([make_chunk(LONG, TOKENIZER)])
-    assert text_prompt("no chunk", registry, chunk_ids=[chunk_id(LONG)]).segments == ("no chunk",)
+    assert text_prompt(TOKENIZER, "no chunk", registry, chunk_ids=[chunk_id(LONG)]).segments == ("no chunk",)
     for call in (
-        lambda: text_prompt("x", registry, chunk_ids=["nowhere"]),
+        lambda: text_prompt(TOKENIZER, "x", registry, chunk_ids=["nowhere"]),
         lambda: chat_prompt(TOKENIZER, user("x"), registry, chunk_ids=["nowhere"]),
     ):
         with pytest.raises(UnknownChunkError, match="nowhere"):
@@ -91,7 +91,7 @@ def test_naming_chunks_never_changes_the_text(parts: list[str], data: st.DataObj
     registry = ChunkRegistry(data.draw(st.lists(st.sampled_from(known))))
     ids = data.draw(st.lists(st.sampled_from([c.id for c in registry] or [""]))) if len(registry) else []
     text = "".join(parts)
-    assert text_of(text_prompt(text, registry, chunk_ids=ids)) == text
+    assert text_of(text_prompt(TOKENIZER, text, registry, chunk_ids=ids)) == text
 
 
 def test_chunk_of_gives_the_registered_chunk_or_a_new_one() -> None:

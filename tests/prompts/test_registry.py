@@ -165,6 +165,20 @@ def test_what_was_added_is_the_sources_once_it_has_it_and_stays_when_removed_her
     assert registry.find(one.text) == [one.text] and len(registry) == 0
 
 
+def test_texts_that_have_the_hash_of_what_stands_there_and_are_not_there_are_read_so_often_and_no_oftener(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.prompts.registry._MAX_WRONG", 50)
+    shelf = Shelf(["a" * 40])
+    registry = ChunkRegistry()
+    registry.attach(shelf)
+    shelf.rows[1] = chunk("b" * 40)  # forged, as it were
+    assert registry.find("a" * 10_000) == ["a" * 10_000]
+    assert len(shelf.read) == 50
+    assert registry.covering("a" * 10_000, [(0, 10_000)])[-1][1] == 10_000  # then the hash is taken at its word
+    assert len(shelf.read) < 100
+
+
 def test_a_source_that_cannot_be_read_makes_its_chunks_text(caplog: pytest.LogCaptureFixture) -> None:
     shelf = Shelf(["The first entry of the harbour log."])
     registry = ChunkRegistry()

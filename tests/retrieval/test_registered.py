@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import sqlite3
 from pathlib import Path
 
@@ -51,6 +52,45 @@ def test_a_chunk_that_cannot_be_read_says_how_to_start_over(tmp_path: Path, colu
         everything(kept)
 
 
+@pytest.mark.parametrize("column", ["name", "text", "token_ids", "metadata", "signature", "checksum"])
+def test_a_chunk_that_was_changed_behind_the_librarys_back_is_never_returned(tmp_path: Path, column: str) -> None:
+    kept = RegisteredChunks(tmp_path, "one")
+    kept.add([chunk("A text with some source.", "/a", 7)])
+    new = {"name": "'another'", "text": "'A text with same source.'", "metadata": "'{}'"}.get(column, "x'00000000'")
+    change(tmp_path, f"UPDATE chunks SET {column} = {new}")
+    with pytest.raises(StoreError, match=r"registered\.sqlite is damaged .*checksum.*delete it"):
+        everything(kept)
+    with pytest.raises(StoreError, match="checksum"):
+        kept.chunk_at(1)
+
+
+def test_no_flipped_byte_makes_another_chunk_of_one(tmp_path: Path) -> None:
+    made = [chunk(f"Entry number {number} of the harbour log. " * 20, "/a", number) for number in range(6)]
+    file = tmp_path / FILE_NAME
+    kept = RegisteredChunks(tmp_path, "one")
+    kept.add(made)
+    kept.close()
+    whole = file.read_bytes()
+    dice, caught = random.Random(0), 0
+    content = [at for at in range(len(whole)) if whole[at]]  # pages are mostly empty
+    for at in dice.sample(content, 600):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
+        try:
+            kept = RegisteredChunks(tmp_path, "one")
+        except StoreError:
+            caught += 1
+            continue
+        try:
+            assert all(piece in made for piece in everything(kept))
+            for row, piece in enumerate(made, 1):
+                assert kept.chunk_at(row) in (piece, None)
+                assert kept.named(piece.id) in (piece, None)
+        except StoreError:
+            caught += 1
+        kept.close()
+    assert caught > 300
+
+
 def test_a_file_of_another_format_or_program_is_refused(tmp_path: Path) -> None:
     RegisteredChunks(tmp_path, "one").close()
     change(tmp_path, "PRAGMA user_version = 99")
@@ -79,6 +119,20 @@ def test_a_file_of_format_1_is_brought_up_to_date_with_all_it_holds(tmp_path: Pa
     assert sorted(c.id for c in registry) == sorted(c.id for c in made) and len(registry) == 2
     assert registry.find("".join(c.text for c in made)) == made
     assert dict(registry.get(made[1].id).metadata) == dict(made[1].metadata)
+
+
+def test_a_file_of_format_2_gets_checksums_and_keeps_its_order(tmp_path: Path) -> None:
+    made = [chunk(f"Chunk {number}, registered some time ago.") for number in (3, 1, 2)]
+    kept = RegisteredChunks(tmp_path, "one")
+    kept.add(made)
+    kept.close()
+    change(tmp_path, "ALTER TABLE chunks DROP COLUMN checksum")
+    change(tmp_path, "PRAGMA user_version = 2")
+    kept = RegisteredChunks(tmp_path, "one")
+    assert [kept.chunk_at(row) for row in (1, 2, 3)] == made
+    registry = ChunkRegistry()
+    registry.attach(kept)
+    assert registry.find("".join(c.text for c in made)) == made
 
 
 def test_a_chunk_registered_in_place_of_the_newest_is_seen_by_others(tmp_path: Path) -> None:

@@ -107,6 +107,67 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
             parsed(tmp_path, model=str(tmp_path / "missing"), **options)
 
 
+@pytest.fixture
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CACHEBLEND_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_without_a_key_the_server_is_this_machines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed(tmp_path)[0].host == "127.0.0.1"
+    for own in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
+        assert parsed(tmp_path, "--host", own)[0].host == own
+    loaded = []
+    monkeypatch.setattr("cacheblend_rag.engines.vllm.arguments.prepare", lambda *_, **__: loaded.append(1))
+    for open_to_all in ("0.0.0.0", "::", "", "0", "10.1.2.3", "::ffff:0.0.0.0"):
+        with pytest.raises(InputError, match=r"CACHEBLEND_API_KEY.*--api-key.*--allow-no-key"):
+            parsed(tmp_path, "--host", open_to_all)
+    assert not loaded
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_a_key_a_socket_file_or_a_plain_word_lets_the_server_listen_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anywhere = ("--host", "0.0.0.0")
+    assert parsed(tmp_path, *anywhere, "--api-key", "secret")[0].host == "0.0.0.0"
+    assert parsed(tmp_path, *anywhere, allow_no_key=True)[0].host == "0.0.0.0"
+    assert parsed(tmp_path, *anywhere, "--uds", str(tmp_path / "socket"))[0].uds
+    for name in ("CACHEBLEND_API_KEY", "VLLM_API_KEY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "secret")
+            assert parsed(tmp_path, *anywhere)[0].host == "0.0.0.0"
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_pages_from_elsewhere_may_not_ask_unless_they_are_allowed_to(tmp_path: Path) -> None:
+    assert parsed(tmp_path)[0].allowed_origins == []
+    assert parsed(tmp_path, "--allowed-origins", '["http://page"]')[0].allowed_origins == ["http://page"]
+
+
+@pytest.mark.parametrize(("given", "sent"), [(None, False), ("1", False), ("0", True)])
+def test_vllms_usage_statistics_are_sent_only_where_the_environment_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, sent: bool
+) -> None:
+    from vllm.usage import usage_lib
+
+    from cacheblend_rag.server import launch
+
+    monkeypatch.setattr(usage_lib, "_USAGE_STATS_ENABLED", None)
+    monkeypatch.setattr(usage_lib, "_USAGE_STATS_DO_NOT_TRACK_PATH", str(tmp_path / "not there"))
+    for name in ("DO_NOT_TRACK", "VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.delenv(name, raising=False)
+    if given is None:
+        monkeypatch.setenv("VLLM_NO_USAGE_STATS", "")  # so that what serve sets is undone
+        monkeypatch.delenv("VLLM_NO_USAGE_STATS")
+    else:
+        monkeypatch.setenv("VLLM_NO_USAGE_STATS", given)
+    with pytest.raises(InputError, match="no-such"):
+        launch.serve(ServeOptions(tmp_path), ["--no-such-flag"])
+    assert usage_lib.is_usage_stats_enabled() == sent
+
+
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
@@ -142,6 +203,67 @@ def test_keys_come_from_the_flag_or_else_the_environment(tmp_path: Path, monkeyp
     assert api_keys(parsed(tmp_path)[0]) == ["from-environment"]
     monkeypatch.delenv("CACHEBLEND_API_KEY")
     assert api_keys(parsed(tmp_path)[0]) == []
+
+
+@pytest.mark.usefixtures("no_keys")
+async def test_the_keys_of_both_environment_variables_open_vllms_own_routes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+    from fastapi import FastAPI
+    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+    from cacheblend_rag.server.launch import guard
+
+    keys = {"CACHEBLEND_API_KEY": "ours", "VLLM_API_KEY": "theirs"}
+    for name, key in keys.items():
+        monkeypatch.setenv(name, key)
+    args, _ = parsed(tmp_path)
+    app = FastAPI()
+    app.state.limits = guard(ServeOptions(tmp_path), args)
+    app.get("/v1/models")(lambda: "served")
+    init_entrypoints_middleware(args, app, ())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        for key, status in [("ours", 200), ("theirs", 200), ("other", 401)]:
+            answer = await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == status, key
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend_rag.server.keys import Key, role_of
+    from cacheblend_rag.server.launch import guard
+
+    file = tmp_path / "keys.toml"
+    file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\n")
+    args, _ = parsed(tmp_path, "--host", "0.0.0.0", keys=file)
+    limits = guard(ServeOptions(tmp_path, keys=file), args)
+    assert (role_of("asks", limits.keys), args.api_key, limits.local) == ("ask", [], False)
+    with pytest.raises(InputError, match="one of them"):
+        parsed(tmp_path, "--api-key", "another", keys=file)
+    monkeypatch.setenv("CACHEBLEND_API_KEY", "another")
+    with pytest.raises(InputError, match="one of them"):
+        parsed(tmp_path, keys=file)
+    assert guard(ServeOptions(tmp_path), parsed(tmp_path)[0]).keys == (Key.of("another"),)
+    file.write_text("[[key]]\nvalue = 'asks'\n")
+    monkeypatch.delenv("CACHEBLEND_API_KEY")
+    with pytest.raises(InputError, match="role"):
+        parsed(tmp_path, keys=file)
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_a_server_without_a_key_is_called_by_its_machines_names_alone_unless_it_is_open_on_purpose(
+    tmp_path: Path,
+) -> None:
+    from cacheblend_rag.server.launch import guard
+
+    def local(*flags: str, **options: Any) -> bool:
+        return guard(ServeOptions(tmp_path, **options), parsed(tmp_path, *flags, **options)[0]).local
+
+    assert local()
+    assert not local("--api-key", "secret")
+    assert not local("--uds", str(tmp_path / "socket"))
+    assert not local(allow_no_key=True)
 
 
 def test_the_command_line_hands_on_unknown_flags_and_keeps_its_own(
@@ -192,7 +314,9 @@ def test_the_flags_of_the_kubernetes_example_are_understood(tmp_path: Path, monk
     assert result.exit_code == 0, result.output
     ((options, flags),) = seen
     assert str(options.store) in {mount["mountPath"] for mount in container["volumeMounts"]}
+    monkeypatch.setenv("CACHEBLEND_API_KEY", "from the secret")
     args, _ = parse(ServeOptions(tmp_path), flags)  # the model itself is not at hand
+    assert args.host == "0.0.0.0"  # pods are reached from elsewhere
     assert args.tensor_parallel_size == container["resources"]["limits"]["nvidia.com/gpu"]
     assert args.shutdown_timeout < pod["terminationGracePeriodSeconds"]
     assert args.port == container["ports"][0]["containerPort"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,7 +113,6 @@ def test_an_index_that_breaks_under_a_running_server_does_not_stop_it(
         raise StoreError("damaged")
 
     monkeypatch.setattr(ChunkIndex, "generation", property(broken))
-    monkeypatch.setattr("cacheblend_rag.server.catalogue._REFRESH_S", 0.0)
     mine.refresh()
     assert len(registry) == 1
     mine.add([chunk("Another text, registered over HTTP.")])
@@ -133,6 +135,72 @@ def test_chunks_that_prompts_bring_are_forgotten_oldest_first_unless_registered(
     assert [mine.origin(c.id) for c in (brought[0], brought[4])] == ["registered", None]
     mine.close()
     assert [c.id for c in catalogue(tmp_path)[1]] == [brought[0].id]
+
+
+def test_a_text_registered_anew_under_its_id_takes_the_place_of_the_old_one_on_every_server(tmp_path: Path) -> None:
+    one, two, three = (catalogue(tmp_path) for _ in range(3))
+    old = Chunk("policy", "Travel above 500 euros needs a signature.", (1, 2))
+    new = Chunk("policy", "Travel above 900 euros needs a signature.", (3, 4))
+    one[0].add([old])
+    for mine, registry in (two, three):
+        mine.refresh(force=True)
+        assert registry.find(old.text) == [old]
+    two[0].remove(["policy"])
+    two[0].add([new])
+    for mine, registry in (one, two, three):
+        mine.refresh(force=True)
+        assert (registry.get("policy"), registry.find(old.text), registry.find(new.text)) == (new, [old.text], [new])
+
+
+def test_a_server_looks_for_what_others_changed_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.server.catalogue._REFRESH_S", 0.001)
+    (one, _), (two, registry) = catalogue(tmp_path), catalogue(tmp_path)
+    looked = threading.Event()
+    refresh, text = two.refresh, chunk("A text that the other server registers.")
+    monkeypatch.setattr(two, "refresh", lambda: (refresh(), looked.set()))
+    two.watch()
+    one.add([text])
+    looked.clear()
+    assert looked.wait(60)  # begun before it was added, perhaps
+    looked.clear()
+    assert looked.wait(60)
+    assert registry.find(text.text) == [text]
+    two.close()
+    assert "cacheblend-registry" not in [thread.name for thread in threading.enumerate()]
+
+
+# 10,000 operations with CACHEBLEND_FAULTS=full, as many as the issue asks for.
+OPERATIONS = 10_000 if os.environ.get("CACHEBLEND_FAULTS") == "full" else 200
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_servers_converge_after_any_number_of_changes(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    servers = [catalogue(tmp_path) for _ in range(3)]
+    texts = [f"Version {version} of document {name}, as it was." for name in range(8) for version in range(3)]
+    want: dict[str, Chunk] = {}
+    for _ in range(OPERATIONS):
+        mine, _ = dice.choice(servers)
+        number = dice.randrange(len(texts))
+        name, act = f"document-{number // 3}", dice.random()
+        if act < 0.45:
+            want[name] = Chunk(name, texts[number], (number,))
+            mine.add([want[name]])
+        elif act < 0.75:
+            want.pop(name, None)
+            mine.remove([name])
+        elif act < 0.85:
+            mine.note(chunk(f"A prompt brought text number {number}."))
+        else:
+            mine.refresh()
+    for mine, registry in servers:
+        mine.refresh(force=True)
+        assert {name: registry.get(name) for name in want} == want
+        for text in texts:
+            assert registry.find(text) in ([each] for each in want.values() if each.text == text) or (
+                registry.find(text) == [text] and text not in [each.text for each in want.values()]
+            )
+        mine.close()
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from importlib import import_module
+from typing import Any
 
 import httpx
 import pytest
@@ -14,15 +16,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from cacheblend_rag.server.keys import Key
 from cacheblend_rag.server.middleware import NAMES, Limits
 
 
 class App:
-    def __init__(self, keys: list[str] | None = None, limit: int = 100):
+    def __init__(self, keys: Sequence[str | Key] = (), limit: int = 100, **limits: Any):
         self.bodies: list[bytes] = []
         routes = [Route(path, self._serve, methods=["GET", "POST"]) for path in ("/health", "/metrics", "/v1/chunks")]
         self.app = Starlette(routes=routes)
-        self.app.state.limits = Limits(tuple(keys or ()), limit)
+        self.app.state.limits = Limits(
+            tuple(key if isinstance(key, Key) else Key.of(key) for key in keys), limit, **limits
+        )
         for name in NAMES:
             module, _, attribute = name.rpartition(".")
             self.app.add_middleware(getattr(import_module(module), attribute))
@@ -78,3 +83,88 @@ async def test_bodies_up_to_the_limit_arrive_unchanged_and_larger_ones_never_do(
     else:
         assert (answer.status_code, app.bodies) == (413, [])
         assert "100 bytes" in answer.json()["error"]["message"]
+
+
+class Connection:
+    """A client whose body never ends; what is read of it is counted."""
+
+    def __init__(self, method: str, path: str, *headers: tuple[bytes, bytes], pieces: int = 10**6):
+        self.scope = {"type": "http", "method": method, "path": path, "headers": list(headers), "query_string": b""}
+        self.read, self._pieces = 0, pieces
+        self.sent: list[Any] = []
+
+    async def receive(self) -> Any:
+        if self.read == self._pieces:
+            await asyncio.Event().wait()
+        self.read += 1
+        return {"type": "http.request", "body": b"x" * 50, "more_body": True}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def ask(self, app: App) -> int:
+        await app.app(self.scope, self.receive, self.send)
+        return int(self.sent[0]["status"])
+
+
+async def test_of_what_anybody_may_ask_no_body_is_read() -> None:
+    app = App(["right"])
+    health = Connection("GET", "/health")
+    assert (await health.ask(app), health.read, app.bodies) == (200, 0, [b""])
+    asked = ((b"origin", b"http://elsewhere"), (b"access-control-request-method", b"POST"))
+    preflight = Connection("OPTIONS", "/v1/chunks", *asked)
+    assert await preflight.ask(app) != 401
+    assert preflight.read == 0
+    other = Connection("POST", "/health")
+    assert (await other.ask(app), other.read) == (401, 0)
+
+
+async def test_a_body_that_does_not_come_is_given_up() -> None:
+    app = App(limit=10_000, body_deadline_s=0.01)
+    slow = Connection("POST", "/v1/chunks", pieces=3)
+    assert (await slow.ask(app), slow.read, app.bodies) == (408, 3, [])
+    assert (b"connection", b"close") in slow.sent[0]["headers"]
+
+
+async def test_a_body_beyond_the_limit_is_read_no_further() -> None:
+    app = App(limit=100)
+    large = Connection("POST", "/v1/chunks")
+    assert (await large.ask(app), large.read, app.bodies) == (413, 3, [])
+
+
+async def test_a_client_that_goes_away_in_the_middle_of_its_body_reaches_no_route() -> None:
+    app = App()
+    gone = Connection("POST", "/v1/chunks")
+    messages = iter([{"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    await app.app(gone.scope, receive, gone.send)
+    assert (app.bodies, gone.sent) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("host", "served"),
+    [
+        ("localhost:8000", True),
+        ("LOCALHOST", True),
+        ("127.0.0.1:8000", True),
+        ("127.9.9.9", True),
+        ("[::1]:8000", True),
+        ("attacker.example:8000", False),
+        ("localhost.attacker.example", False),
+        ("10.0.0.1", False),
+        ("", False),
+        ("[::1", False),
+    ],
+)
+async def test_without_a_key_the_server_answers_to_the_names_of_its_machine_alone(host: str, served: bool) -> None:
+    app = App(local=True)
+    async with app.client() as client:
+        answer = await client.post("/v1/chunks", headers={"Host": host})
+    assert answer.status_code == (200 if served else 421)
+    assert len(app.bodies) == served
+    async with App(["right"]).client() as client:
+        headers = {"Host": host, "Authorization": "Bearer right"}
+        assert (await client.post("/v1/chunks", headers=headers)).status_code == 200

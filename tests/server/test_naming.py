@@ -105,8 +105,8 @@ def test_plain_prompts_get_the_chunks_they_lack() -> None:
     a, b = CHUNKS[:2]
     prompts = [f"{b.text} Who?", "Who?"]
     want = [f"{a.text}\n\n{b.text} Who?", f"{a.text}\n\n{b.text}\n\nWho?"]
-    assert naming()[0].prompts(prompts, [a.id, b.id]) == want
-    assert naming()[0].prompts(prompts[1], [a.id, b.id]) == want[1]
+    assert naming()[0].prompts(prompts, [a.id, b.id]) == (want, [[a], [a, b]])
+    assert naming()[0].prompts(prompts[1], [a.id, b.id]) == (want[1], [[a, b]])
     for wrong in ([1, 2, 3], [[1], [2]], None):
         with pytest.raises(InputError, match="text"):
             naming()[0].prompts(wrong, [a.id])

@@ -223,6 +223,12 @@ class BlendClient:
     ) -> PrecomputeReport:
         """See :meth:`BlendEngine.precompute`."""
         self.registry.add(chunks)
+        return await self.store_kv(chunks, progress)
+
+    async def store_kv(
+        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
+    ) -> PrecomputeReport:
+        """Do the same without registering the chunks."""
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         return await self._precompute.run(chunks, progress, self.rank == "now")
@@ -319,7 +325,7 @@ class BlendClient:
     def finished(self, outcome: Outcome, prompt: TokenizedPrompt | None = None) -> None:
         """After an answer: chunks that had no stored KV, or no rank, are precomputed in the background, for the next one.
 
-        Chunks that are not registered are known from ``prompt`` alone.
+        Chunks that are not registered are known from ``prompt`` alone; without one, nothing is registered by this.
         """
         known = {span.chunk.id: span.chunk for span in prompt.spans} if prompt is not None else {}
 
@@ -328,9 +334,19 @@ class BlendClient:
             return [chunk for chunk in found if chunk is not None]
 
         if self._write_back and (missing := chunks(outcome.missing)):
-            self._in_background(self.precompute(missing))
+            self._in_background(self._write_back_known(missing) if prompt is None else self.precompute(missing))
         if self._write_back and self.rank != "off" and (unranked := chunks(outcome.unranked)):
             self._in_background(self._precompute.run(unranked, None, rank=True))
+
+    async def _write_back_known(self, chunks: Sequence[Chunk]) -> None:
+        """Store the KV of chunks; that of those that are forgotten in the meantime goes again."""
+        await self.store_kv(chunks)
+        await asyncio.to_thread(self._drop_forgotten, chunks)
+
+    def _drop_forgotten(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if self.registry.get(chunk.id) is None and not self.registry.others_have(chunk):
+                self.entries.delete(chunk.token_ids)
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)

@@ -25,6 +25,8 @@ IN_FLIGHT = 64
 _POLL_S = 0.005
 # Other clients of the same workers may have filled their queues; how often to try again, each time after twice as long.
 _TRIES, _PAUSE_S = 8, 0.1
+# How long storage may take to write what is on the way there, before a caller is told that it does not.
+_WRITTEN_WITHIN_S = 120.0
 
 
 class Precompute:
@@ -103,6 +105,8 @@ class Precompute:
         """Have the workers do ``job`` on a prompt; return why the entry of ``token_ids`` was not written, or nothing."""
         why = ""
         for attempt in range(_TRIES):
+            for key in self._entries.written_keys(token_ids):
+                self._written.pop(receipt(key, job.rank), None)  # of a write that was given up
             if not await self._prefill(prompt, job):
                 return "vLLM ended its request before its KV was complete"
             why = await self._receipt(token_ids, job)
@@ -114,12 +118,20 @@ class Precompute:
     async def _receipt(self, token_ids: tuple[int, ...], job: SaveJob) -> str:
         keys = [receipt(key, job.rank) for key in self._entries.written_keys(token_ids)]
         pause = 0.0
-        while not all(key in self._written for key in keys):
-            await asyncio.sleep(pause)
-            for rank in await self._llm.collective_rpc("cacheblend_written"):
-                self._written.update(rank)
-            pause = _POLL_S
+        try:
+            async with asyncio.timeout(_WRITTEN_WITHIN_S):
+                while not all(key in self._written for key in keys):
+                    await asyncio.sleep(pause)
+                    # Shielded: what the workers have told once they do not tell again, and others wait for theirs.
+                    await asyncio.shield(asyncio.ensure_future(self._collect()))
+                    pause = _POLL_S
+        except TimeoutError:
+            return f"storage has not written it within {_WRITTEN_WITHIN_S:g} seconds"
         return next(filter(None, [self._written.pop(key) for key in keys]), "")
+
+    async def _collect(self) -> None:
+        for rank in await self._llm.collective_rpc("cacheblend_written"):
+            self._written.update(rank)
 
     async def _prefill(self, prompt: list[int], job: SaveJob | None) -> bool:
         params = None if job is None else {"kv_transfer_params": {PARAMS: job.to_params()}}

@@ -31,7 +31,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
         return super()._get_ls_params(stop=stop if stop is not None else self.stop, **kwargs)
 
     def _request(self, text: str, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> Request:
-        prompt = text_prompt(text, self.engine.registry, chunk_ids=kwargs.get("chunk_ids") or ())
+        prompt = text_prompt(self.engine.tokenizer, text, self.engine.registry, chunk_ids=kwargs.get("chunk_ids") or ())
         return self.request(prompt, stop, kwargs, ("chunk_ids",))
 
     def _generate(

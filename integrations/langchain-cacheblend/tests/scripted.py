@@ -81,7 +81,7 @@ class ScriptedEngine(BlendEngine):
     def tokenize(self, prompt: BlendPrompt | TokenizedPrompt | str) -> TokenizedPrompt:
         tokens = super().tokenize(prompt)
         if not isinstance(prompt, TokenizedPrompt):
-            source = text_prompt(prompt, self.registry) if isinstance(prompt, str) else prompt
+            source = text_prompt(self.tokenizer, prompt, self.registry) if isinstance(prompt, str) else prompt
             self.tokenized.append(source)
             self._sources[tokens.token_ids] = source
         return tokens

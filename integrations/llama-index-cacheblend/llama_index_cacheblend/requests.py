@@ -41,7 +41,7 @@ def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage]) -> Build:
 
 def of_text(engine: BlendEngine, text: str) -> Build:
     """Say how to build the prompt of text that is formatted already."""
-    return lambda ids: text_prompt(text, engine.registry, chunk_ids=ids)
+    return lambda ids: text_prompt(engine.tokenizer, text, engine.registry, chunk_ids=ids)
 
 
 def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any]) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from types import SimpleNamespace
@@ -128,6 +129,30 @@ async def test_a_save_that_found_no_room_is_tried_again_and_in_the_end_reported(
     run = precompute.Precompute(client, entries, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
     report = await run.run([Chunk("c", "", (1, 2, 3))], None, rank=False)
     assert (client.prompts, report.failed) == (prompts, failed)
+
+
+async def test_storage_that_hangs_is_reported_and_a_receipt_that_comes_too_late_is_not_taken_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(precompute, "_WRITTEN_WITHIN_S", 0.01)
+    entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
+    key = receipt(entries.own_key((1, 2, 3)), False)
+    client = Client([])
+    hung = asyncio.Event()
+
+    async def never(_: str) -> Any:
+        await hung.wait()
+
+    answered = client.collective_rpc
+    monkeypatch.setattr(client, "collective_rpc", never)
+    run = precompute.Precompute(client, entries, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    report = await run.run([Chunk("c", "", (1, 2, 3))], None, rank=False)
+    assert "has not written it within" in report.failed["c"]
+    run._written[key] = "too late"
+    client.receipts = [""]
+    monkeypatch.setattr(client, "collective_rpc", answered)
+    monkeypatch.setattr(precompute, "_WRITTEN_WITHIN_S", 60.0)
+    assert not (await run.run([Chunk("c", "", (1, 2, 3))], None, rank=False)).failed
 
 
 def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -> None:

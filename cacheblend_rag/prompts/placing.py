@@ -1,0 +1,215 @@
+"""Known chunks in a rendered prompt: in what users and documents say, never in what the chat template writes.
+
+A chunk's text is searched for in each message's content, before it is rendered. Where the template puts the contents is seen by
+rendering the messages once more with a stand-in for each: what stands between the stand-ins is the template's, and what stands in
+their places is the content, unless the template has rewritten it.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from secrets import token_hex
+
+from cacheblend_rag.prompts.chunk import Chunk, PlainText
+from cacheblend_rag.prompts.matching import Range
+from cacheblend_rag.prompts.registry import MATCH_WINDOW, ChunkRegistry
+from cacheblend_rag.prompts.templates import PROBE
+from cacheblend_rag.prompts.tokens import TextEncoder
+
+Piece = str | PlainText | Chunk
+
+# What templates cut off a content's ends.
+_TRIMS: tuple[Callable[[str], tuple[int, int]], ...] = (
+    lambda text: (0, len(text)),
+    lambda text: (len(text) - len(text.lstrip()), len(text.rstrip())),
+    lambda text: (len(text) - len(text.lstrip("\n")), len(text.rstrip("\n"))),
+    lambda text: (0, len(text.rstrip())),
+    lambda text: (len(text) - len(text.lstrip()), len(text)),
+    lambda text: (len(text) - len(text.lstrip("\n")), len(text)),
+)
+
+
+def search_content(text: str, registry: ChunkRegistry, named: Sequence[Chunk], encoder: TextEncoder) -> list[Piece]:
+    """Split what somebody says into text and chunks: each named one once, in the order they are named, then all registered ones.
+
+    A known chunk's text is data, whatever overlaps it: where another chunk takes a part of it, special tokens that are spelled
+    in the rest of it come as :class:`~cacheblend_rag.prompts.chunk.PlainText`.
+    """
+    places = _named_places(text, named, [])
+    places = sorted([*places, *registry.places(text, _ranges(places))], key=lambda place: place[0])
+    gaps = _gaps(places, len(text))
+    markers = [(begin + a, begin + b) for begin, end in gaps for a, b in encoder.markers(text[begin:end])]
+    data: list[Range] = []
+    if markers:
+        data = _merged([*registry.covering(text, markers), *ChunkRegistry(named).covering(text, markers)])
+    pieces: list[tuple[int, Piece]] = list(places)
+    for begin, end in gaps:
+        at = begin
+        for number in range(bisect_right(data, begin, key=_end), bisect_left(data, end, key=_begin)):
+            start, stop = max(at, data[number][0]), min(end, data[number][1])
+            pieces += [(at, text[at:start]), (start, PlainText(text[start:stop]))]
+            at = stop
+        pieces.append((at, text[at:end]))
+    return _joined(piece for _, piece in sorted(pieces, key=lambda each: each[0]))
+
+
+def search_rendered(text: str, registry: ChunkRegistry, named: Sequence[Chunk], encoder: TextEncoder) -> list[Piece]:
+    """Do the same in a text that a template may have written: no chunk is found where special tokens are spelled."""
+    markers = encoder.markers(text)
+    places = _named_places(text, named, markers)
+    places += registry.places(text, sorted([*_ranges(places), *markers]))
+    places.sort(key=lambda place: place[0])
+    pieces: list[tuple[int, Piece]] = [*places, *((begin, text[begin:end]) for begin, end in _gaps(places, len(text)))]
+    return _joined(piece for _, piece in sorted(pieces, key=lambda each: each[0]))
+
+
+class Contents:
+    """The contents of messages, each in pieces, and stand-ins for them.
+
+    Attributes:
+        texts: The contents.
+        probes: What to render in their place; nothing for one without text, which templates may treat in their own way.
+    """
+
+    def __init__(self, contents: Sequence[Sequence[Piece]]):
+        """Hold ``contents`` in the order in which their messages stand."""
+        self._contents = contents
+        self.texts = ["".join(map(text_of, pieces)) for pieces in contents]
+        name = f"{PROBE}-{token_hex(8)}"  # which no document can know
+        self.probes = [f"{name}-{i}." if text.strip() else text for i, text in enumerate(self.texts)]
+        self._probe = re.compile(rf"{name}-(\d+)\.")
+
+    def placed(self, rendered: str, skeleton: str, encoder: TextEncoder) -> list[Piece]:
+        """Return the pieces of ``rendered``.
+
+        Args:
+            rendered: The messages as the template renders them.
+            skeleton: The same with the probes.
+            encoder: Knows special tokens. What the template has rewritten, and all behind it, is searched for chunks as in
+                :func:`search_rendered`.
+        """
+        first, *rest = self._probe.split(skeleton)
+        pieces: list[Piece] = []
+        end, seen = 0, set()
+        if rendered.startswith(first):
+            pieces, end = [first], len(first)
+            for number, literal in zip(map(int, rest[::2]), rest[1::2], strict=True):
+                found = self._trimmed(rendered, end, self.texts[number], literal)
+                if found is None:
+                    break
+                seen.add(number)
+                pieces += [*_cut(self._contents[number], found), literal]
+                end += found[1] - found[0] + len(literal)
+        left = [pieces for number, pieces in enumerate(self._contents) if number not in seen]
+        pieces += _located(rendered[end:], [p for content in left for p in content if isinstance(p, Chunk)], encoder)
+        return _joined(pieces)
+
+    @staticmethod
+    def _trimmed(rendered: str, at: int, text: str, literal: str) -> Range | None:
+        """Return which part of a content stands at ``at``, with the template's ``literal`` behind it."""
+        for trim in _TRIMS:
+            start, stop = trim(text)
+            if rendered.startswith(text[start:stop], at) and rendered.startswith(literal, at + stop - start):
+                return start, stop
+        return None
+
+
+def text_of(piece: Piece) -> str:
+    """Return the text of a piece."""
+    return piece if isinstance(piece, str) else piece.text
+
+
+def _named_places(text: str, named: Sequence[Chunk], barred: Sequence[Range]) -> list[tuple[int, Chunk]]:
+    """Return where each named chunk stands first without overlapping one named before it or what is barred."""
+    found: list[tuple[int, Chunk]] = []
+    taken = list(barred)
+    seen: set[str] = set()
+    for chunk in named:
+        # As in the registry: what is shorter stands in many texts by chance.
+        if len(chunk.text) < MATCH_WINDOW or chunk.text in seen:
+            continue
+        seen.add(chunk.text)
+        at = _first_free(text, chunk.text, taken)
+        if at >= 0:
+            found.append((at, chunk))
+            insort(taken, (at, at + len(chunk.text)))
+    return found
+
+
+def _first_free(text: str, body: str, taken: Sequence[Range], start: int = 0) -> int:
+    """Return where ``body`` stands first, from ``start`` on, outside the ranges taken (ascending, apart), -1 for nowhere."""
+    at = text.find(body, start)
+    while at >= 0:
+        behind = bisect_right(taken, at, key=_end)
+        if behind == len(taken) or taken[behind][0] >= at + len(body):
+            return at
+        at = text.find(body, taken[behind][1])  # what begins before that overlaps it, too
+    return at
+
+
+def _begin(part: Range) -> int:
+    return part[0]
+
+
+def _end(part: Range) -> int:
+    return part[1]
+
+
+def _merged(ranges: Iterable[Range]) -> list[Range]:
+    """Return what any of the ranges covers: ascending, apart."""
+    found: list[Range] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _ranges(places: Iterable[tuple[int, Chunk]]) -> list[Range]:
+    return sorted((at, at + len(chunk.text)) for at, chunk in places)
+
+
+def _gaps(places: Iterable[tuple[int, Chunk]], length: int) -> list[Range]:
+    """Return what lies between chunks in ascending order."""
+    edges = [0, *(edge for each in _ranges(places) for edge in each), length]
+    return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
+
+
+def _cut(pieces: Sequence[Piece], part: Range) -> Iterator[Piece]:
+    """Yield the pieces of a part of a content; only text is ever cut off, as chunks have no outer whitespace."""
+    at = 0
+    for piece in pieces:
+        text = text_of(piece)
+        kept = text[max(0, part[0] - at) : max(0, part[1] - at)]
+        at += len(text)
+        if len(kept) == len(text):
+            yield piece
+        elif kept:
+            yield PlainText(kept) if isinstance(piece, PlainText) else kept
+
+
+def _located(text: str, chunks: Iterable[Chunk], encoder: TextEncoder) -> Iterator[Piece]:
+    """Find chunks in a text that a template has made of them, in order; what it has rewritten stays text."""
+    chunks = list(chunks)
+    markers = encoder.markers(text) if chunks else []
+    end = 0
+    for chunk in chunks:
+        at = _first_free(text, chunk.text, markers, end)
+        if at >= 0:
+            yield from (text[end:at], chunk)
+            end = at + len(chunk.text)
+    yield text[end:]
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return pieces with text that stands together as one, and nothing empty."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, str) and found and isinstance(found[-1], str):
+            found[-1] += piece
+        elif text_of(piece):
+            found.append(piece)
+    return found

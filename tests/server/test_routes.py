@@ -1,0 +1,214 @@
+"""The routes of /v1/chunks over HTTP, on a client without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.server.catalogue import ChunkCatalogue
+from cacheblend_rag.server.metrics import ReuseMetrics
+from cacheblend_rag.server.routes import chunk_router
+from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
+from tests.conftest import tokenizer_named
+
+MODEL = ModelFingerprint("a" * 32, "one")
+TEXTS = [f"Entry number {i} of the harbour log." for i in range(4)]
+
+
+class Client:
+    """Stores KV of zeros, and fails to for the texts in :attr:`fails`."""
+
+    def __init__(self) -> None:
+        self.tokenizer, self.fingerprint, self.header_ids = tokenizer_named("byte_level"), MODEL, (1, 2)
+        self.registry, self.store, self.context_window = ChunkRegistry(), MemoryStore(1 << 30), 500
+        self.entries = Entries(self.store, MODEL, self.header_ids, 0, 1)
+        self.gate = SimpleNamespace(passed=True)
+        self.fails: set[str] = set()
+
+    async def store_kv(self, chunks: list[Chunk]) -> PrecomputeReport:
+        for chunk in chunks:
+            if chunk.text not in self.fails:
+                zeros = torch.zeros(1, len(chunk.token_ids), 2)
+                self.entries.put(chunk.token_ids, ChunkKV([LayerKV(zeros, zeros)], 2))
+        failed = {chunk.id: "no room" for chunk in chunks if chunk.text in self.fails}
+        return PrecomputeReport(len(chunks) - len(failed), failed=failed)
+
+
+class Server:
+    def __init__(self, directory: Path, most: int = 1_000_000) -> None:
+        self.client = Client()
+        self.registry = self.client.registry
+        self.catalogue = ChunkCatalogue(directory, self.registry, MODEL, most)
+        model: Any = SimpleNamespace(model_dump=lambda mode: {})
+        self.app = FastAPI()
+        router = chunk_router(self.client, self.catalogue, ReuseMetrics(CollectorRegistry()), model)  # type: ignore[arg-type]
+        self.app.include_router(router)
+
+    async def __call__(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.request(method, f"/v1/chunks{path}", **arguments)
+
+    async def register(self, *chunks: Any) -> httpx.Response:
+        bodies = [{"text": chunk} if isinstance(chunk, str) else chunk for chunk in chunks]
+        return await self("POST", "", json={"chunks": bodies})
+
+    def stored(self, text: str) -> bool:
+        return self.client.entries.contains(make_chunk(text, self.client.tokenizer).token_ids)
+
+    def found(self, text: str) -> list[str]:
+        return [piece.id for piece in self.registry.find(text) if isinstance(piece, Chunk)]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path)
+
+
+async def test_a_refused_post_leaves_nothing_registered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(chunks: Any) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(server.catalogue._registered, "add", full)
+    for _ in range(3):
+        assert (await server.register(*TEXTS)).status_code == 507
+    assert len(server.registry) == 0
+    assert server.found(TEXTS[0]) == []
+
+
+async def test_chunks_whose_kv_could_not_be_stored_are_not_registered(server: Server) -> None:
+    server.client.fails = {TEXTS[1]}
+    answer = (await server.register(*TEXTS)).json()
+    assert [chunk["stored"] for chunk in answer["data"]] == [True, False, True, True]
+    assert (len(server.registry), server.found(TEXTS[1])) == (3, [])
+
+
+async def test_a_model_that_is_not_blended_knows_what_is_registered(server: Server) -> None:
+    server.client.gate.passed, server.client.fails = False, set(TEXTS)
+    assert (await server.register(*TEXTS)).status_code == 200
+    assert len(server.registry) == 4
+
+
+async def test_more_chunks_than_may_be_registered_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    server = Server(tmp_path, most=3)
+    assert (await server.register(*TEXTS[:2])).status_code == 200
+    refused = await server.register(*TEXTS)
+    assert refused.status_code == 507
+    assert "--max-chunks" in refused.json()["error"]["message"] and "the 3 that" in refused.json()["error"]["message"]
+    assert (len(server.registry), server.stored(TEXTS[2])) == (2, False)
+    assert (await server.register(*TEXTS[:3])).status_code == 200  # those it has already take no room
+    assert (await server("DELETE", f"?id={server.found(TEXTS[0])[0]}")).status_code == 200
+    assert (await server.register(TEXTS[3])).status_code == 200
+
+
+async def test_deleting_one_of_two_ids_with_one_text_leaves_the_other_its_kv_and_its_place_in_prompts(
+    server: Server,
+) -> None:
+    text = TEXTS[0]
+    await server.register({"text": text, "id": "first"}, {"text": text, "id": "second"})
+    assert server.found(text) == ["first"]
+    assert (await server("DELETE", "/first")).status_code == 200
+    assert (server.found(text), server.stored(text)) == (["second"], True)
+    assert (await server("GET", "/second")).json()["stored"]
+    assert (await server("DELETE", "?id=second")).json()["data"][0]["id"] == "second"
+    assert (server.found(text), server.stored(text)) == ([], False)
+    await server.register({"text": text, "id": "first"}, text)
+    await server("DELETE", "/first")
+    assert server.stored(text)
+    await server("DELETE", "?all=true")
+    assert not server.stored(text)
+
+
+@pytest.mark.parametrize("name", ["docs/a.md#1", "/begins", "ends/", "a//b", "ünï côde?&#", "stats/x", "100%"])
+async def test_any_id_can_be_asked_for_and_deleted(server: Server, name: str) -> None:
+    assert (await server.register({"text": TEXTS[0], "id": name})).status_code == 200
+    path = "/" + quote(name, safe="")
+    assert (await server("GET", path)).json()["id"] == name
+    assert (await server("DELETE", path)).json()["deleted"]
+    assert (await server("GET", path)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", None, "x-json"]
+)
+async def test_bodies_of_other_types_than_json_are_refused(server: Server, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    answer = await server("POST", "", content=b'{"texts": ["A text from a page of another site."]}', headers=headers)
+    assert (answer.status_code, len(server.registry)) == (415, 0)
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
+async def test_bodies_of_json_are_read_whatever_it_is_called(server: Server, kind: str) -> None:
+    body = b'{"texts": ["A text from a client of this server."]}'
+    assert (await server("POST", "", content=body, headers={"Content-Type": kind})).status_code == 200
+
+
+async def test_two_texts_under_one_id_are_refused_and_one_text_twice_is_not(server: Server) -> None:
+    refused = await server.register({"text": TEXTS[0], "id": "policy"}, TEXTS[2], {"text": TEXTS[1], "id": "policy"})
+    assert refused.status_code == 422
+    assert "chunks.2" in refused.json()["error"]["message"] and "policy" in refused.json()["error"]["message"]
+    assert len(server.registry) == 0
+    same = {"text": TEXTS[0], "id": "policy"}
+    assert (await server.register(same, same)).status_code == 200
+    assert len(server.registry) == 1
+
+
+async def test_a_prompt_cannot_keep_an_id_from_whoever_registers_it(server: Server) -> None:
+    tokens = make_chunk(TEXTS[0], server.client.tokenizer).token_ids
+    server.catalogue.note(Chunk("policy", TEXTS[0], tokens))
+    assert (await server.register({"text": TEXTS[1], "id": "policy"})).status_code == 200
+    assert (await server("GET", "/policy")).json()["text"] == TEXTS[1]
+    assert (server.found(TEXTS[0]), server.found(TEXTS[1])) == ([], ["policy"])
+    assert (await server.register({"text": TEXTS[0], "id": "policy"})).status_code == 409
+
+
+def blend_client(server: Server, store_kv: Callable[[Any], Any]) -> Any:
+    """A real client but for its vLLM."""
+    from cacheblend_rag.engines.vllm.client import BlendClient
+
+    client: Any = BlendClient.__new__(BlendClient)
+    client.registry, client.entries = server.registry, server.client.entries
+    client._write_back, client.rank, client._background = True, "off", set()
+    client.store_kv = store_kv
+    return client
+
+
+async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Server) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    await server.register({"text": TEXTS[0], "id": "gone"}, {"text": TEXTS[1], "id": "kept"})
+    server.client.entries.delete(server.registry.get("kept").token_ids)  # type: ignore[union-attr]
+
+    async def slowly(chunks: list[Chunk]) -> PrecomputeReport:
+        await server("DELETE", "/gone")
+        return await server.client.store_kv(chunks)
+
+    client = blend_client(server, slowly)
+    client.finished(SimpleNamespace(missing=("gone", "kept"), unranked=()))
+    await client.drain()
+    assert server.registry.get("gone") is None
+    assert (server.stored(TEXTS[0]), server.stored(TEXTS[1])) == (False, True)
+
+
+async def test_chunks_that_prompts_bring_are_bounded_in_characters_too(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.server.catalogue._MAX_NOTED_CHARACTERS", 100)
+    for text in TEXTS:
+        server.catalogue.note(make_chunk(text, server.client.tokenizer))
+    assert [bool(server.found(text)) for text in TEXTS] == [False, False, True, True]
