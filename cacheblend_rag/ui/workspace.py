@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -158,15 +157,11 @@ def _beside(engine: BlendEngine, directory: Path) -> BlendEngine:
     A server and vLLM keep the KV of all collections in the one store they were started on.
     """
     from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.prompts.registry import ChunkRegistry
     from cacheblend_rag.store import open_store
 
     if not isinstance(engine, TransformersEngine):
         return engine
-    sibling = copy.copy(engine)  # shares the model, and the lock that lets requests take turns
-    sibling.registry = ChunkRegistry()
-    sibling.store = open_store(directory, processes=4)  # collections are opened side by side
-    return sibling
+    return engine.beside(open_store(directory, processes=4))  # collections are opened side by side
 
 
 def explain(error: Exception) -> str:

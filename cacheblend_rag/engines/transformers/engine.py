@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import warnings
@@ -9,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -122,26 +123,36 @@ class TransformersEngine(BlendEngine):
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self.trace: Trace | None = None
         self._end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Run the parity gate in front of the store; it decides what the model is served by."""
         self.rope: Rope | None = None
-        refusal = why_not_blendable(config)
-        self.gate = GateReport(False, refusal) if refusal else self._run_gate()
+        refusal = why_not_blendable(self.runner.model.config.get_text_config())
+        if refusal:
+            self.gate = GateReport(False, refusal)
+        else:
+            self.gate, self.rope = run_gate(self.subject(), self.store.codecs)
         self._snapshots = None if self.gate.passed else snapshots_of(self.runner)
         self._stores = self.gate.passed or self._snapshots is not None
         if not self.gate.passed:
-            warnings.warn(self._served_otherwise(), stacklevel=2)
+            served = "ordinary prefill" if self._snapshots is None else "prefix caching of header and first chunk"
+            served = f"{self.fingerprint.name} is served by {served}, without blending: {self.gate.reason}."
+            warnings.warn(served, stacklevel=3)
 
-    def _served_otherwise(self) -> str:
-        served = "ordinary prefill" if self._snapshots is None else "prefix caching of header and first chunk"
-        return f"{self.fingerprint.name} is served by {served}, without blending: {self.gate.reason}."
+    def beside(self, store: KVStore) -> Self:
+        """Return an engine in front of another store; they share the model, and the lock that lets requests take turns."""
+        sibling = copy.copy(self)
+        sibling.store, sibling.registry = store, ChunkRegistry()
+        store.pin_for(self.runner.device)
+        if set(store.codecs) != set(self.store.codecs):
+            sibling._judge()
+        return sibling
 
     @property
     def entries(self) -> Entries:
         """See :class:`BlendEngine`; made for each use, since evaluations change header and store."""
         return Entries(self.store, self.fingerprint, self.header_ids)
-
-    def _run_gate(self) -> GateReport:
-        report, self.rope = run_gate(self.subject(), self.store.codecs)
-        return report
 
     def subject(self) -> TransformersSubject:
         """Return the model as the parity gate and calibration drive it."""
