@@ -40,6 +40,7 @@ def plan(
     How fast tiers and model are is what `store calibrate` has measured; the file of prices may describe other devices.
     """
     from cacheblend_rag.blending.costs import load_costs
+    from cacheblend_rag.doctor.costs import token_bytes
     from cacheblend_rag.doctor.prices import Corpus, plan_prices, read_prices
     from cacheblend_rag.doctor.storage import typical_load
     from cacheblend_rag.errors import InputError, ModelError
@@ -52,11 +53,10 @@ def plan(
                 f"Nothing was measured of this model on {engine.device}. Run `cacheblend store calibrate`."
             )
         load = typical_load(engine, prompt_chunks, chunk_tokens, ratio)
-    if load is None:
-        raise ModelError(
-            "This model is not blended, so that stored KV serves no purpose. `cacheblend doctor` says why."
-        )
-    found = plan_prices(load, costs, paid, Corpus(chunks, load.spans[0].nbytes, per_month))
+        if load is None:
+            raise ModelError("This model is not blended, so stored KV serves no purpose. `cacheblend doctor` says why.")
+        corpus = Corpus(chunks, lambda codec: token_bytes(engine, codec) * chunk_tokens, per_month)
+        found = plan_prices(load, costs, paid, corpus)
     if as_json:
         print_json({**asdict(found), "ratio": load.least})
         return

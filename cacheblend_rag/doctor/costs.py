@@ -26,6 +26,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import StoreUnavailableError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, KVStore, LayerKV, TieredStore, open_store
+from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.kv import StoredKV
 
 _LONG = 1024
@@ -33,6 +34,7 @@ _REPEAT = 3
 # An entry of 8 MiB for tiers on other machines, in 16 layers.
 _PROBE_LAYERS, _PROBE_TOKENS, _PROBE_DIM = 16, 256, 1024
 _LEAST_S = 1e-4
+_STORED = 64
 
 
 def measure_costs(engine: TransformersEngine, store: Path, progress: Callable[[str], None] | None = None) -> Costs:
@@ -119,6 +121,14 @@ def _prefill_s(engine: TransformersEngine, count: int) -> float:
     return median(times[1:])
 
 
-def token_bytes(engine: TransformersEngine) -> int:
-    """Return the size of one token's KV in all layers."""
-    return engine.subject().full_prefill([0] * 8)[1].nbytes // 8
+def token_bytes(engine: TransformersEngine, codec: str = "none") -> int:
+    """Return the size of one token's KV in all layers, as a tier with ``codec`` stores it.
+
+    Raises:
+        InputError: There is no such codec.
+    """
+    subject = engine.subject()
+    tokens = [token % subject.vocab_size for token in range(_STORED)]
+    encode = get_codec(codec).encode
+    layers = subject.full_prefill(tokens)[1].layers
+    return sum(tensor.nbytes for layer in layers for tensor in encode(layer).values()) // len(tokens)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cacheblend_rag.blending.controller import Load, blend_times, cheapest_tier
+from cacheblend_rag.blending.controller import Load, blend_times
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.errors import InputError
 
@@ -27,6 +27,7 @@ class TierPrice:
         bytes_per_s: Rate of reading, for a device that was not measured here.
         latency_s: Seconds until a read's first byte, of such a device.
         at_once: How many reads of it wait side by side.
+        codec: How it stores KV.
 
     Raises:
         InputError: A number that no device has.
@@ -37,6 +38,7 @@ class TierPrice:
     bytes_per_s: float | None = None
     latency_s: float = 0.0
     at_once: int = 1
+    codec: str = "none"
 
     def __post_init__(self) -> None:
         """Refuse what no device costs."""
@@ -68,12 +70,12 @@ class Corpus:
 
     Attributes:
         chunks: Number of chunks.
-        chunk_bytes: Size of one's KV.
+        chunk_bytes: Size of one's KV by the name of the codec it is stored in.
         prompts: Prompts a month.
     """
 
     chunks: float
-    chunk_bytes: int
+    chunk_bytes: Callable[[str], int]
     prompts: float
 
 
@@ -153,7 +155,7 @@ def _price(file: Path, tier: str, table: Mapping[str, Any]) -> TierPrice:
         raise InputError(f"[{tier}] in {file} has {', '.join(unknown)}; it takes {', '.join(known)}.")
     if "gib_month" not in table:
         raise InputError(f"[{tier}] in {file} lacks gib_month, the price of keeping a GiB for a month.")
-    if wrong := sorted(name for name, value in table.items() if not _is_price(value)):
+    if wrong := sorted(name for name, value in table.items() if not _is_price(value) and name != "codec"):
         raise InputError(f"[{tier}] in {file}: {', '.join(wrong)} must be a number from 0.")
     return TierPrice(**table)
 
@@ -172,7 +174,7 @@ def plan_prices(load: Load, costs: Costs, prices: Prices, corpus: Corpus) -> Pri
         corpus: What is kept.
 
     Raises:
-        InputError: A tier was not measured, and its prices do not say how fast it is.
+        InputError: A tier was not measured, and its prices do not say how fast it is; or it has a codec that there is not.
     """
     described = {tier: cost for tier, price in prices.tiers.items() if (cost := price.cost()) is not None}
     costs = replace(costs, tiers={**costs.tiers, **described})
@@ -187,12 +189,14 @@ def plan_prices(load: Load, costs: Costs, prices: Prices, corpus: Corpus) -> Pri
 
     found = []
     for tier, price in prices.tiers.items():
-        times = blend_times(load, costs, tier)
-        nbytes = corpus.chunks * corpus.chunk_bytes
+        chunk_bytes = corpus.chunk_bytes(price.codec)
+        stored = replace(load, spans=[replace(span, nbytes=chunk_bytes) for span in load.spans])
+        times = blend_times(stored, costs, tier)
+        nbytes = corpus.chunks * chunk_bytes
         reads = corpus.prompts * len(load.spans) * costs.layers
         paid = nbytes / GIB * price.gib_month, reads / 1e6 * price.million_reads, computing(times.compute_s)
         found.append(PricedTier(tier, nbytes, *paid, times.load_s, times.compute_s, times.seconds))
     prefill_s = costs.compute.seconds(load.tokens, load.tokens)
-    months = {tier.tier: tier.month for tier in found}
     ordered = tuple(sorted(found, key=lambda tier: tier.month))
-    return PricePlan(ordered, cheapest_tier(load, costs, months), prefill_s, computing(prefill_s))
+    cheapest = next((tier.tier for tier in ordered if not tier.delays), None)
+    return PricePlan(ordered, cheapest, prefill_s, computing(prefill_s))

@@ -14,7 +14,8 @@ MIB = 1 << 20
 LOAD = Load([Located(512, 64 * MIB, "")] * 6, forced=32, least=0.15)
 TIERS = {"ram": TierCost(0.0, 10e9), "disk": TierCost(1e-4, 2e9, 4)}
 COSTS = Costs(32, ComputeCost(0.0, 1e-3, 0.0), TIERS)
-CORPUS = Corpus(chunks=1000, chunk_bytes=64 * MIB, prompts=36_000)
+SIZES = {"none": 64 * MIB, "int8": 16 * MIB}
+CORPUS = Corpus(chunks=1000, chunk_bytes=SIZES.__getitem__, prompts=36_000)
 
 
 def test_a_month_costs_what_is_kept_read_and_computed() -> None:
@@ -49,8 +50,16 @@ def test_the_cheapest_tier_that_hides_loading_is_named() -> None:
 def test_reads_that_cost_may_make_a_dear_device_the_cheaper_one() -> None:
     prices = Prices({"disk": TierPrice(0.1), "bucket": TierPrice(0.02, 5.0, bytes_per_s=5e9)})
     assert plan_prices(LOAD, COSTS, prices, CORPUS).cheapest == "disk"
-    seldom = Corpus(1e6, 64 * MIB, prompts=10)
+    seldom = Corpus(1e6, SIZES.__getitem__, prompts=10)
     assert plan_prices(LOAD, COSTS, prices, seldom).cheapest == "bucket"
+
+
+def test_a_codec_is_paid_for_and_loaded_in_its_bytes() -> None:
+    packed = plan_prices(LOAD, COSTS, Prices({"disk": TierPrice(0.1, codec="int8")}), CORPUS).tiers[0]
+    assert packed.nbytes == 1000 * 16 * MIB and packed.keeping == pytest.approx(62.5 / 4 * 0.1)
+    assert packed.load_s == pytest.approx(6 * 32 / 4 * 1e-4 + 96 * MIB / 2e9)
+    tape = Prices({"tape": TierPrice(0.001, bytes_per_s=3e8, codec="int8"), "disk": TierPrice(0.1)})
+    assert plan_prices(LOAD, COSTS, tape, CORPUS).cheapest == "tape"  # which as it is would take too long
 
 
 def test_where_nothing_hides_none_is_named() -> None:
@@ -99,5 +108,5 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_sizes_are_counted_in_gib() -> None:
-    plan = plan_prices(LOAD, COSTS, Prices({"disk": TierPrice(1.0)}), Corpus(16, GIB, 0))
+    plan = plan_prices(LOAD, COSTS, Prices({"disk": TierPrice(1.0)}), Corpus(16, lambda codec: GIB, 0))
     assert plan.tiers[0].keeping == pytest.approx(16.0)
