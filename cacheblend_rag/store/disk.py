@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from cacheblend_rag.store.source import FileSource
 from cacheblend_rag.store.spool import Spool
 
 _log = logging.getLogger(__name__)
+_SILENT_S = 60
 
 
 class DiskStore(KVStore):
@@ -49,6 +51,7 @@ class DiskStore(KVStore):
         self._spool = Spool(self.root / "tmp")
         self._events = Events()
         self._condemned: set[tuple[KVKey, int]] = set()
+        self._silent_until = 0.0
         self._prepare()
 
     def get(self, key: KVKey) -> kvfile.KVFile | None:
@@ -190,9 +193,21 @@ class DiskStore(KVStore):
             return None
         except (StoreUnavailableError, OSError) as error:
             # Says nothing about the entry (too many open files, no permission, a stale handle), so the file stays.
-            _log.warning("KV entry %s cannot be read now and counts as missing: %s", key, error)
+            self._unreadable(key, error)
             return None
         return None if (key, _file_of(found).inode) in self._condemned else found
+
+    def _unreadable(self, key: KVKey, error: Exception) -> None:
+        # A disk that is away is away for every look-up.
+        now = time.monotonic()
+        if now >= self._silent_until:
+            self._silent_until = now + _SILENT_S
+            _log.warning(
+                "KV entry %s cannot be read now and counts as missing, as may others; it stays: %s (said once in %d s)",
+                key,
+                error,
+                _SILENT_S,
+            )
 
     def _file(
         self, path: Path, key: KVKey, on_damage: Callable[[kvfile.KVFile, DamagedKVError], None]
