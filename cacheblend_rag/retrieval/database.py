@@ -20,6 +20,7 @@ from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Vectors
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, row_chunk
 from cacheblend_rag.retrieval.vectors import PACKED_TABLE, VECTOR_TABLES, VectorTable
+from cacheblend_rag.store.private import file_mode, make_root
 
 FILE_NAME = "index.sqlite3"
 
@@ -94,7 +95,7 @@ class IndexDatabase(SQLiteFile):
         self._snapshot: tuple[int, int] | None = None  # of a file read without locks
         with self.explained("open"):
             if config is not None and not self.path.exists():
-                directory.mkdir(parents=True, exist_ok=True)
+                make_root(directory)
             self.db = self._connect(create=config is not None)
             try:
                 self._prepare(config)
@@ -130,7 +131,8 @@ class IndexDatabase(SQLiteFile):
 
     def _prepare(self, config: IndexConfig | None) -> None:
         if config is not None and self.stored_format() == 0:
-            with FileLock(str(self.path) + ".lock", timeout=self.busy_timeout_s):
+            lock = f"{self.path}.lock"
+            with FileLock(lock, timeout=self.busy_timeout_s, mode=file_mode(self.path.parent)):
                 if self.db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
                     self.db.execute("PRAGMA journal_mode = WAL")
                 with self.transaction():

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from cacheblend_rag.errors import StoreUnavailableError
+from cacheblend_rag.store.private import open_file
 
 
 class Source(Protocol):
@@ -48,10 +49,10 @@ class FileSource:
 
         Raises:
             FileNotFoundError: There is no such file.
-            OSError: It cannot be opened.
+            OSError: It cannot be opened, or is no regular file.
         """
         self.path, self.place = path, str(path)
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = open_file(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)
         status = os.fstat(self._fd)
         self.inode, self.nbytes = status.st_ino, status.st_size
