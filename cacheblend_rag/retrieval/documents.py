@@ -211,7 +211,7 @@ def _absolute(path: Path | str) -> Path:
 
 
 def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))  # noqa: PTH - Path.resolve() raises for links in a circle
+    return Path(os.path.realpath(path))  # Path.resolve() raises for links in a circle
 
 
 def _read(path: Path) -> bytes:

@@ -59,7 +59,7 @@ class RegisteredChunks(SQLiteFile):
     """One model's registered chunks in a store directory; unlike the index, without documents and vectors.
 
     Thread-safe; several servers may share the file. It has a rollback journal, which works on a network file system with
-    locks, as the index's WAL does not.
+    locks, as WAL does not.
     """
 
     name = "the file of registered chunks"
