@@ -59,6 +59,7 @@ def indexing_into(directory: Path) -> Iterator[None]:
     try:
         make_root(directory)
         empty = not any(directory.iterdir())
+        permissions = directory.stat().st_mode & 0o7777
     except OSError as error:
         raise StoreError(
             f"{directory} cannot be used as a store: {error.strerror or error}. Use another store directory."
@@ -72,7 +73,8 @@ def indexing_into(directory: Path) -> Iterator[None]:
                 if empty and _is_empty(directory):
                     shutil.rmtree(directory)
                     if not made:
-                        directory.mkdir()
+                        directory.mkdir(0o700)
+                        directory.chmod(permissions)
 
 
 def _is_empty(directory: Path) -> bool:
