@@ -60,7 +60,8 @@ def index(
     from cacheblend_rag.retrieval.documents import find_documents
 
     patterns = {"include": include or (), "exclude": exclude or ()}
-    found = find_documents(paths, **patterns)  # raises: a mistyped path should not cost the loading of a model
+    # Raises: a mistyped path should not cost the loading of a model.
+    found = find_documents(paths, patterns["include"], patterns["exclude"])
     if left_to_bundled(model):
         warn_if_not_bundled(found)
     directory = options.store_directory(store)

@@ -100,7 +100,9 @@ def index_documents(
     """
     with indexing_alone(index.directory):
         roots = [Path(path) for path in paths]
-        return _Run(engine, index, progress).run(roots, list(find_documents(roots, include, exclude)))
+        skipped: list[SkippedDocument] = []
+        found = list(find_documents(roots, include, exclude, skipped))
+        return _Run(engine, index, progress).run(roots, found, skipped)
 
 
 class _Run:
@@ -113,10 +115,12 @@ class _Run:
         self.at = IndexProgress("", 0, 0)
         self._sample: Chunk | None = None
 
-    def run(self, paths: Sequence[Path], found: Sequence[Path]) -> IndexReport:
+    def run(self, paths: Sequence[Path], found: Sequence[Path], skipped: Sequence[SkippedDocument]) -> IndexReport:
         begin = time.perf_counter()
         files = [str(file) for file in found]
         known = {document.path: document.digest for document in self.index.documents()}
+        for link in skipped:
+            self._skip(link, known.get(link.path))
         for number, file in enumerate(files):
             self._tell(IndexProgress(file, number, len(files)))
             self._read(file, known.get(file))

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.retrieval.database import FILE_NAME
 from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store.private import file_mode, make_root
 
 LOCK_NAME = "indexing.lock"
 # What stands in the directory of a store that nothing was put into, beside the index.
@@ -26,8 +27,8 @@ def indexing_alone(directory: Path) -> Iterator[None]:
         StoreError: Another run is at it, or the directory cannot be written.
     """
     # A singleton: the command holds the lock while the model loads, and the pipeline takes it again.
-    lock = FileLock(directory / LOCK_NAME, is_singleton=True)
     try:
+        lock = FileLock(directory / LOCK_NAME, mode=file_mode(directory), is_singleton=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise StoreError(
@@ -56,8 +57,9 @@ def indexing_into(directory: Path) -> Iterator[None]:
     """
     made = not directory.exists()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_root(directory)
         empty = not any(directory.iterdir())
+        permissions = directory.stat().st_mode & 0o7777
     except OSError as error:
         raise StoreError(
             f"{directory} cannot be used as a store: {error.strerror or error}. Use another store directory."
@@ -71,7 +73,8 @@ def indexing_into(directory: Path) -> Iterator[None]:
                 if empty and _is_empty(directory):
                     shutil.rmtree(directory)
                     if not made:
-                        directory.mkdir()
+                        directory.mkdir(0o700)
+                        directory.chmod(permissions)
 
 
 def _is_empty(directory: Path) -> bool:

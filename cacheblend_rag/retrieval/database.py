@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +19,13 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Vectors
+from cacheblend_rag.retrieval.filesystem import is_network
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, row_chunk
 from cacheblend_rag.retrieval.vectors import PACKED_TABLE, VECTOR_TABLES, VectorTable
+from cacheblend_rag.store.private import file_mode, make_root
 
 FILE_NAME = "index.sqlite3"
+_log = logging.getLogger(__name__)
 
 # "manifest" is the table of the index's config: files that exist call it so.
 _SCHEMA = """
@@ -94,7 +98,7 @@ class IndexDatabase(SQLiteFile):
         self._snapshot: tuple[int, int] | None = None  # of a file read without locks
         with self.explained("open"):
             if config is not None and not self.path.exists():
-                directory.mkdir(parents=True, exist_ok=True)
+                make_root(directory)
             self.db = self._connect(create=config is not None)
             try:
                 self._prepare(config)
@@ -116,9 +120,11 @@ class IndexDatabase(SQLiteFile):
         try:
             db = self.connect("ro")
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        except sqlite3.OperationalError:
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise
             # Without permission to write, SQLite reads a file with a log only beside a process that has it open.
-            if wal.exists() and wal.stat().st_size:
+            if any(log.exists() and log.stat().st_size for log in (wal, self.path.with_name(FILE_NAME + "-journal"))):
                 raise StoreError(
                     f"The index {self.path} was not closed properly and cannot be read without write permission. "
                     "Open it once as a user who has it."
@@ -130,8 +136,9 @@ class IndexDatabase(SQLiteFile):
 
     def _prepare(self, config: IndexConfig | None) -> None:
         if config is not None and self.stored_format() == 0:
-            with FileLock(str(self.path) + ".lock", timeout=self.busy_timeout_s):
-                if self.db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+            lock = f"{self.path}.lock"
+            with FileLock(lock, timeout=self.busy_timeout_s, mode=file_mode(self.path.parent)):
+                if self._journal() != "wal" and not is_network(self.path):
                     self.db.execute("PRAGMA journal_mode = WAL")
                 with self.transaction():
                     if self.make_tables():
@@ -139,8 +146,27 @@ class IndexDatabase(SQLiteFile):
         if self.stored_format() == 0:
             raise self._absent()
         self.check_format()
+        self._leave_wal()
         if config is not None:
             self.config().check(config, self.path.parent)
+
+    def _journal(self) -> str:
+        return str(self.db.execute("PRAGMA journal_mode").fetchone()[0])
+
+    def _leave_wal(self) -> None:
+        """Bring an index on a network file system to a rollback journal: WAL is memory that other machines do not share."""
+        if self._journal() != "wal" or not is_network(self.path):
+            return
+        self.db.execute("PRAGMA busy_timeout = 1000")
+        with suppress(sqlite3.OperationalError):  # another process has it open, or this one may only read it
+            self.db.execute("PRAGMA journal_mode = DELETE")
+        self.db.execute(f"PRAGMA busy_timeout = {self.busy_timeout_s * 1000:.0f}")
+        if self._journal() == "wal":
+            _log.warning(
+                "The index %s lies on a network file system and is still in WAL mode, which several machines must not use. "
+                "Stop what has it open, then open it once as a user who may write it.",
+                self.path,
+            )
 
     def _absent(self) -> StoreError:
         return StoreError(

@@ -42,6 +42,8 @@ SUFFIXES = frozenset(_LOADERS)
 KINDS = "txt, md, rst, html, pdf, docx, pptx, csv, tsv, json, jsonl and source code"
 """The same in words."""
 
+_LEADS_OUT = "it is a link out of the folder; name it, or the folder that it leads to, itself"
+
 
 @dataclass(frozen=True)
 class Document:
@@ -88,12 +90,16 @@ class SkippedDocument:
 
 
 def find_documents(
-    paths: Iterable[Path | str], include: Sequence[str] = (), exclude: Sequence[str] = ()
+    paths: Iterable[Path | str],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    skipped: list[SkippedDocument] | None = None,
 ) -> Iterator[Path]:
     """List the files to load: absolute, each once, directories recursively in name order.
 
-    Hidden files and directories, and links to directories, are left out inside a directory; given themselves, they are taken.
-    Every other file is listed, whatever its type: :func:`load_document` says why one is skipped.
+    Hidden files and directories, links to directories, and links that lead out of all given directories are left out inside a
+    directory; given themselves, they are taken. Every other file is listed, whatever its type: :func:`load_document` says why
+    one is skipped.
 
     Args:
         paths: Files and directories.
@@ -101,6 +107,7 @@ def find_documents(
             the file's name (``*.md``), one with a slash with its path below the directory (``guides/*``); ``*`` matches
             slashes, too.
         exclude: Patterns; what matches one is left out, directories with all that is in them.
+        skipped: Gets the links that lead out, as they are come by.
 
     Raises:
         InputError: A path that does not exist; raised by the call itself, before anything is listed.
@@ -109,21 +116,31 @@ def find_documents(
     missing = [str(root) for root in roots if not root.exists()]
     if missing:
         raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")
-    return _walk(roots, include, exclude)
+    return _walk(roots, include, exclude, [] if skipped is None else skipped)
 
 
-def _walk(roots: list[Path], include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+def _walk(
+    roots: list[Path], include: Sequence[str], exclude: Sequence[str], skipped: list[SkippedDocument]
+) -> Iterator[Path]:
+    inside = [_real(root) for root in roots]
     seen: set[Path] = set()
     pending = [(root, root) for root in roots[::-1]]
     while pending:
         path, root = pending.pop()
         if path in seen or (path != root and _matches(path, root, exclude)):
             continue
+        wanted = not include or path == root or _matches(path, root, include)
+        if path != root and path.is_symlink():
+            leads_out = not any(_real(path).is_relative_to(each) for each in inside)
+            if leads_out and wanted:
+                skipped.append(SkippedDocument(str(path), _LEADS_OUT))
+            if leads_out or path.is_dir():
+                continue
         seen.add(path)
         entries = _visible(path) if path.is_dir() else None
         if entries is not None:
             pending.extend((entry, root) for entry in reversed(entries))
-        elif not include or path == root or _matches(path, root, include):
+        elif wanted:
             yield path
 
 
@@ -136,7 +153,7 @@ def _visible(directory: Path) -> list[Path] | None:
     """Return what a walk visits in ``directory``; None where it cannot be listed, so that it is reported like a file."""
     try:
         with os.scandir(directory) as entries:
-            kept = [e for e in entries if not e.name.startswith(".") and not (e.is_symlink() and e.is_dir())]
+            kept = [e for e in entries if not e.name.startswith(".")]
     except OSError:
         return None
     return [directory / entry.name for entry in sorted(kept, key=lambda e: e.name)]
@@ -191,6 +208,10 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
 def _absolute(path: Path | str) -> Path:
     """Make absolute without following links: a document is known by the name the user sees."""
     return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - Path.absolute() keeps ".."
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # Path.resolve() raises for links in a circle
 
 
 def _read(path: Path) -> bytes:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from cacheblend_rag.retrieval.embedding import Vectors
+from cacheblend_rag.store.private import create_file
 
 _TRAINED_ON = 64  # vectors for each list
 _QUESTIONS = 256
@@ -57,6 +58,7 @@ def pack(
     path = index.with_name(f"{index.name}-vectors-{uuid.uuid4().hex}")
     unfinished = path.with_name(path.name + ".tmp")
     try:
+        create_file(unfinished)
         faiss.write_index(packed, str(unfinished))
         unfinished.replace(path)
     except RuntimeError as error:  # how FAISS tells what the system refuses

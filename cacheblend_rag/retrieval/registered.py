@@ -12,6 +12,7 @@ import xxhash
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
+from cacheblend_rag.store.private import make_root
 
 FILE_NAME = "registered.sqlite"
 _TABLE = """
@@ -58,7 +59,7 @@ class RegisteredChunks(SQLiteFile):
     """One model's registered chunks in a store directory; unlike the index, without documents and vectors.
 
     Thread-safe; several servers may share the file. It has a rollback journal, which works on a network file system with
-    locks, as the index's WAL does not.
+    locks, as WAL does not.
     """
 
     name = "the file of registered chunks"
@@ -84,7 +85,7 @@ class RegisteredChunks(SQLiteFile):
         self._model = model
         with self.explained("open"):
             if directory is not None:
-                directory.mkdir(parents=True, exist_ok=True)
+                make_root(directory)
             self.db = self.connect("memory" if directory is None else "rwc")
             try:
                 with self.transaction():

@@ -21,6 +21,7 @@ from cacheblend_rag.errors import StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import SIGNATURE, Indices, Signatures, signatures_of
 from cacheblend_rag.prompts.tokens import pack_ids
+from cacheblend_rag.store.private import create_file
 
 _ROWS_AT_ONCE = 1 << 16
 
@@ -57,6 +58,9 @@ class SQLiteFile:
 
     def connect(self, mode: str) -> sqlite3.Connection:
         """Return a new connection in one of SQLite's modes: ``ro``, ``rw``, ``rwc`` (made if missing) or ``memory``."""
+        if mode == "rwc":
+            with suppress(OSError):  # it exists, or SQLite says why it cannot
+                create_file(self.path)  # SQLite gives the files beside it the permissions that this one has
         db = sqlite3.connect(
             f"file:{quote(str(self.path.absolute()))}?mode={mode}",
             uri=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from filelock import FileLock
 
 from cacheblend_rag.store.kv import KVKey, checked_key, is_key
+from cacheblend_rag.store.private import create_file, file_mode, make_inside, open_file
 
 LOCK_TIMEOUT_S = 60.0
 _USAGE = struct.Struct("<qq")
@@ -53,8 +55,11 @@ class EntryDirectory:
             OSError: The lock file cannot be written.
         """
         # A new FileLock each time: one that was made before a fork cannot be used after it.
-        with self.mutex, FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_S, poll_interval=0.005):
+        with self.mutex, self._lock():
             yield
+
+    def _lock(self) -> FileLock:
+        return FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_S, mode=file_mode(self.path), poll_interval=0.005)
 
     def file(self, key: KVKey) -> Path:
         """Return the path of ``key``'s file, whether or not it exists.
@@ -68,8 +73,10 @@ class EntryDirectory:
     def entry(self, key: KVKey) -> EntryFile | None:
         """Return ``key``'s file as :meth:`scan` lists it, None where there is none."""
         try:
-            status = self.file(key).stat()
+            status = self.file(key).lstat()
         except OSError:
+            return None
+        if not stat.S_ISREG(status.st_mode):
             return None
         return EntryFile(status.st_mtime_ns, key, status.st_size)
 
@@ -84,7 +91,7 @@ class EntryDirectory:
             self._clock_ns = max(time.time_ns(), self._clock_ns + 1)  # two uses never tie
             now = self._clock_ns
         with suppress(OSError):
-            os.utime(path, ns=(now, now))
+            os.utime(path, ns=(now, now), follow_symlinks=False)
 
     def scan(self) -> list[EntryFile]:
         """List all entries, least recently used first."""
@@ -97,7 +104,9 @@ class EntryDirectory:
                 if key == file.name or not is_key(key):
                     continue
                 with suppress(OSError):  # evicted since it was listed, or it cannot be looked at now
-                    status = file.stat()
+                    status = file.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(status.st_mode):
+                        continue
                     found.append(EntryFile(status.st_mtime_ns, key, status.st_size))
         return sorted(found)
 
@@ -105,7 +114,7 @@ class EntryDirectory:
         """Return an upper bound of the bytes in use. Locked."""
         with suppress(OSError, struct.error):
             count: int
-            count, check = _USAGE.unpack(self._usage.read_bytes())
+            count, check = _USAGE.unpack(self._read_usage())
             if count >= 0 and check == ~count:
                 return count
         return self.recount()
@@ -128,7 +137,7 @@ class EntryDirectory:
         self.touch(temporary)
         changed = [target.parent]
         if not target.parent.exists():
-            target.parent.mkdir()
+            make_inside(target.parent)
             changed.append(self.path)
         self._write_usage(max(0, self.used() + nbytes - (self.size(key) or 0)))
         temporary.replace(target)
@@ -170,7 +179,7 @@ class EntryDirectory:
     def _remove_unchanged(self, victim: EntryFile) -> bool:
         path = self.file(victim.key)
         try:
-            status = path.stat()
+            status = path.lstat()
             unchanged = (status.st_mtime_ns, status.st_size) == (victim.mtime_ns, victim.nbytes)
             if unchanged:
                 path.unlink()
@@ -179,10 +188,19 @@ class EntryDirectory:
         del self._candidates[victim.key]
         return unchanged
 
+    def _read_usage(self) -> bytes:
+        fd = open_file(self._usage, os.O_RDONLY)
+        try:
+            return os.read(fd, _USAGE.size + 1)
+        finally:
+            os.close(fd)
+
     def _write_usage(self, count: int) -> None:
         try:
+            with suppress(FileExistsError):
+                create_file(self._usage)
             # In place and within one sector: works on a full disk; the complement tells a count from garbage.
-            fd = os.open(self._usage, os.O_WRONLY | os.O_CREAT, 0o666)
+            fd = open_file(self._usage, os.O_WRONLY)
             try:
                 os.write(fd, _USAGE.pack(count, ~count))
             finally:
@@ -193,7 +211,7 @@ class EntryDirectory:
 
 def sync(path: Path) -> None:
     """Force a file or a directory to disk."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(fd)
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,10 +17,12 @@ from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
 from cacheblend_rag.store.events import Activity, Events
 from cacheblend_rag.store.faults import explain, explained
 from cacheblend_rag.store.kv import ChunkKV, KVKey
+from cacheblend_rag.store.private import file_mode, make_inside, make_root
 from cacheblend_rag.store.source import FileSource
 from cacheblend_rag.store.spool import Spool
 
 _log = logging.getLogger(__name__)
+_SILENT_S = 60
 
 
 class DiskStore(KVStore):
@@ -49,6 +53,7 @@ class DiskStore(KVStore):
         self._spool = Spool(self.root / "tmp")
         self._events = Events()
         self._condemned: set[tuple[KVKey, int]] = set()
+        self._silent_until = 0.0
         self._prepare()
 
     def get(self, key: KVKey) -> kvfile.KVFile | None:
@@ -72,7 +77,7 @@ class DiskStore(KVStore):
         with self._writing(), self._temporary() as temporary:
             kvfile.write(encoded, temporary)
             # The library makes files private; who may use the directory may use what is in it.
-            temporary.chmod(self.root.stat().st_mode & 0o666)
+            temporary.chmod(file_mode(self.root))
             sync(temporary)
             size = temporary.stat().st_size
             with self._directory.exclusive():
@@ -93,10 +98,10 @@ class DiskStore(KVStore):
     def contains(self, key: KVKey) -> bool:
         """See :meth:`KVStore.contains`."""
         try:
-            inode = self._directory.file(key).stat().st_ino
+            status = self._directory.file(key).lstat()
         except OSError:
             return False
-        return (key, inode) not in self._condemned
+        return stat.S_ISREG(status.st_mode) and (key, status.st_ino) not in self._condemned
 
     def delete(self, key: KVKey) -> bool:
         """See :meth:`KVStore.delete`.
@@ -170,7 +175,7 @@ class DiskStore(KVStore):
         entries = self._directory.path
         try:
             try:
-                entries.mkdir(parents=True, exist_ok=True)
+                self._make()
             except OSError:
                 # A store that is read-only or on a full disk opens all the same.
                 if not self.root.is_dir() or entries.exists():
@@ -190,9 +195,21 @@ class DiskStore(KVStore):
             return None
         except (StoreUnavailableError, OSError) as error:
             # Says nothing about the entry (too many open files, no permission, a stale handle), so the file stays.
-            _log.warning("KV entry %s cannot be read now and counts as missing: %s", key, error)
+            self._unreadable(key, error)
             return None
         return None if (key, _file_of(found).inode) in self._condemned else found
+
+    def _unreadable(self, key: KVKey, error: Exception) -> None:
+        # A disk that is away is away for every look-up.
+        now = time.monotonic()
+        if now >= self._silent_until:
+            self._silent_until = now + _SILENT_S
+            _log.warning(
+                "KV entry %s cannot be read now and counts as missing, as may others; it stays: %s (said once in %d s)",
+                key,
+                error,
+                _SILENT_S,
+            )
 
     def _file(
         self, path: Path, key: KVKey, on_damage: Callable[[kvfile.KVFile, DamagedKVError], None]
@@ -207,9 +224,13 @@ class DiskStore(KVStore):
         with explained(self.root, LOCK_TIMEOUT_S):
             yield
 
+    def _make(self) -> None:
+        make_root(self.root)
+        make_inside(self._directory.path)
+
     @contextmanager
     def _temporary(self) -> Iterator[Path]:
-        self._directory.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         with self._directory.exclusive():
             path = self._spool.new_file()
         try:
@@ -233,7 +254,7 @@ class DiskStore(KVStore):
         try:
             with self._writing(), self._directory.exclusive(), suppress(FileNotFoundError):
                 # The handle still has the file open, so no other file can have its inode number.
-                if file.path.stat().st_ino == file.inode:
+                if file.path.lstat().st_ino == file.inode:
                     self._directory.remove(entry.key)
         except StoreError as error:
             _log.warning("the damaged entry stays, unused: %s", error)

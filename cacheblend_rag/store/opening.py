@@ -12,6 +12,7 @@ from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store.base import KVStore
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.memory import MemoryStore
+from cacheblend_rag.store.private import make_root, write_text
 from cacheblend_rag.store.tally import Tally
 from cacheblend_rag.store.tiered import TieredStore
 from cacheblend_rag.store.urls import is_urls, open_tier, parse_tiers, password_in
@@ -82,8 +83,8 @@ def record_tiers(directory: Path, urls: str) -> None:
             "Leave it out, and set REDISCLI_AUTH to it in the environment."
         )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / _RECORD).write_text(f"{urls}\n", encoding="utf-8")
+        make_root(directory)
+        write_text(directory / _RECORD, f"{urls}\n")
     except OSError as error:
         raise StoreError(f"cannot note the tiers in {directory}: {error}; check the directory") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import weakref
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Protocol
 import torch
 
 from cacheblend_rag.errors import StoreUnavailableError
+from cacheblend_rag.store.private import open_file
 
 
 class Source(Protocol):
@@ -28,7 +28,7 @@ class Source(Protocol):
         """Fill ``into``, ``[n]``, uint8, contiguous, with the bytes from ``offset`` on.
 
         Raises:
-            ValueError: There are not as many, or the medium has lost them: the entry is damaged.
+            ValueError: There are not as many: the entry is damaged.
             StoreUnavailableError: They cannot be read now, which says nothing about the entry.
         """
 
@@ -49,10 +49,10 @@ class FileSource:
 
         Raises:
             FileNotFoundError: There is no such file.
-            OSError: It cannot be opened.
+            OSError: It cannot be opened, or is no regular file.
         """
         self.path, self.place = path, str(path)
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = open_file(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)
         status = os.fstat(self._fd)
         self.inode, self.nbytes = status.st_ino, status.st_size
@@ -65,8 +65,7 @@ class FileSource:
             try:
                 size = os.preadv(self._fd, [view[done:]], offset + done)
             except OSError as error:
-                if error.errno == errno.EIO:  # the disk itself has lost these bytes
-                    raise ValueError(f"the disk cannot read it: {error}") from error
+                # EIO too: a network file system reports it for a server that is away.
                 raise StoreUnavailableError(f"{self.path} cannot be read now: {error}; check the disk.") from error
             if not size:
                 raise ValueError("the file ends too early")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from cacheblend_rag.store.private import file_mode, make_inside
+
 _LOCK_NAME = re.compile(r"[0-9a-f]{16}\.lock")  # whatever else stands in the directory is not ours to remove
 
 
@@ -34,7 +36,7 @@ class Spool:
         if self._own is None or self._pid != os.getpid() or not _lock_of(self._own).exists():
             self._register()
         assert self._own is not None
-        self._own.mkdir(exist_ok=True)
+        make_inside(self._own)
         return self._own / secrets.token_hex(8)
 
     def sweep(self) -> None:
@@ -42,7 +44,7 @@ class Spool:
         for path in self.path.glob("*.lock"):
             if not _LOCK_NAME.fullmatch(path.name):
                 continue
-            with suppress(Timeout), FileLock(path, timeout=0):
+            with suppress(Timeout), FileLock(path, timeout=0, mode=file_mode(self.path)):
                 self._discard(path.with_suffix(""))
 
     def close(self) -> None:
@@ -53,9 +55,9 @@ class Spool:
         self._own = self._lock = None
 
     def _register(self) -> None:
-        self.path.mkdir(exist_ok=True)
+        make_inside(self.path)
         self._own = self.path / secrets.token_hex(8)
-        self._lock = FileLock(_lock_of(self._own))
+        self._lock = FileLock(_lock_of(self._own), mode=file_mode(self.path))
         self._lock.acquire(timeout=0)
         self._pid = os.getpid()
 

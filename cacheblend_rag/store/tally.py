@@ -11,6 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cacheblend_rag.store.events import Activity
+from cacheblend_rag.store.private import file_mode, write_text
 
 _log = logging.getLogger(__name__)
 _LOCK_S = 5.0
@@ -36,13 +37,14 @@ class Tally:
         new = {tier: each for tier, each in counted.items() if each != Activity()}
         if not new:
             return
+        lock = self._file.with_suffix(".lock")
         try:
-            with FileLock(self._file.with_suffix(".lock"), timeout=_LOCK_S):
+            with FileLock(lock, timeout=_LOCK_S, mode=file_mode(lock.parent)):
                 all_in_all = self.read()
                 for tier, each in new.items():
                     all_in_all[tier] = all_in_all.get(tier, Activity()) + each
                 written = self._file.with_suffix(".new")
-                written.write_text(json.dumps({tier: asdict(each) for tier, each in all_in_all.items()}), "utf-8")
+                write_text(written, json.dumps({tier: asdict(each) for tier, each in all_in_all.items()}))
                 written.replace(self._file)
         except (OSError, Timeout) as error:
             _log.debug("What was counted cannot be kept in %s: %s", self._file, error)

@@ -17,7 +17,7 @@ from cacheblend_rag.cli import output
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import ModelError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.rag.locking import indexing_alone
+from cacheblend_rag.rag.locking import indexing_alone, indexing_into
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import open_store
@@ -235,3 +235,12 @@ def test_patterns_choose_what_is_indexed(index):
     assert [Path(p).name for p in as_json(index("--json", "--include", "*.md"))["added"]] == ["observatory.md"]
     found = as_json(index("--json", "--exclude", "*.md"))
     assert [Path(p).name for p in found["added"]] == ["ships.txt"] and not found["removed"]
+
+
+def test_a_run_that_leaves_an_empty_directory_leaves_it_its_permissions(tmp_path):
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    directory.chmod(0o770)
+    with indexing_into(directory):
+        pass
+    assert directory.stat().st_mode & 0o777 == 0o770

@@ -118,6 +118,14 @@ def test_vanished_documents_leave_with_their_kv_unless_another_holds_the_chunk(
     assert stored(engine) == len(list(pipeline.chunks.chunks())) == len(engine.registry) < entries
 
 
+def test_a_link_out_of_the_folder_is_not_indexed_and_said(pipeline: RagPipeline, docs: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("The password is rye.")
+    (docs / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    report = pipeline.index([docs])
+    assert "notes.txt" not in names(report.added)
+    assert [(Path(each.path).name, "link out" in each.reason) for each in report.skipped] == [("notes.txt", True)]
+
+
 def test_files_outside_the_given_directories_stay_indexed(pipeline: RagPipeline, docs: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.txt"
     outside.write_text("A note from outside.")

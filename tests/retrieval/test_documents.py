@@ -302,3 +302,42 @@ def test_the_digest_tells_contents_apart(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     digests = [file_digest(tmp_path / name) for name in "abc"]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_link_out_of_the_folder_is_skipped_with_a_reason_and_one_within_is_taken(tmp_path: Path) -> None:
+    outside, folder, other = tmp_path / "outside", tmp_path / "folder", tmp_path / "other"
+    for directory in (outside, folder, other):
+        directory.mkdir()
+        (directory / "text.txt").write_text(directory.name)
+    (folder / "within.txt").symlink_to("text.txt")
+    (folder / "given too.txt").symlink_to(other / "text.txt")
+    (folder / "secret.txt").symlink_to(outside / "text.txt")
+    (folder / "chain.txt").symlink_to("secret.txt")
+    (folder / "gone.txt").symlink_to(tmp_path / "nothing")
+    (folder / "places").symlink_to(outside, target_is_directory=True)
+    (folder / "again").symlink_to(folder, target_is_directory=True)
+    (folder / "circle.txt").symlink_to("circle.txt")
+    left_out: list[SkippedDocument] = []
+    found = list(find_documents([folder, other], skipped=left_out))
+    assert found == [folder / name for name in ("circle.txt", "given too.txt", "text.txt", "within.txt")] + [
+        other / "text.txt"
+    ]
+    assert {Path(each.path).name for each in left_out} == {"secret.txt", "chain.txt", "gone.txt", "places"}
+    assert all("link out of the folder" in each.reason for each in left_out)
+
+    some: list[SkippedDocument] = []
+    patterns = {"include": ["*.txt"], "exclude": ["secret*"], "skipped": some}
+    assert folder / "secret.txt" not in set(find_documents([folder], **patterns))
+    assert {Path(each.path).name for each in some} == {"chain.txt", "gone.txt", "given too.txt"}
+
+
+def test_a_link_that_is_given_itself_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "text.txt").write_text("text")
+    link, linked = tmp_path / "link.txt", tmp_path / "linked"
+    link.symlink_to(tmp_path / "folder" / "text.txt")
+    linked.symlink_to(tmp_path / "folder", target_is_directory=True)
+    assert list(find_documents([link, linked])) == [link, linked / "text.txt"]
+    within = tmp_path / "folder" / "again"
+    within.symlink_to(tmp_path / "folder", target_is_directory=True)
+    assert list(find_documents([tmp_path / "folder", within])) == [within.parent / "text.txt", within / "text.txt"]

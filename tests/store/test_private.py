@@ -1,0 +1,100 @@
+"""What is written is as private as its directory, and nothing is read or written through a link, a pipe or the like."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.store import DiskStore
+from cacheblend_rag.store.events import Activity
+from cacheblend_rag.store.opening import record_tiers
+from cacheblend_rag.store.tally import Tally
+from tests.store.samples import key_of, kv_of, memory_directory, same
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with memory_directory() as path:
+        yield path
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(root: Path) -> set[tuple[bool, str]]:
+    return {(path.is_dir(), oct(path.stat().st_mode & 0o7777)) for path in root.rglob("*")}
+
+
+def fill(root: Path) -> DiskStore:
+    store = DiskStore(root, budget=10**6)
+    store.put(key_of(1), kv_of(1))
+    record_tiers(root, "ram://1MiB")
+    Tally(root).add({"disk": Activity(hits=1)})
+    return store
+
+
+def test_a_new_store_is_its_users_alone(root: Path, umask: int) -> None:
+    fill(root / "made" / "store")
+    assert modes(root) == {(True, "0o700"), (False, "0o600")}
+
+
+@pytest.mark.parametrize("given", [0o700, 0o750, 0o770, 0o755, 0o2770], ids=oct)
+def test_a_directory_that_exists_keeps_its_permissions_and_gives_them_to_what_is_in_it(
+    root: Path, umask: int, given: int
+) -> None:
+    store = root / "store"
+    store.mkdir()
+    store.chmod(given)
+    fill(store)
+    assert modes(root) == {(True, oct(given)), (False, oct(given & 0o666))}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_an_entry_that_is_no_file_is_a_miss_that_the_next_put_replaces(root: Path, kind: str) -> None:
+    store = DiskStore(root / "store", budget=10**6)
+    store.put(key_of(1), kv_of(1))
+    (entry,) = (root / "store").glob("kv/*/*.safetensors")
+    elsewhere = entry.replace(root / "elsewhere")
+    before = elsewhere.stat().st_mtime_ns
+    entry.symlink_to(elsewhere) if kind == "link" else os.mkfifo(entry)
+    assert store.get(key_of(1)) is None
+    assert not store.contains(key_of(1)) and store.entry(key_of(1)) is None
+    assert (store.verify().checked, store.stats().entries) == (0, 0)
+    store.touch(key_of(1))
+    assert elsewhere.stat().st_mtime_ns == before
+    assert store.put(key_of(1), kv_of(1))
+    assert same(store.get(key_of(1)), kv_of(1))
+    assert entry.is_file() and not entry.is_symlink()
+    assert elsewhere.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "dangling link"])
+def test_a_count_of_bytes_that_is_no_file_is_made_anew(root: Path, kind: str) -> None:
+    store = DiskStore(root / "store", budget=10**6)
+    store.put(key_of(1), kv_of(1))
+    usage, victim = root / "store" / "kv" / "usage", root / "victim"
+    usage.unlink()
+    if kind == "link":
+        victim.write_text("do not overwrite")
+    usage.symlink_to(victim) if kind.endswith("link") else os.mkfifo(usage)
+    for number in (2, 3):
+        assert store.put(key_of(number), kv_of(number))
+    assert victim.read_text() == "do not overwrite" if kind == "link" else not victim.exists()
+    assert usage.is_file() and not usage.is_symlink()
+    assert store._directory.used() == store.stats().nbytes
+
+
+def test_a_note_is_not_written_through_a_link(root: Path) -> None:
+    victim = root / "victim"
+    victim.write_text("do not overwrite")
+    fill(root / "store")
+    (root / "store" / "activity.new").symlink_to(victim)
+    Tally(root / "store").add({"disk": Activity(hits=1)})
+    assert victim.read_text() == "do not overwrite"
