@@ -154,6 +154,9 @@ def test_a_page_works_as_it_stands(page: str, place: Path, bundled: Path) -> Non
             if block.type == "fence" and block.info == "python":
                 run_program(block.content)
                 ran += 1
+            elif block.type == "fence" and block.info == "toml":
+                name = block.content.splitlines()[0].removeprefix("# ")
+                (place / name).write_text(block.content)
         for command in followed(ROOT / page):
             result = run(command)
             assert result.exit_code == 0, f"{' '.join(command)}\n{result.output}\n{result.exception!r}"
