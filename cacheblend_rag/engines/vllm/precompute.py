@@ -40,6 +40,7 @@ class Precompute:
         self._probe, self._probed = probe, False
         self._written: dict[str, str] = {}
         self._slots = asyncio.Semaphore(IN_FLIGHT)
+        self._collecting: asyncio.Future[None] | None = None
         self._computing: dict[tuple[int, ...], asyncio.Future[str]] = {}
 
     async def run(
@@ -117,19 +118,20 @@ class Precompute:
 
     async def _receipt(self, token_ids: tuple[int, ...], job: SaveJob) -> str:
         keys = [receipt(key, job.rank) for key in self._entries.written_keys(token_ids)]
-        pause = 0.0
         try:
             async with asyncio.timeout(_WRITTEN_WITHIN_S):
                 while not all(key in self._written for key in keys):
-                    await asyncio.sleep(pause)
+                    # One question for all who wait: each of them asking would keep the engine from its steps.
+                    if self._collecting is None or self._collecting.done():
+                        self._collecting = asyncio.ensure_future(self._collect())
                     # Shielded: what the workers have told once they do not tell again, and others wait for theirs.
-                    await asyncio.shield(asyncio.ensure_future(self._collect()))
-                    pause = _POLL_S
+                    await asyncio.shield(self._collecting)
         except TimeoutError:
             return f"storage has not written it within {_WRITTEN_WITHIN_S:g} seconds"
         return next(filter(None, [self._written.pop(key) for key in keys]), "")
 
     async def _collect(self) -> None:
+        await asyncio.sleep(_POLL_S)
         for rank in await self._llm.collective_rpc("cacheblend_written"):
             self._written.update(rank)
 
