@@ -127,6 +127,7 @@ class Precompute:
                     # Shielded: what the workers have told once they do not tell again, and others wait for theirs.
                     await asyncio.shield(self._collecting)
         except TimeoutError:
+            self._collecting = None  # it may hang, and shall not hold up those that come later
             return f"storage has not written it within {_WRITTEN_WITHIN_S:g} seconds"
         return next(filter(None, [self._written.pop(key) for key in keys]), "")
 

@@ -155,6 +155,27 @@ async def test_storage_that_hangs_is_reported_and_a_receipt_that_comes_too_late_
     assert not (await run.run([Chunk("c", "", (1, 2, 3))], None, rank=False)).failed
 
 
+async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> None:
+    entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
+    chunks = [Chunk(str(number), "", (number, number + 1)) for number in range(40)]
+    written = [{receipt(entries.own_key(chunk.token_ids), False): ""} for chunk in chunks]
+    asking, most = 0, 0
+
+    async def one_at_a_time(_: str) -> list[dict[str, str]]:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        await asyncio.sleep(0)
+        asking -= 1
+        return [written.pop()]
+
+    client = Client([])
+    client.collective_rpc = one_at_a_time  # type: ignore[method-assign]
+    run = precompute.Precompute(client, entries, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    assert not (await run.run(chunks, None, rank=False)).failed
+    assert most == 1 and not written
+
+
 def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -> None:
     side = worker(MemoryStore())
     side.save([*saves(1, tokens=1), *saves(2)])
