@@ -9,7 +9,7 @@ JOBS   ?= 2
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo browser quick test test-gpu bench-gpu vllm-versions lint types docs check demo-model demo-corpus clean
+.PHONY: help setup demo browser quick test faults fuzz test-gpu bench-gpu vllm-versions lint types docs check audit demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,8 +45,14 @@ quick: setup       ## Run the fast tests
 
 test: setup browser ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
-	cd integrations/langchain-cacheblend && ../../$(BIN)/python -m pytest
-	cd integrations/llama-index-cacheblend && ../../$(BIN)/python -m pytest
+	cd integrations/langchain-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS)
+	cd integrations/llama-index-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS)
+
+faults: setup      ## Kill, fill and overload stores for minutes: the tests of faults with 200 kills and 8 processes
+	CACHEBLEND_FAULTS=full OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/store/test_crash.py tests/store/test_faults.py tests/store/test_remote_faults.py
+
+fuzz: setup        ## Try inputs nobody has thought of for a quarter of an hour, others each time
+	CACHEBLEND_FUZZ=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/fuzz
 
 test-gpu: setup    ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
@@ -71,6 +77,10 @@ docs: setup        ## Build the documentation into docs/_build/html; any warning
 	@echo "Open docs/_build/html/index.html"
 
 check: lint types docs test ## What CI runs
+
+audit: setup       ## Look for known holes in what is installed (asks an advisory database; CI does not)
+	$(PIP) --editable ".[audit]"
+	$(BIN)/pip-audit --local --skip-editable
 
 demo-model: setup  ## Train the bundled model from scratch (hours on two cores; resumable)
 	$(BIN)/python -m training.train

@@ -1,4 +1,4 @@
-"""How fast the disk tier reads and writes, against plain reads and writes of as many bytes.
+"""How fast the disk tier reads and writes, encrypted and not, against plain reads and writes of as many bytes.
 
     python benchmarks/store_rate.py [--json]
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from cacheblend_rag.bench import drop_page_cache
-from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, LayerKV
+from cacheblend_rag.store import ChunkKV, DiskStore, Keyring, KVKey, LayerKV
 
 
 def write_plain(file: Path, data: list[memoryview]) -> None:
@@ -53,9 +53,9 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, object]:
     dtype = getattr(torch, args.dtype)
     kv = ChunkKV([LayerKV(*torch.randn(2, *shape).to(dtype).clone().unbind()) for _ in range(args.layers)], start=0)
     blocks = [tensor.contiguous().view(torch.uint8).numpy().data for layer in kv.layers for tensor in layer]
-    store = DiskStore(root)
+    ring = Keyring({"default": os.urandom(32)}, root / "keys")
+    stores = {"store": DiskStore(root / "store"), "encrypted": DiskStore(root / "encrypted", keys=ring)}
     keys = [KVKey(f"{index:040x}") for index in range(args.entries)]
-    files = [root / "kv" / key[:2] / f"{key}.safetensors" for key in keys]
     seconds: dict[str, list[float]] = defaultdict(list)
 
     def timed(name: str, function: Callable[[], object]) -> None:
@@ -67,16 +67,19 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, object]:
     for _ in range(args.repeat):
         for file, key in zip(plain_files, keys, strict=True):
             timed("write_plain", functools.partial(write_plain, file, blocks))
-            timed("write_store", functools.partial(store.put, key, kv))
+            for name, store in stores.items():
+                timed(f"write_{name}", functools.partial(store.put, key, kv))
         for state in ("warm", "cold"):
-            for file, key, plain in zip(files, keys, plain_files, strict=True):
+            for key, plain in zip(keys, plain_files, strict=True):
                 if state == "cold":
-                    drop_page_cache([file, plain])
+                    drop_page_cache([plain, *root.glob(f"*/kv/*/{key}.safetensors")])
                 timed(f"read_{state}_plain", functools.partial(read_plain, plain))
-                timed(f"read_{state}_store", functools.partial(read_stored, store, key))
+                for name, store in stores.items():
+                    timed(f"read_{state}_{name}", functools.partial(read_stored, store, key))
         for file, key in zip(plain_files, keys, strict=True):
             file.unlink()
-            store.delete(key)
+            for store in stores.values():
+                store.delete(key)
         os.sync()  # freeing the files must not weigh on the next round
     rates = {name: kv.nbytes / statistics.median(times) / 1e9 for name, times in seconds.items()}
     return {
@@ -86,6 +89,9 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, object]:
             "read_warm": rates["read_warm_store"] / rates["read_warm_plain"],
             "read_cold": rates["read_cold_store"] / rates["read_cold_plain"],
             "write": rates["write_store"] / rates["write_plain"],
+        },
+        "encrypted_over_store": {
+            what: rates[f"{what}_encrypted"] / rates[f"{what}_store"] for what in ("read_warm", "read_cold", "write")
         },
     }
 
@@ -109,9 +115,11 @@ def main() -> None:
         print(json.dumps(result))
         return
     for name, rate in result["gb_per_s"].items():
-        print(f"{name:18} {rate:6.2f} GB/s")
+        print(f"{name:20} {rate:6.2f} GB/s")
     for name, ratio in result["store_over_plain"].items():
         print(f"store / plain, {name:10} {ratio:5.2f}")
+    for name, ratio in result["encrypted_over_store"].items():
+        print(f"encrypted / store, {name:10} {ratio:5.2f}")
 
 
 if __name__ == "__main__":

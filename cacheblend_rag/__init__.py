@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings, Reuse
     from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
     from cacheblend_rag.engines.base import BlendEngine
+    from cacheblend_rag.engines.existing import ExistingEstimate, estimate_existing, precompute_existing
+    from cacheblend_rag.engines.misses import OnMiss, checked_on_miss, find_retrieved
     from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.request import Request
     from cacheblend_rag.engines.results import (
@@ -20,11 +22,21 @@ if TYPE_CHECKING:
         Timings,
         TokenLogprob,
         Usage,
+        openai_logprobs,
     )
-    from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.engines.sampling import (
+        DEFAULT_MAX_TOKENS,
+        SAMPLING_OPTIONS,
+        SamplingParams,
+        sampling_of,
+        with_usual_names,
+    )
+    from cacheblend_rag.engines.sharing import EngineName, shared_engine
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.engines.uses import ChunkUses, uses_of
     from cacheblend_rag.engines.vllm import VLLMEngine
     from cacheblend_rag.errors import (
+        AlteredChunkError,
         CacheBlendError,
         InputError,
         ModelError,
@@ -34,6 +46,7 @@ if TYPE_CHECKING:
         StoreMismatchError,
         UnknownChunkError,
     )
+    from cacheblend_rag.prompts.altered import RetrievalReport, RetrievedFate, explain_miss
     from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
     from cacheblend_rag.prompts.prompt import (
         DEFAULT_INSTRUCTION,
@@ -49,6 +62,7 @@ if TYPE_CHECKING:
         text_prompt,
     )
     from cacheblend_rag.prompts.registry import ChunkRegistry
+    from cacheblend_rag.prompts.retrieved import RetrievalLog
     from cacheblend_rag.prompts.templates import reads_tools
     from cacheblend_rag.prompts.tokens import encoder_for
     from cacheblend_rag.rag.pipeline import RagPipeline
@@ -65,6 +79,9 @@ _HOMES = {
     "DEFAULT_CHUNK_TOKENS": "retrieval.chunking",
     "DEFAULT_EMBEDDING": "retrieval.embedding",
     "DEFAULT_INSTRUCTION": "prompts.prompt",
+    "DEFAULT_MAX_TOKENS": "engines.sampling",
+    "SAMPLING_OPTIONS": "engines.sampling",
+    "AlteredChunkError": "errors",
     "BlendEngine": "engines.base",
     "BlendPrompt": "prompts.prompt",
     "BlendSettings": "blending.settings",
@@ -74,18 +91,25 @@ _HOMES = {
     "ChunkRef": "prompts.prompt",
     "ChunkRegistry": "prompts.registry",
     "ChunkSpan": "prompts.prompt",
+    "ChunkUses": "engines.uses",
     "Embedder": "retrieval.embedding",
+    "EngineName": "engines.sharing",
+    "ExistingEstimate": "engines.existing",
     "Generation": "engines.results",
     "InputError": "errors",
     "KVStore": "store",
     "ModelError": "errors",
     "ModelFingerprint": "store.kv",
     "ModelProfile": "blending.profile",
+    "OnMiss": "engines.misses",
     "PrecomputeReport": "engines.results",
     "PromptTooLongError": "errors",
     "RagPipeline": "rag.pipeline",
     "RemoteEngine": "engines.remote",
     "Request": "engines.request",
+    "RetrievalLog": "prompts.retrieved",
+    "RetrievalReport": "prompts.altered",
+    "RetrievedFate": "prompts.altered",
     "Reuse": "blending.settings",
     "SamplingParams": "engines.sampling",
     "Score": "engines.results",
@@ -104,24 +128,37 @@ _HOMES = {
     "bundled_corpus": "demo.bundle",
     "bundled_questions": "demo.bundle",
     "chat_prompt": "prompts.prompt",
+    "checked_on_miss": "engines.misses",
     "chunk_id": "prompts.chunk",
     "chunk_of": "prompts.prompt",
     "encoder_for": "prompts.tokens",
+    "estimate_existing": "engines.existing",
+    "explain_miss": "prompts.altered",
+    "find_retrieved": "engines.misses",
     "header_ids": "prompts.prompt",
     "iter_chunks": "retrieval.chunking",
     "make_chunk": "prompts.chunk",
     "open_store": "store",
+    "openai_logprobs": "engines.results",
+    "precompute_existing": "engines.existing",
     "rag_header": "prompts.prompt",
     "rag_prompt": "prompts.prompt",
     "reads_tools": "prompts.templates",
+    "sampling_of": "engines.sampling",
+    "shared_engine": "engines.sharing",
     "split_text": "retrieval.chunking",
     "text_prompt": "prompts.prompt",
+    "uses_of": "engines.uses",
+    "with_usual_names": "engines.sampling",
 }
 
 __all__ = [
     "DEFAULT_CHUNK_TOKENS",
     "DEFAULT_EMBEDDING",
     "DEFAULT_INSTRUCTION",
+    "DEFAULT_MAX_TOKENS",
+    "SAMPLING_OPTIONS",
+    "AlteredChunkError",
     "BlendEngine",
     "BlendPrompt",
     "BlendSettings",
@@ -131,18 +168,25 @@ __all__ = [
     "ChunkRef",
     "ChunkRegistry",
     "ChunkSpan",
+    "ChunkUses",
     "Embedder",
+    "EngineName",
+    "ExistingEstimate",
     "Generation",
     "InputError",
     "KVStore",
     "ModelError",
     "ModelFingerprint",
     "ModelProfile",
+    "OnMiss",
     "PrecomputeReport",
     "PromptTooLongError",
     "RagPipeline",
     "RemoteEngine",
     "Request",
+    "RetrievalLog",
+    "RetrievalReport",
+    "RetrievedFate",
     "Reuse",
     "SamplingParams",
     "Score",
@@ -161,18 +205,28 @@ __all__ = [
     "bundled_corpus",
     "bundled_questions",
     "chat_prompt",
+    "checked_on_miss",
     "chunk_id",
     "chunk_of",
     "encoder_for",
+    "estimate_existing",
+    "explain_miss",
+    "find_retrieved",
     "header_ids",
     "iter_chunks",
     "make_chunk",
     "open_store",
+    "openai_logprobs",
+    "precompute_existing",
     "rag_header",
     "rag_prompt",
     "reads_tools",
+    "sampling_of",
+    "shared_engine",
     "split_text",
     "text_prompt",
+    "uses_of",
+    "with_usual_names",
 ]
 
 

@@ -23,6 +23,20 @@ class UnknownChunkError(InputError):
     """A chunk id that the engine has never been given."""
 
 
+class AlteredChunkError(InputError):
+    """A retrieved chunk stands in the prompt altered, so that its stored KV is of no use.
+
+    Attributes:
+        chunk_id: The chunk.
+        at: The first character of its text that differs from the prompt.
+    """
+
+    def __init__(self, message: str, chunk_id: str, at: int):
+        """Say what became of the chunk."""
+        super().__init__(message)
+        self.chunk_id, self.at = chunk_id, at
+
+
 class StoreError(CacheBlendError):
     """The KV store cannot do what was asked: full disk, no write permission, foreign contents."""
 
@@ -46,6 +60,10 @@ class StoreUnavailableError(StoreError):
 
 class UnknownCodecError(StoreUnavailableError):
     """An entry in a codec that this version, or this installation, does not know."""
+
+
+class UnknownKeyError(StoreUnavailableError):
+    """An encrypted entry without the key that it takes; it stays for those who have it."""
 
 
 class ModelError(CacheBlendError):

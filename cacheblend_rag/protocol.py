@@ -18,6 +18,7 @@ TOKENIZER_PROBE = "Ships' logs: 1911, naïve café — 東京 🙂\n\n\tif x != 
 """Client and server encode this text; equal token ids mean that they use the same tokenizer."""
 
 MAX_TEXTS = 4096
+MAX_HOLDER = 200
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -109,12 +110,13 @@ class ChunkBody(BaseModel):
 
 
 class PrecomputeBody(BaseModel):
-    """The body of ``POST /v1/chunks``: ``texts`` or ``chunks``."""
+    """The body of ``POST /v1/chunks``: ``texts`` or ``chunks``, and the ``holder`` that they are registered for."""
 
     model_config = _STRICT
 
     texts: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS)
     chunks: tuple[ChunkBody, ...] = Field(default=(), max_length=MAX_TEXTS)
+    holder: str = Field(default="", max_length=MAX_HOLDER)
 
 
 class PageQuery(BaseModel):
@@ -125,9 +127,15 @@ class PageQuery(BaseModel):
 
 
 class DeleteQuery(BaseModel):
-    """The query of ``DELETE /v1/chunks``, besides ``id``: whether every registered chunk is meant."""
+    """The query of ``DELETE /v1/chunks``, besides ``id``.
+
+    Attributes:
+        all: Whether every registered chunk is meant.
+        holder: Who lets go of the chunks, which stay where others hold them; without it they go, whoever holds them.
+    """
 
     all: bool = False
+    holder: str | None = Field(default=None, max_length=MAX_HOLDER)
 
 
 Q = TypeVar("Q", bound=BaseModel)
@@ -162,6 +170,7 @@ class ModelInfo(BaseModel):
         defaults: The blend options that a request leaves open.
         widths: Of the set at each default check layer, as multiples of the ratio.
         text: For which text the default ratio holds (:class:`~cacheblend_rag.blending.auto.TextRange`); None if unknown.
+        controlled: Whether there is a loading controller to choose a ratio of ``"auto"``: costs that were measured.
     """
 
     name: str
@@ -177,6 +186,7 @@ class ModelInfo(BaseModel):
     defaults: dict[str, Any]
     widths: tuple[float, ...]
     text: TextRange | None = None
+    controlled: bool = False
 
     def profile(self) -> ModelProfile:
         """Return the model's profile as the server has it; raises InputError if it is malformed."""
@@ -199,12 +209,15 @@ class ReuseReport(BaseModel):
         computed_tokens: Prompt tokens that went through all layers.
         selection_tokens: What choosing them cost besides, in tokens through all layers; see :class:`Usage`.
         missing: Ids of chunks without stored KV, computed in place.
+        in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
         policy: What chose the tokens to recompute; None for a prefill.
         ratio: Which share of the candidates it chose.
         load_s: Time the computation waited for stored KV.
         blend_s: Time of placement and both passes.
         loaded_bytes: Stored KV read.
         loads: Where the stored KV of each chunk came from.
+        prefill_s: Seconds that an ordinary prefill was expected to take; None where its cost was not measured.
+        expected_s: Seconds to the first token that the loading controller expected; None where it decided nothing.
         fingerprint: Identity of the model that answered.
     """
 
@@ -215,10 +228,13 @@ class ReuseReport(BaseModel):
     computed_tokens: int
     selection_tokens: float = 0.0
     missing: tuple[str, ...] = ()
+    in_place: tuple[str, ...] = ()
     policy: str | None = None
     ratio: float | None = None
     load_s: float = 0.0
     blend_s: float = 0.0
     loaded_bytes: int = 0
     loads: tuple[ChunkLoad, ...] = ()
+    prefill_s: float | None = None
+    expected_s: float | None = None
     fingerprint: str = ""

@@ -153,9 +153,18 @@ def server_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running_server(server_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One real server for all tests: starting it takes half a minute."""
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    import torch
+
+    from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, save_costs
+    from cacheblend_rag.store.kv import ModelFingerprint
     from tests.server.running import RunningServer
 
-    with RunningServer(server_model, tmp_path_factory.mktemp("server") / "store") as server:
+    made = RunningServer(server_model, tmp_path_factory.mktemp("server") / "store")
+    digest = ModelFingerprint.from_directory(server_model, torch.float32).digest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CACHEBLEND_HOME", str(made.home))
+        save_costs(Costs(4, ComputeCost(0.0, 1e-3, 0.0), {"disk": TierCost(0.0, 1e12)}), digest, "cpu")
+    with made as server:
         yield server
 
 

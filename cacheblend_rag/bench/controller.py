@@ -143,6 +143,7 @@ def simulate(load: Load, costs: Costs, used: np.ndarray, ratio: np.ndarray) -> n
     exact = np.array([span.exact for span in load.spans])
     stale, in_place = used @ (tokens * ~exact), load.tokens - used @ tokens
     arrived = _arrivals(load, costs, used)
+    placing = used @ tokens * costs.compute.per_placed_s / costs.layers
 
     def compute(count: np.ndarray) -> np.ndarray:
         part, context = costs.compute, load.tokens
@@ -154,7 +155,7 @@ def simulate(load: Load, costs: Costs, used: np.ndarray, ratio: np.ndarray) -> n
         dense = np.maximum(arrived[checked], checked * compute(in_place + stale))
         now = np.where((ratio > 0) & (ratio < 1) & (stale > 0), dense, now)
     for layer in range(costs.layers):
-        now = np.maximum(now, arrived[layer]) + compute(in_place + ratio * stale)
+        now = np.maximum(now, arrived[layer]) + placing + compute(in_place + ratio * stale)
     return now
 
 

@@ -17,7 +17,6 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.store.kv import kv_key
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _index(place: Workbench, chunks: list[Chunk], rank: Rank = "off") -> float:
     place.engine.precompute(chunks)
     seconds = time.perf_counter() - begin
     for chunk in chunks:  # later rounds must not find less room than the first
-        place.engine.store.delete(kv_key(place.engine.fingerprint, place.engine.header_ids, chunk.token_ids))
+        place.engine.entries.delete(chunk.token_ids)
     return seconds
 
 

@@ -80,6 +80,12 @@ class Workbench:
     vocab_size: int
     name: EngineName = "transformers"
 
+    @classmethod
+    def of(cls, engine: TransformersEngine, label: str | None = None, directory: Path | None = None) -> Workbench:
+        """Return an open engine as measurements use it."""
+        runner, vocab_size = engine.runner, engine.subject().vocab_size
+        return cls(engine, label or engine.fingerprint.name, directory, runner.device, runner.dtype, vocab_size)
+
     @property
     def kv(self) -> KVPlace:
         """Where stored KV lies."""
@@ -183,10 +189,7 @@ def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
         device = device_named(model.device)
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         engine = TransformersEngine(random_model(model.random_weights, device, dtype), store=store, device=device)
-    runner = engine.runner
-    label = model.random_weights or engine.fingerprint.name
-    where = root if kv == "disk" else None
-    return Workbench(engine, label, where, runner.device, runner.dtype, engine.subject().vocab_size)
+    return Workbench.of(engine, model.random_weights, root if kv == "disk" else None)
 
 
 def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: int | None) -> Workbench:

@@ -6,15 +6,20 @@ Prompts are random tokens, so any model will do, also one of random weights. Eve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
+from cacheblend_rag.bench.compute import measure_compute
 from cacheblend_rag.bench.measure import median, take_turns
 from cacheblend_rag.bench.setup import Workbench, name_methods
 from cacheblend_rag.bench.throttled import ThrottledStore
+from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, BlendSettings
+from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
@@ -82,16 +87,28 @@ def sweep_devices(
 ) -> list[Point]:
     """Vary the bandwidth, in bytes per second, that stored KV is read with; prefix caching loads for free.
 
+    Beside the other methods stands ``controller``: the loading controller, which knows the device's bandwidth and what the
+    model's prefills take here, chooses what to load and how much to recompute.
+
     Raises:
         InputError: The engine's store is not a :class:`~cacheblend_rag.bench.throttled.ThrottledStore`.
     """
-    store = place.engine.store
-    if not isinstance(store, ThrottledStore):
-        raise InputError("Storage devices are simulated by a throttled store; open the engine with one.")
+    engine, store = place.engine, place.engine.store
+    if not (isinstance(store, ThrottledStore) and isinstance(engine, TransformersEngine)):
+        raise InputError("Storage devices are simulated by a throttled store; open a transformers engine with one.")
+    usual = engine.costs, engine.profile
+    compute = measure_compute(engine)
+    compared = _METHODS | {"controller": BlendSettings("auto")}
     points = []
-    for rate in bandwidths:
-        store.bytes_per_s = rate
-        points += _point(place, {"bytes_per_s": rate}, 6, CHUNK_TOKENS, _METHODS, repeat, say)
+    # Random tokens are unlike any text, which would raise the ratio above what the controller chooses.
+    engine.profile = replace(engine.profile, text=None)
+    try:
+        for rate in bandwidths:
+            store.bytes_per_s = rate
+            engine.costs = Costs(engine.num_layers, compute, {"device": TierCost(0.0, rate)})
+            points += _point(place, {"bytes_per_s": rate}, 6, CHUNK_TOKENS, compared, repeat, say)
+    finally:
+        engine.costs, engine.profile = usual
     return points
 
 
@@ -155,7 +172,7 @@ def _point(
     say(", ".join(f"{key} {value:g}" for key, value in at.items()) or "all ratios")
     prompt = _prompt(place, chunks, chunk_tokens)
     seconds: dict[str, list[float]] = {name: [] for name in compared}
-    computed = {}
+    done: dict[str, Generation] = {}
     for number in range(repeat + 1):
         for name in take_turns(compared, number):
             total = 0.0
@@ -164,7 +181,7 @@ def _point(
                 assert last.generation is not None
                 timings = last.generation.timings
                 total += timings.ttft_s - (timings.load_s if name == "prefix" else 0.0)
-                computed[name] = last.generation.usage.computed_tokens
+                done[name] = last.generation
             if number:  # the first round warms up
                 seconds[name].append(total)
     return [
@@ -174,7 +191,8 @@ def _point(
             "ttft_s": median(times),
             "fastest_s": min(times),
             "slowest_s": max(times),
-            "computed_tokens": computed[name],
+            "computed_tokens": done[name].usage.computed_tokens,
+            "loaded_bytes": sum(load.nbytes for load in done[name].loads),
             "prompt_tokens": len(prompt.token_ids),
         }
         for name, times in seconds.items()

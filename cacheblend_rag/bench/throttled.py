@@ -42,6 +42,9 @@ class _SlowKV(StoredKV):
         self._device.read(found.k.nbytes + found.v.nbytes)
         return found
 
+    def static_deviation(self) -> torch.Tensor | None:
+        return self._kv.static_deviation()
+
 
 class ThrottledStore(MemoryStore):
     """KV in RAM that is read at ``bytes_per_s``, all reads together; latency is not simulated. Writes are not slowed down.

@@ -13,7 +13,9 @@ import torch
 from cacheblend_rag.bench.measure import PeakMemory, check_positive, count_rounds, drop_page_cache, median, take_turns
 from cacheblend_rag.bench.setup import Workbench, name_methods, own_attention
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.tracing import traced
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
@@ -67,7 +69,10 @@ class _Method:
 
 
 def bench_ttft(
-    place: Workbench, settings: TTFTSettings, progress: Callable[[str], None] | None = None
+    place: Workbench,
+    settings: TTFTSettings,
+    progress: Callable[[str], None] | None = None,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """Measure, and return plain data for JSON.
 
@@ -83,12 +88,15 @@ def bench_ttft(
         place: Model and empty store.
         settings: What to measure.
         progress: Called with a line of text before each step.
+        trace: Where to write when each layer was loaded and computed in one more blend, which is not timed; None for nowhere.
 
     Raises:
-        InputError: A cold page cache is asked for, but the KV is in RAM.
+        InputError: A cold page cache is asked for, but the KV is in RAM; or the trace cannot be written.
     """
     if settings.cold and place.kv != "disk":
         raise InputError("A cold page cache needs the KV on disk; give --kv disk with --cold.")
+    if trace is not None:
+        Trace().write(trace)  # what cannot be written is told before the work, not after it
     say = progress or (lambda line: None)
     engine = place.engine
     chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed)
@@ -102,6 +110,7 @@ def bench_ttft(
     for number, name in count_rounds(settings.repeat):
         say(name)
         bench.run_round(number)
+    bench.record(trace)
     schedule = engine.profile.schedule(settings.check_layers)
     head = place.head(
         settings,
@@ -143,6 +152,15 @@ class _Bench:
                     self._read_s.append(_plain_read(self._files))
             else:
                 self._run(self._methods[name], timed)
+
+    def record(self, trace: Path | None) -> None:
+        """Write the trace of one more blend; nothing without a file."""
+        if trace is None:
+            return
+        drop_page_cache(self._files)
+        self._place.forget()
+        with traced(self._place.engine, trace):
+            self._place.engine.generate(self._prompt, SamplingParams(max_tokens=1), self._methods["blend"].settings)
 
     def sum_up(self) -> dict[str, Any]:
         """Return what all rounds found, as plain data for JSON."""

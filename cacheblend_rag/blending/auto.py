@@ -7,7 +7,7 @@ in others. It says how far a prompt is from those that were calibrated on, not t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,11 @@ class AutoRatio:
     def to_params(self) -> dict[str, Any]:
         """Return JSON values."""
         return {"least": self.least, "left_out": self.left_out, "most": self.most}
+
+
+def raised(ratio: float | AutoRatio, least: float) -> float | AutoRatio:
+    """Return a ratio, or the rule that chooses it, that is no lower than ``least``."""
+    return replace(ratio, least=max(ratio.least, least)) if isinstance(ratio, AutoRatio) else max(ratio, least)
 
 
 def left_out_by_count(static: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import prod
+from typing import Any, Self
 
+from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.costs import Costs
-from cacheblend_rag.blending.plan import BlendPlan
+from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, joined_static
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.blending.settings import ResolvedSettings
 
 SPENT = 0.05
 """How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""
+HICCUP_S = 0.05
+"""What a read may always be late by: on a busy machine any may be, and that says nothing about the next one."""
 _BISECTIONS = 30
 _MOST_CHOICES = 256
 
@@ -48,6 +55,10 @@ class Load:
         least: The lowest ratio: what the model needs for good answers.
         most: The highest that helps.
         dense: Share of the layers that a dense pass of all stale tokens goes through; 0 for a policy without one.
+        before: Tokens in front of all these that have their KV already (an engine's own prefix cache).
+        waits_s: Seconds until a blend can begin: others run before it. An ordinary prefill takes turns with them.
+        behind: Tokens of ``forced`` behind the last chunk, which a dense pass leaves out.
+        header: What chunks are computed behind, if it is stored: it is used with any of them, and never alone.
     """
 
     spans: Sequence[Located]
@@ -55,11 +66,21 @@ class Load:
     least: float
     most: float = 1.0
     dense: float = 0.0
+    before: int = 0
+    waits_s: float = 0.0
+    behind: int = 0
+    header: Located | None = None
 
     @property
     def tokens(self) -> int:
+        """Tokens of the prompt that have no KV yet."""
+        header = 0 if self.header is None else self.header.tokens
+        return self.forced + header + sum(span.tokens for span in self.spans)
+
+    @property
+    def context(self) -> int:
         """Length of the prompt."""
-        return self.forced + sum(span.tokens for span in self.spans)
+        return self.before + self.tokens
 
 
 @dataclass(frozen=True)
@@ -89,6 +110,76 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What the controller must know besides a prompt's plan; it travels with a request to where its plan is made.
+
+    Attributes:
+        costs: Of model and tiers, as they are now.
+        dense: See :class:`Load`.
+        dense_unranked: The same of the policy that chooses where a chunk has no static deviation; None if that is the same one.
+    """
+
+    costs: Costs
+    dense: float
+    dense_unranked: float | None = None
+
+    @classmethod
+    def of(cls, costs: Costs, profile: ModelProfile, settings: ResolvedSettings, num_layers: int) -> Self:
+        """Return the terms of a blend by ``settings`` of a model with ``profile``."""
+        first = policy(settings.policy)
+        dense = profile.dense_share(first.name, num_layers, settings.check_layers)
+        if not first.needs_static:
+            return cls(costs, dense)
+        return cls(costs, dense, profile.dense_share(first.without_static, num_layers, settings.check_layers))
+
+    def wants_static(self, ratio: float | AutoRatio) -> bool:
+        """Say whether :func:`control` asks for the chunks' static deviations."""
+        return self.dense_unranked is not None or isinstance(ratio, AutoRatio)
+
+    def to_params(self) -> dict[str, Any]:
+        """Return JSON values that :meth:`from_params` reads."""
+        return {"costs": self.costs.to_json(), "dense": self.dense, "dense_unranked": self.dense_unranked}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_params` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError, InputError: It is malformed.
+        """
+        unranked = params["dense_unranked"]
+        costs, dense = Costs.from_json(params["costs"]), float(params["dense"])
+        return cls(costs, dense, None if unranked is None else float(unranked))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the controller has decided of a prompt, for whoever blends it.
+
+    Attributes:
+        in_place: Where the chunks end, in the prompt, that are computed although they are stored.
+        ratio: The lowest ratio to blend the others by.
+        words: What was decided and expected, to go behind the plan's reason.
+        expected_s: Expected time to first token.
+        most_wait_s: How long to wait for stored KV in all before it is computed in place: as long as loading should take, and
+            then as long as doing without it takes. So waiting costs at most twice what it could have.
+    """
+
+    in_place: frozenset[int]
+    ratio: float
+    words: str
+    expected_s: float
+    most_wait_s: float | None = None
+
+    def applied_to(self, plan: BlendPlan) -> BlendPlan:
+        """Return the plan that does what was decided, and says so in its reason."""
+        unused = [span for span in _chunks_of(plan) if span.end in self.in_place]
+        return (
+            plan.without(unused, plan.reason + self.words) if unused else replace(plan, reason=plan.reason + self.words)
+        )
+
+
+@dataclass(frozen=True)
 class BlendTimes:
     """Of one blend, in seconds.
 
@@ -114,36 +205,63 @@ def decide(load: Load, costs: Costs) -> Decision:
     ratios = {arm: arm.highest_ratio(limit) for arm in arms if arm.seconds(load.least) <= limit}
     best = min(ratios, key=lambda arm: (arm.stale(ratios[arm]), arm.seconds(load.least)))
     ratio = ratios[best]
-    prefill = costs.compute.seconds(load.tokens, load.tokens)
+    prefill = costs.compute.seconds(load.tokens, load.context)
     return Decision(best.used, ratio, best.seconds(ratio), best.load_s, best.compute_s(ratio), prefill)
 
 
-def control(plan: BlendPlan, costs: Costs, least: float, dense: float) -> tuple[BlendPlan, float]:
-    """Return the plan that is soonest, and the lowest ratio to blend it by; its reason says what was decided.
+def control(plan: BlendPlan, terms: Terms, ratio: float | AutoRatio, waits_s: float = 0.0) -> Choice:
+    """Return what to use of ``plan`` to be soonest, and the lowest ratio to blend it by.
 
     Args:
-        plan: What is stored.
-        costs: Of model and tiers, as they are now.
-        least: The lowest ratio that the model needs.
-        dense: See :class:`Load`.
+        plan: What is stored, and where; its positions before ``start`` cost nothing.
+        terms: What all is reckoned by.
+        ratio: The lowest ratio that the model needs, or the rule that says so of the chunks that are used.
+        waits_s: See :class:`Load`.
     """
-    spans = [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
-    located = [
-        Located(s.end - s.start, s.kv.stored_nbytes * (s.end - s.start) // s.kv.num_tokens, s.kv.tier, s in plan.exact)
-        for s in spans
-    ]
-    forced = plan.num_tokens - sum(span.tokens for span in located)
-    found = decide(Load(located, forced, least, dense=dense), costs)
+    spans = _chunks_of(plan)
+    wanted = plan.candidates if terms.wants_static(ratio) else ()
+    static = {span.start: span.static_deviation() for span in wanted}
+
+    def least(used: Sequence[bool]) -> float:
+        if not isinstance(ratio, AutoRatio):
+            return ratio
+        kept = [static[s.start] for s, use in zip(spans, used, strict=True) if use and s.start in static]
+        # Where a chunk has none, the blend cannot tell either.
+        return ratio.least if (joined := joined_static(kept)) is None else ratio.choose(joined)
+
+    located = [_located(span, span in plan.exact) for span in spans]
+    header = next((_located(span, True) for span in plan.exact if span.chunk is None), None)
+    forced = plan.num_tokens - plan.start - plan.stored_tokens
+    dense = terms.dense
+    if terms.dense_unranked is not None and any(each is None for each in static.values()):
+        dense = terms.dense_unranked
+    behind = plan.num_tokens - max((span.end for span in spans), default=plan.start)
+    load = Load(located, forced, least([True] * len(spans)), 1.0, dense, plan.start, waits_s, behind, header)
+    found = decide(load, terms.costs)
+    while (needed := least(found.used)) > found.ratio:  # without some chunks, the rest may need more
+        load = replace(load, least=needed)
+        found = decide(load, terms.costs)
+    at_hand = tuple(use and span.tier == "ram" for span, use in zip(located, found.used, strict=True))
+    most_wait_s = found.load_s + max(HICCUP_S, _Arm(load, terms.costs, at_hand).seconds(found.ratio))
     expected = f"expected in {found.seconds:.3g} s, an ordinary prefill in {found.prefill_s:.3g} s"
     if all(found.used):
-        return replace(plan, reason=f"{plan.reason} ({expected})"), found.ratio
-    unused = [span for span, use in zip(spans, found.used, strict=True) if not use]
+        return Choice(frozenset(), found.ratio, f" ({expected})", found.seconds, most_wait_s)
+    in_place = frozenset(span.end for span, use in zip(spans, found.used, strict=True) if not use)
     what = (
-        f"{len(unused)} of them computed in place, which is sooner than loading them"
+        f"{len(in_place)} of them computed in place, which is sooner than loading them"
         if found.blends
         else "none of it is used"
     )
-    return plan.without(unused, f"{plan.reason}; {what} ({expected})"), found.ratio
+    return Choice(in_place, found.ratio, f"; {what} ({expected})", found.seconds, most_wait_s)
+
+
+def _located(span: StoredSpan, exact: bool) -> Located:
+    tokens, kv = span.end - span.start, span.kv
+    return Located(tokens, kv.stored_nbytes * tokens // kv.num_tokens, kv.tier, exact)
+
+
+def _chunks_of(plan: BlendPlan) -> list[StoredSpan]:
+    return [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
 
 
 def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str | None:
@@ -177,8 +295,12 @@ class _Arm:
     def __init__(self, load: Load, costs: Costs, used: tuple[bool, ...]):
         self._load, self._costs, self.used = load, costs, used
         kept = [span for span, use in zip(load.spans, used, strict=True) if use]
+        if kept and load.header is not None:
+            kept.append(load.header)
         self._stale = sum(span.tokens for span in kept if not span.exact)
-        self._in_place = load.tokens - sum(span.tokens for span in kept)
+        self._placed = sum(span.tokens for span in kept)
+        self._in_place = load.tokens - self._placed
+        self._checked = self._in_place + self._stale - load.behind
         checked = round(load.dense * costs.layers) + 1
         self.load_s, self._first_s, self._checked_s = (_load_s(kept, costs, n) for n in (costs.layers, 1, checked))
 
@@ -192,15 +314,17 @@ class _Arm:
     def seconds(self, ratio: float) -> float:
         """Layer by layer, loading and computing overlap but for the first layer's load or the last one's computation."""
         dense, sparse = self._passes_s(ratio)
+        if not any(self.used):
+            return sparse + min(sparse, self._load.waits_s)
         begin = max(dense, self._checked_s) if dense else self._first_s  # a dense pass needs no stale KV before it ends
-        return max(begin + sparse, self.load_s + sparse / self._costs.layers)
+        return self._load.waits_s + max(begin + sparse, self.load_s + sparse / self._costs.layers)
 
     def _passes_s(self, ratio: float) -> tuple[float, float]:
         """Return what the dense and the sparse pass take."""
-        compute, context = self._costs.compute, self._load.tokens
+        compute, context = self._costs.compute, self._load.context
         chooses = self._stale and 0 < ratio < 1
-        dense = self._load.dense * compute.seconds(self._in_place + self._stale, context) if chooses else 0.0
-        return dense, compute.seconds(self._in_place + ratio * self._stale, context)
+        dense = self._load.dense * compute.seconds(self._checked, context) if chooses else 0.0
+        return dense, compute.seconds(self._in_place + ratio * self._stale, context, self._placed)
 
     def highest_ratio(self, limit: float) -> float:
         """Return the highest ratio allowed whose time is within ``limit``."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Self
 
 from cacheblend_rag.blending.profile import user_file, write_json
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.events import TierReads
 
 _log = logging.getLogger(__name__)
 
@@ -54,34 +55,69 @@ class TierCost:
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Of a pass of some tokens of a prompt through all layers.
+    """Of a pass of some tokens of a prompt through all layers, and of placing what is stored of the others.
 
     Attributes:
         fixed_s: Seconds of a pass of no tokens: launching, reading the weights.
         per_token_s: Seconds a token.
         per_pair_s: Seconds for each of ``tokens * context`` pairs; a causal pass computes half of them, which this allows for.
+        per_placed_s: Seconds for each stored token: to rotate its keys and to write its KV where it is attended to.
 
     Raises:
-        InputError: One is negative, or all are 0.
+        InputError: One is negative, or all but the last are 0.
     """
 
     fixed_s: float
     per_token_s: float
     per_pair_s: float
+    per_placed_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no model takes."""
         parts = (self.fixed_s, self.per_token_s, self.per_pair_s)
-        if not all(part >= 0 and isfinite(part) for part in parts) or not any(parts):
+        if not all(part >= 0 and isfinite(part) for part in (*parts, self.per_placed_s)) or not any(parts):
             raise InputError(f"{self} describes no model: a pass takes time, and none of its parts is negative.")
 
-    def seconds(self, tokens: float, context: int) -> float:
-        """Return the time of ``tokens`` tokens in a prompt of ``context``; none take none."""
-        return self.fixed_s + tokens * (self.per_token_s + self.per_pair_s * context) if tokens else 0.0
+    def seconds(self, tokens: float, context: float, placed: int = 0) -> float:
+        """Return the time of ``tokens`` tokens in a prompt of ``context``, of which ``placed`` are stored; none take none."""
+        passed = self.fixed_s + tokens * (self.per_token_s + self.per_pair_s * context) if tokens else 0.0
+        return passed + placed * self.per_placed_s
 
     def scaled(self, factor: float) -> ComputeCost:
         """Return the cost on a machine that takes ``factor`` times as long."""
-        return ComputeCost(self.fixed_s * factor, self.per_token_s * factor, self.per_pair_s * factor)
+        return ComputeCost(*(part * factor for part in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What the computing of one prompt, or of one step of an engine, took.
+
+    Attributes:
+        tokens: How many went through all layers; of a pass through some of them, that share.
+        context: Length of the prompt they stand in.
+        seconds: Without what was waited for stored KV.
+        placed: How many tokens of stored KV were placed.
+    """
+
+    tokens: float
+    context: float
+    seconds: float
+    placed: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run took, to correct the costs by.
+
+    Attributes:
+        computed: Each computation.
+        reads: What reads of stored KV took, by tier.
+        waited_s: How long the computation waited for them.
+    """
+
+    computed: Sequence[Computed] = ()
+    reads: Mapping[str, TierReads] = field(default_factory=dict)
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,19 +134,34 @@ class Costs:
     compute: ComputeCost
     tiers: Mapping[str, TierCost]
 
-    def computed(self, tokens: float, context: int, seconds: float) -> Costs:
-        """Return the costs after a pass that took ``seconds``."""
-        return replace(self, compute=self.compute.scaled(_drift(seconds, self.compute.seconds(tokens, context))))
+    def after(self, measured: Measured) -> Costs:
+        """Return the costs corrected by what a run took."""
+        costs = self
+        for took in measured.computed:
+            costs = costs.computed(took)
+        for tier, reads in measured.reads.items():
+            costs = costs.loaded(tier, reads, measured.waited_s)
+        return costs
 
-    def loaded(self, tier: str, nbytes: int, reads: int, seconds: float) -> Costs:
-        """Return the costs after reads from ``tier`` that took ``seconds``; a tier unknown so far is known from then on."""
+    def computed(self, took: Computed) -> Costs:
+        """Return the costs after a computation."""
+        drift = _drift(took.seconds, self.compute.seconds(took.tokens, took.context, took.placed))
+        return replace(self, compute=self.compute.scaled(drift))
+
+    def loaded(self, tier: str, reads: TierReads, waited_s: float) -> Costs:
+        """Return the costs after reads from ``tier``, for which the computation waited ``waited_s``.
+
+        Reads that hide behind the computation have it as a rival for the processor, and time to spare: what nobody waited for
+        does not make a device slow. A tier unknown so far is known from then on.
+        """
         known = self.tiers.get(tier)
         if known is None:
-            if not (nbytes > 0 and seconds > 0):
+            if not (reads.nbytes > 0 and reads.seconds > 0):
                 return self
-            new = TierCost(0.0, nbytes / seconds)
+            new = TierCost(0.0, reads.nbytes / reads.seconds)
         else:
-            factor = _drift(seconds, known.seconds(nbytes, reads))
+            expected = known.seconds(reads.nbytes, reads.count)
+            factor = _drift(min(reads.seconds, expected + waited_s), expected)
             new = replace(known, latency_s=known.latency_s * factor, bytes_per_s=known.bytes_per_s / factor)
         return replace(self, tiers={**self.tiers, tier: new})
 

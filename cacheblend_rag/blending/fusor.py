@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -56,21 +56,32 @@ class BlendSchedule:
     widths: tuple[float, ...] = (1.0,)
 
 
+class Awaited(Protocol):
+    """Stored KV that other machines and devices are to deliver."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is there."""
+
+
 @dataclass
 class Segment:
     """What a blend is about to do: part of a pass, or to wait for the device.
 
     Attributes:
-        kind: Of the pass; ``"fetch"`` waits for what the device has measured, and computes nothing.
+        kind: Of the pass; ``"fetch"`` waits for what the device has measured, and computes nothing; so does ``"load"``, for
+            stored KV.
         tokens: How many are left in this pass.
         share: Of the layers that they go through.
         done: How many of them have been run since, once the blend has gone on.
+        awaited: What is waited for, of ``"load"``.
     """
 
-    kind: Literal["question", "dense", "sparse", "fetch"]
+    kind: Literal["question", "dense", "sparse", "fetch", "load"]
     tokens: int = 0
     share: float = 0.0
     done: int = 0
+    awaited: Awaited | None = None
 
 
 Segments = Generator[Segment, int | None, None]
@@ -113,9 +124,10 @@ def fuse(
     ratio: float | AutoRatio,
     schedule: BlendSchedule,
     trace: Trace | None = None,
+    most_wait_s: float | None = None,
 ) -> FuseResult:
     """Do all of :func:`fuse_stepwise` at once."""
-    steps = fuse_stepwise(plan, target, policy, ratio, schedule, trace)
+    steps = fuse_stepwise(plan, target, policy, ratio, schedule, trace, most_wait_s)
     while True:
         try:
             next(steps)
@@ -131,6 +143,8 @@ def fuse_stepwise(
     ratio: float | AutoRatio,
     schedule: BlendSchedule,
     trace: Trace | None = None,
+    most_wait_s: float | None = None,
+    whole: bool = False,
 ) -> Generator[Segment, int | None, FuseResult]:
     """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
 
@@ -146,14 +160,20 @@ def fuse_stepwise(
             chooses it by the chunks' static deviations; where one has none, it is the lowest that the rule allows.
         schedule: Check layers, for policies that measure KV deviation.
         trace: Where to record when each layer is loaded and computed; None for nowhere.
+        most_wait_s: How long the computation may wait for stored KV, in all; None for as long as it takes.
+        whole: Begin with a segment that waits until all stored KV is in host memory. An engine that goes on earlier computes
+            layer by layer behind the loading, as without it.
 
     Raises:
-        UnusableSpanError: Stored KV is damaged, or cannot be read now; the KV cache is unusable and the plan must be made anew.
+        UnusableSpanError: Stored KV is damaged, cannot be read now, or is late; the KV cache is unusable and the plan must be
+            made anew.
         OtherRankError: Loading or placing KV failed on another tensor-parallel rank.
         InputError: The policy needs attention, which this model does not show, or a check layer lies outside the model.
     """
-    fusor = _Fusor(plan, target, policy, ratio, schedule, trace)
+    fusor = _Fusor(plan, target, policy, ratio, schedule, trace, most_wait_s, whole)
     with fusor.loader:
+        if whole:
+            yield Segment("load", awaited=fusor.loader)
         yield from fusor.watch_question()
         for layer, width in fusor.checks:
             yield from fusor.check(layer, width)
@@ -172,9 +192,11 @@ class _Fusor:
         ratio: float | AutoRatio,
         schedule: BlendSchedule,
         trace: Trace | None,
+        most_wait_s: float | None,
+        whole: bool,
     ):
         wants_static = policy.needs_static or isinstance(ratio, AutoRatio)
-        self._candidates = _candidates(plan, wants_static)
+        self._candidates = _candidates(plan, plan.static_deviation() if wants_static else None)
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
         self._unranked = wants_static and not target.agree(self._candidates.static is not None)
         if isinstance(ratio, AutoRatio):
@@ -205,6 +227,8 @@ class _Fusor:
             # Below the first check layer the dense pass computes every token; the question's pass reads all layers.
             stale_from_layer=self.checks[0][0] if self.checks and not self._watches else 0,
             trace=trace,
+            whole=whole,
+            most_wait_s=most_wait_s,
         )
         self._trace = None if trace is None else LayerTrace(trace)
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, self._trace)
@@ -328,7 +352,7 @@ class _Placer:
         damage = self._target.agree(failure is None or isinstance(failure, UnusableSpanError))
         if failure is not None and isinstance(failure, UnusableSpanError) == damage:
             raise failure
-        raise UnusableSpanError(None) if damage else OtherRankError
+        raise UnusableSpanError if damage else OtherRankError
 
     def stale(self, layer: int) -> LayerKV:
         return self._stale.pop(layer)
@@ -344,17 +368,13 @@ def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]
     return list(zip(schedule.check_layers, schedule.widths, strict=True))
 
 
-def _candidates(plan: BlendPlan, with_static: bool) -> Candidates:
-    """Return every token with stale KV; where logits are wanted the last token is none, since it must be computed."""
-    last = plan.num_tokens - plan.needs_logits
-    parts = [(i, s.start, min(s.end, last)) for i, s in enumerate(plan.stale)]
-    static = [s.static_deviation() if with_static else None for s in plan.stale]
-    known = [values[: b - a] for values, (_, a, b) in zip(static, parts, strict=True) if values is not None]
+def _candidates(plan: BlendPlan, static: torch.Tensor | None) -> Candidates:
+    parts = [(i, s.start, s.end) for i, s in enumerate(plan.candidates)]
     return Candidates(
         _cat([torch.arange(a, b) for _, a, b in parts]),
         _cat([torch.full((b - a,), i) for i, a, b in parts]),
         _cat([torch.arange(b - a) for _, a, b in parts]),
-        static=None if len(known) < len(parts) else torch.cat([torch.zeros(0), *known]),
+        static=static,
     )
 
 

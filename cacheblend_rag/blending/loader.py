@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.plan import StoredSpan
-from cacheblend_rag.blending.reads import reads_of
+from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError, reads_of
 from cacheblend_rag.blending.rope import Move, Rope, moved
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.store.events import TierReads
@@ -55,11 +55,14 @@ class LayerLoader:
         device: torch.device,
         stale_from_layer: int = 0,
         trace: Trace | None = None,
+        whole: bool = False,
+        most_wait_s: float | None = None,
     ):
-        """Start reading at once."""
+        """Start reading at once; see :func:`~cacheblend_rag.blending.fusor.fuse_stepwise` for the last two."""
         self._exact, self._all = tuple(exact), (*exact, *stale)
         self._rope, self._stale_from_layer = rope, stale_from_layer
-        self._reads = reads_of(self._spans, num_layers, device, trace)
+        self._reads = reads_of(self._spans, num_layers, device, trace, whole)
+        self._began, self._most_wait_s = time.perf_counter(), most_wait_s
         self._positions = _positions(self._all, device, lambda s: s.start)
         self._rotations = rope.rotations(
             _positions(stale, device, lambda s: s.kv.start + s.skip), _positions(stale, device, lambda s: s.start)
@@ -94,8 +97,26 @@ class LayerLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop reading."""
-        self._reads.close()
+        """Stop reading. Where the blend has failed, nobody waits for reads that have begun: they may be what is late."""
+        self._reads.close(wait=error is None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that is stored is in host memory."""
+        return self._reads.ready()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it is not, and has been read for longer than the computation may wait."""
+        most = self._most_wait_s
+        return most is not None and time.perf_counter() - self._began > most and not self.ready
+
+    def too_late(self, waited_s: float | None = None) -> UnusableSpanError:
+        """Return what to raise for all that lies where reads are under way; ``waited_s`` is from the start on, if not given."""
+        reads = self._reads.meter.under_way()
+        spans = (span for span in self._all if span.kv.tier in (reads or {span.kv.tier}) and span.kv.tier != "ram")
+        waited = time.perf_counter() - self._began if waited_s is None else waited_s
+        return UnusableSpanError(*spans, late=True, reads=reads, waited_s=waited)
 
     def layer(self, index: int) -> PlacedLayer | None:
         """Return layer ``index``, waiting for it if need be; None if the plan has nothing stored for it.
@@ -103,12 +124,16 @@ class LayerLoader:
         Call once for each layer, in ascending order.
 
         Raises:
-            UnusableSpanError: A stored layer failed its checks, or cannot be read now.
+            UnusableSpanError: A stored layer failed its checks, cannot be read now, or is late.
         """
         if not self._spans(index):
             return None
         begin = time.perf_counter()
-        parts = self._reads.parts(index)
+        left_s = None if self._most_wait_s is None else max(0.0, self._most_wait_s - self.wait_s)
+        try:
+            parts = self._reads.parts(index, left_s)
+        except NotYetError as error:
+            raise self.too_late(self.wait_s + time.perf_counter() - begin) from error
         self.wait_s += time.perf_counter() - begin
         for span in range(len(parts)):  # the exact ones stand first, and are always among them
             self._layers[span] += 1

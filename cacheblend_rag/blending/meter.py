@@ -55,6 +55,12 @@ class ReadMeter:
         with self._lock:
             return {name: tier.taken() for name, tier in self._tiers.items()}
 
+    def under_way(self) -> Mapping[str, TierReads]:
+        """Return the tiers that are being read, and what that has taken so far; see :meth:`ReadClock.under_way`."""
+        with self._lock:
+            tiers = dict(self._tiers)
+        return {name: reads for name, tier in tiers.items() if (reads := tier.under_way()) is not None}
+
     def taken_of(self, kv: StoredKV) -> TierReads:
         """Return what was read of one entry so far."""
         with self._lock:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from cacheblend_rag.store.kv import LayerKV, StoredKV
 
 if TYPE_CHECKING:
-    import torch
-
     from cacheblend_rag.blending.settings import Reuse
     from cacheblend_rag.prompts.chunk import Chunk
     from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -97,12 +97,43 @@ class BlendPlan:
         if not any(span.chunk is not None for span in (*exact, *stale)):
             exact = ()  # the header alone is not worth it
         in_place = tuple(span.chunk for span in unused if span.chunk is not None)
-        return replace(self, exact=exact, stale=stale, reason=reason, in_place=in_place)
+        return replace(self, exact=exact, stale=stale, reason=reason, in_place=(*self.in_place, *in_place))
+
+    def after_late(self, entries: Collection[tuple[int, ...]]) -> BlendPlan:
+        """Return a plan in which stored ``entries`` were left out since they came too late, and that says so."""
+        late = tuple(chunk for chunk in self.missing if chunk.token_ids in entries)
+        if not late:
+            return self
+        missing = tuple(chunk for chunk in self.missing if chunk not in late)
+        found = len(late) + sum(span.chunk is not None for span in (*self.exact, *self.stale))
+        reason = f"stored KV for {found} of {found + len(missing)} chunks, {len(late)} of them too late and computed in place"
+        return replace(self, missing=missing, in_place=(*self.in_place, *late), reason=reason)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Number of tokens whose stored KV is used."""
+        return sum(span.end - span.start for span in (*self.exact, *self.stale))
+
+    @property
+    def candidates(self) -> tuple[StoredSpan, ...]:
+        """What may be recomputed: the stale spans but for the last token where its logits are wanted, which must be computed."""
+        last = self.num_tokens - self.needs_logits
+        return tuple(part for span in self.stale if (part := span.within(0, last)) is not None)
+
+    def static_deviation(self) -> torch.Tensor | None:
+        """Return the static deviation of all :attr:`candidates`, one behind the other; None where a chunk has none."""
+        return joined_static([span.static_deviation() for span in self.candidates])
 
     @property
     def uses_stored_kv(self) -> bool:
         """Whether anything stored is used at all."""
         return bool(self.exact or self.stale)
+
+
+def joined_static(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the static deviations of several chunks, one behind the other; None where one has none."""
+    known = [part for part in parts if part is not None]
+    return torch.cat([torch.zeros(0), *known]) if len(known) == len(parts) else None
 
 
 def make_plan(

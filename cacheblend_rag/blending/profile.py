@@ -16,6 +16,7 @@ from platformdirs import user_data_path
 
 from cacheblend_rag.blending.auto import AutoRatio, TextRange
 from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Reuse
 from cacheblend_rag.errors import InputError
 
@@ -83,15 +84,15 @@ class ModelProfile:
             reuse if settings.reuse is None else settings.reuse,
         )
 
-    def ratio_of(self, settings: ResolvedSettings, free: float = 0.0) -> float | AutoRatio:
-        """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known.
-
-        Where it is ``"auto"``, ``free`` is the ratio that costs no time: what the loading controller found.
-        """
+    def ratio_of(self, settings: ResolvedSettings) -> float | AutoRatio:
+        """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known."""
         if settings.ratio != "auto":
             return settings.ratio
-        least = max(self.ratio, free)
-        return least if self.text is None else AutoRatio(least, self.text.most_left_out)
+        return self.ratio if self.text is None else AutoRatio(self.ratio, self.text.most_left_out)
+
+    def dense_share(self, name: str, num_layers: int, check_layers: tuple[int, ...] | None = None) -> float:
+        """Return the share of the layers that a dense pass of the policy ``name`` goes through; 0 for a policy without one."""
+        return self.schedule(check_layers).check_layers[0] / num_layers if policy(name).needs_deviation else 0.0
 
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
         """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -15,7 +15,10 @@ from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.blending.transfer import Slot, Staged, Transfer, transfer_to
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
+from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import LayerKV, join_tokens
+
+_T = TypeVar("_T")
 
 # How much may lie ready on the device before it is computed with: enough that the copies never wait for the computation,
 # little enough to stay unseen beside a model. Two layers may always, so that one is copied while the other is used.
@@ -28,20 +31,37 @@ _DEVICE_THREADS = 4
 
 
 class UnusableSpanError(Exception):
-    """A span's stored KV failed its checks, or could not be read, while it was being loaded."""
+    """Stored KV failed its checks, could not be read, or came too late, while it was being loaded.
 
-    def __init__(self, span: StoredSpan | None):
-        """Name the span; None if another tensor-parallel rank holds it."""
-        where = "on another rank" if span is None else f"for positions {span.start} to {span.end}"
-        super().__init__(f"stored KV {where} cannot be used")
-        self.span = span
+    Attributes:
+        spans: For which positions; none if another tensor-parallel rank holds it.
+        late: Whether it came too late: then there is nothing wrong with it.
+        reads: What reading from the tiers that are late has taken.
+        waited_s: How long the computation has waited for them.
+    """
+
+    def __init__(
+        self,
+        *spans: StoredSpan,
+        late: bool = False,
+        reads: Mapping[str, TierReads] | None = None,
+        waited_s: float = 0.0,
+    ):
+        """Name the spans."""
+        where = ", ".join(f"{span.start} to {span.end}" for span in spans)
+        super().__init__(
+            f"stored KV {f'for positions {where}' if spans else 'on another rank'} {'is late' if late else 'cannot be used'}"
+        )
+        self.spans, self.late, self.reads, self.waited_s = spans, late, reads or {}, waited_s
 
     @property
-    def token_ids(self) -> tuple[int, ...] | None:
-        """Token ids of the entry, ``()`` for the header's; None if another rank holds it."""
-        if self.span is None:
-            return None
-        return self.span.chunk.token_ids if self.span.chunk is not None else ()
+    def entries(self) -> frozenset[tuple[int, ...]]:
+        """Token ids of each entry, ``()`` for the header's."""
+        return frozenset(() if span.chunk is None else span.chunk.token_ids for span in self.spans)
+
+
+class NotYetError(Exception):
+    """A layer has not been read in the time there was."""
 
 
 class Reads(Protocol):
@@ -53,57 +73,77 @@ class Reads(Protocol):
 
     meter: ReadMeter
 
-    def parts(self, layer: int) -> list[LayerKV]:
+    def ready(self) -> bool:
+        """Say whether all layers are in host memory."""
+
+    def parts(self, layer: int, most_s: float | None = None) -> list[LayerKV]:
         """Return each span's KV on the compute device, waiting for it if need be; good until :meth:`joined`.
 
         Call once for each layer that has spans, in ascending order.
 
+        Args:
+            layer: Which.
+            most_s: How many seconds to wait for its reads; None for as long as they take.
+
         Raises:
             UnusableSpanError: A stored layer failed its checks, or cannot be read now.
+            NotYetError: It is not there by then.
         """
 
     def joined(self, layer: int, parts: Sequence[LayerKV]) -> LayerKV:
         """Return the parts of ``layer`` one behind the other, ``[kv_heads, tokens, head_dim]``, and give back their memory."""
 
-    def close(self) -> None:
-        """Stop reading."""
+    def close(self, wait: bool = True) -> None:
+        """Stop reading; without ``wait``, reads that have begun end when they do."""
 
 
 SpansOf = Callable[[int], Sequence[StoredSpan]]
 """Layer index to the spans wanted in that layer; the last layer wants all of them."""
 
 
-def reads_of(spans: SpansOf, num_layers: int, device: torch.device, trace: Trace | None = None) -> Reads:
-    """Begin to read the layers of ``spans`` for ``device``. What fails is raised where its layer is asked for."""
+def reads_of(
+    spans: SpansOf, num_layers: int, device: torch.device, trace: Trace | None = None, whole: bool = False
+) -> Reads:
+    """Begin to read the layers of ``spans`` for ``device``. What fails is raised where its layer is asked for.
+
+    With ``whole`` all of them are read into host memory, not only the next few.
+    """
     transfer, one = transfer_to(device), _OneRead(ReadMeter(), trace)
-    return _CPUReads(spans, num_layers, one) if transfer is None else _DeviceReads(spans, num_layers, one, transfer)
+    if transfer is None:
+        return _CPUReads(spans, num_layers, one, whole)
+    return _DeviceReads(spans, num_layers, one, transfer, whole)
 
 
 class _CPUReads:
     """From RAM to a CPU there is nothing to hide; from elsewhere a thread reads ahead."""
 
-    def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead):
+    def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, whole: bool):
         self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
         every = spans(num_layers - 1)
         threads = _at_once(every)
-        self._ahead = max(_CPU_LAYERS_AHEAD, threads + 1)
+        self._ahead = num_layers if whole else max(_CPU_LAYERS_AHEAD, threads + 1)
         in_place = all(span.kv.tier == "ram" for span in every)
         self._pool = None if in_place else ThreadPoolExecutor(threads, thread_name_prefix="cacheblend-load")
         self._pending: dict[int, Future[list[LayerKV]]] = {}
         self._submitted = 0
         self._read_ahead(self._ahead)
 
-    def parts(self, layer: int) -> list[LayerKV]:
+    def ready(self) -> bool:
+        if self._pool is None:
+            return True
+        return self._submitted == self._num_layers and all(each.done() for each in self._pending.values())
+
+    def parts(self, layer: int, most_s: float | None = None) -> list[LayerKV]:
         self._read_ahead(layer + 1 + self._ahead)
-        return self._read(layer) if self._pool is None else self._pending.pop(layer).result()
+        return self._read(layer) if self._pool is None else _within(most_s, self._pending.pop(layer))
 
     def joined(self, layer: int, parts: Sequence[LayerKV]) -> LayerKV:
         # Here and not in the reading thread: its parallel operations would fight the computation for cores.
         return join_tokens(parts)
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def _read_ahead(self, end: int) -> None:
         while self._pool is not None and self._submitted < min(end, self._num_layers):
@@ -121,7 +161,7 @@ class _DeviceReads:
     Where all KV lies in pinned memory the copies are only asked for, so no thread is needed; else threads read.
     """
 
-    def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, transfer: Transfer):
+    def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, transfer: Transfer, whole: bool):
         self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
         self._transfer = transfer
         every = spans(num_layers - 1)
@@ -133,10 +173,16 @@ class _DeviceReads:
         self._slots = [Slot() for _ in range(min(max(2, AHEAD_BYTES // max(nbytes, 1)), num_layers))]
         self._pending: dict[int, tuple[Slot, Future[Staged]]] = {}
         self._next = 0
+        self._host: dict[int, Future[list[LayerKV]]] = {}
+        if whole and self._pool is not None:  # before the copies, so that no thread waits for a read that has none
+            self._host = {n: self._pool.submit(self._read, n) for n in range(num_layers) if spans(n)}
         self._fill()
 
-    def parts(self, layer: int) -> list[LayerKV]:
-        staged = self._pending[layer][1].result()
+    def ready(self) -> bool:
+        return self._pool is None or (bool(self._host) and all(each.done() for each in self._host.values()))
+
+    def parts(self, layer: int, most_s: float | None = None) -> list[LayerKV]:
+        staged = _within(most_s, self._pending[layer][1])
         self._transfer.wait(staged)
         return [span.cut(part) for span, part in zip(self._spans(layer), staged.parts, strict=True)]
 
@@ -148,9 +194,9 @@ class _DeviceReads:
         self._fill()
         return kv
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def _fill(self) -> None:
         """Begin with the next layers while there are slots for them."""
@@ -173,8 +219,21 @@ class _DeviceReads:
     def _stage(self, slot: Slot, layer: int) -> Staged:
         # Whole entries, since only those lie in one piece; what is not wanted of them is left out on the device.
         take = self._transfer.buffer
-        whole = (self._one(span, layer, partial(span.kv.layer_in, layer, take)) for span in self._spans(layer))
+        whole: Iterable[LayerKV] = (
+            self._one(span, layer, partial(span.kv.layer_in, layer, take)) for span in self._spans(layer)
+        )
+        if layer in self._host:
+            whole = self._host[layer].result()
         return self._transfer.stage(slot, whole, self._tokens)
+
+    def _read(self, layer: int) -> list[LayerKV]:
+        return [self._one(span, layer, partial(span.kv.layer, layer)) for span in self._spans(layer)]
+
+
+def _within(most_s: float | None, future: Future[_T]) -> _T:
+    if not wait([future], most_s).done:
+        raise NotYetError
+    return future.result()
 
 
 def _at_once(spans: Sequence[StoredSpan]) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -14,6 +15,25 @@ from cacheblend_rag.errors import InputError
 
 Track = Literal["computing", "loading"]
 _COMPUTATION: Final = 0
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a trace has recorded, on its way to another process of the same machine.
+
+    Attributes:
+        began: When its times begin, by ``time.perf_counter``, which is the machine's.
+        events: As they are in Chrome's trace event format.
+    """
+
+    began: float
+    events: Sequence[Mapping[str, Any]]
+
+    @property
+    def computed_until(self) -> float:
+        """When the last computation ended; when the trace began, if there was none."""
+        ends = (event["ts"] + event["dur"] for event in self.events if event["tid"] == _COMPUTATION)
+        return self.began + max(ends, default=0.0) / 1e6
 
 
 class Trace:
@@ -26,12 +46,15 @@ class Trace:
         """Begin with no events."""
         self._lock = threading.Lock()
         self._began = time.perf_counter()
-        self._tracks: dict[int, int] = {}
+        self._tracks: dict[object, int] = {}
         self._events: list[dict[str, Any]] = []
 
     def add(self, kind: Track, name: str, begin: float, **details: Any) -> None:
         """Add an event from ``begin``, of ``time.perf_counter``, until now; of loading, in the calling thread."""
-        end = time.perf_counter()
+        self.add_until(time.perf_counter(), kind, name, begin, **details)
+
+    def add_until(self, end: float, kind: Track, name: str, begin: float, **details: Any) -> None:
+        """Add an event that ended before now."""
         with self._lock:
             track = _COMPUTATION
             if kind == "loading":
@@ -49,6 +72,22 @@ class Trace:
             yield
         finally:
             self.add(kind, name, begin, **details)
+
+    def recorded(self) -> Recorded:
+        """Return what was recorded so far, for :meth:`merge`."""
+        with self._lock:
+            return Recorded(self._began, list(self._events))
+
+    def merge(self, other: Recorded) -> None:
+        """Take in what another process has recorded; its threads get tracks of their own."""
+        later = 1e6 * (other.began - self._began)
+        with self._lock:
+            tracks = {_COMPUTATION: _COMPUTATION}
+            for event in other.events:
+                track = event["tid"]
+                if track not in tracks:
+                    tracks[track] = self._tracks.setdefault(object(), 1 + len(self._tracks))
+                self._events.append({**event, "ts": event["ts"] + later, "tid": tracks[track]})
 
     def as_json(self) -> dict[str, Any]:
         """Return the events in Chrome's trace event format; times in microseconds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +12,7 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.chat import Chat
 from cacheblend_rag.cli.citations import reuse_line, source_lines
 from cacheblend_rag.cli.engines import open_pipeline
-from cacheblend_rag.cli.explain import explain_lines, traced
+from cacheblend_rag.cli.explain import explain_lines
 from cacheblend_rag.cli.groups import CONVERSATION, QuestionOptions, takes_groups
 from cacheblend_rag.cli.output import print_json
 
@@ -31,19 +30,17 @@ def ask(
         bool,
         typer.Option("--explain", help="Say where each chunk's KV came from, what that took, and why it was done so."),
     ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write when each layer was loaded and computed to this file, for chrome://tracing or Perfetto."
-        ),
-    ] = None,
+    tenant: options.Tenant = "default",
+    trace: options.TraceFile = None,
     retriever: options.Retriever = None,
     answer_by: options.AnswerBy = "together",
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer one question from the indexed documents."""
+    from cacheblend_rag.engines.tracing import traced
+
     sampling, settings = how.sampling.params(), how.blend.settings()
-    opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever)
+    opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever, tenant=tenant)
     with opened as pipeline, traced(pipeline.engine, trace):
         if answer_by == "marginal":
             from cacheblend_rag.rag.marginal import answer_marginally

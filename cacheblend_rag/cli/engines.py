@@ -128,26 +128,30 @@ def open_pipeline(
     overlap: int | None = None,
     embedding: str | None = None,
     query_encoder: Path | None = None,
+    tenant: str = "default",
 ) -> Iterator[RagPipeline]:
-    """Open the store of a command with its model in front.
+    """Open the store of a command with its model in front, as a tenant has it.
 
     With a server the directory holds the index alone; the KV is in the server's store.
     """
     from cacheblend_rag.errors import StoreError
     from cacheblend_rag.retrieval.index import ChunkIndex
+    from cacheblend_rag.store.tenants import DEFAULT_NAME, home_of
 
     path = options.store_directory(directory)
-    if must_exist and not ChunkIndex.exists(path):
+    home = home_of(path, tenant)
+    if must_exist and not ChunkIndex.exists(home):
         # Said at once: a wrong path should not cost the loading of a model.
-        raise StoreError(f"Nothing is indexed in {path}. Run `cacheblend index FILES --store DIR` first.")
+        named = "" if tenant == DEFAULT_NAME else f" --tenant {tenant}"
+        raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
     if must_exist and left_to_bundled(chosen):
-        warn_if_indexed_for_bundled_model(path)
+        warn_if_indexed_for_bundled_model(home)
     with open_any_engine(chosen, path, budgets) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(
-            engine,
-            path,
+            engine if tenant == DEFAULT_NAME else engine.for_tenant(tenant),
+            home,
             k=k,
             chunk_tokens=chunk_tokens,
             overlap=overlap,

@@ -1,16 +1,13 @@
-"""How an answer came about: `cacheblend ask --explain` and `--trace`."""
+"""How an answer came about: `cacheblend ask --explain`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.cli.output import seconds, size, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import BlendEngine
     from cacheblend_rag.rag.results import RagAnswer
 
 _HEADER = "(header)"
@@ -39,30 +36,6 @@ def explain_lines(answer: RagAnswer) -> list[str]:
     elif generation.mode == "blend":
         lines.append("what a full prefill takes is not known here; `cacheblend store calibrate` measures it")
     return lines
-
-
-@contextmanager
-def traced(engine: BlendEngine, file: Path | None) -> Iterator[None]:
-    """Write to ``file`` when each layer was loaded and computed of what runs inside; nothing without a file.
-
-    Raises:
-        InputError: This engine records nothing, or the file cannot be written.
-    """
-    if file is None:
-        yield
-        return
-    from cacheblend_rag.blending.trace import Trace
-    from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.errors import InputError
-
-    if not isinstance(engine, TransformersEngine):
-        raise InputError(
-            "--trace is for models loaded by --engine transformers: others compute in processes of their own."
-        )
-    engine.trace = Trace()
-    engine.trace.write(file)  # what cannot be written is told before the work, not after it
-    yield
-    engine.trace.write(file)
 
 
 def _why_not_loaded(answer: RagAnswer, chunk_id: str) -> str:

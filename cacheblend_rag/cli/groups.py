@@ -115,6 +115,7 @@ class BudgetOptions:
     kv: options.KV = None
     ram_budget: options.RamBudget = None
     disk_budget: options.DiskBudget = None
+    encrypt: options.Encrypt = None
 
     def nbytes(self) -> tuple[int | None, int | None]:
         """Return the bytes of the RAM and of the disk tier; None where none are given.
@@ -131,22 +132,23 @@ class BudgetOptions:
         return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
     def note(self, directory: Path) -> None:
-        """Note in a store where its KV is kept from now on, if that was given; say on stderr if it was another place so far.
+        """Note in a store where its KV, and its keys, are from now on, if that was given; say on stderr if that is another place.
 
         Raises:
             InputError: It cannot be used, or does not go with the other options.
-            StoreError: It cannot be noted.
+            StoreError: It cannot be noted, or the KV that is there is not encrypted with these keys.
         """
-        if self.kv is None:
+        if self.kv is None and self.encrypt is None:
             return
         from cacheblend_rag.errors import InputError
         from cacheblend_rag.store import record_tiers, recorded_tiers
 
-        if others := [name for name in self.given if name != "--kv"]:
+        others = [name for name in self.given if name not in ("--kv", "--encrypt")]
+        if self.kv is not None and others:
             raise InputError(f"{', '.join(others)} does not go with --kv: each address takes a budget, as ram://8GiB.")
         before = recorded_tiers(directory)
-        record_tiers(directory, self.kv)
-        if before not in (None, self.kv):
+        record_tiers(directory, self.kv, self.encrypt)
+        if self.kv is not None and before not in (None, recorded_tiers(directory)):
             typer.echo(
                 f"The KV of {directory} is kept in {self.kv} from now on. What lies in {before} is not moved.", err=True
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,6 +43,7 @@ def index(
         typer.Option(help="Leave out files and directories like this: 'node_modules', '*.json', 'old/*'."),
     ] = None,
     store: options.Store = None,
+    tenant: options.Tenant = "default",
     model: EngineOptions,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk (default: 512).")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share (default: 0).")] = None,
@@ -58,13 +60,18 @@ def index(
     """
     from cacheblend_rag.rag.locking import indexing_into
     from cacheblend_rag.retrieval.documents import find_documents
+    from cacheblend_rag.store.tenants import home_of, make_home
 
     patterns = {"include": include or (), "exclude": exclude or ()}
     # Raises: a mistyped path should not cost the loading of a model.
     found = find_documents(paths, patterns["include"], patterns["exclude"])
     if left_to_bundled(model):
         warn_if_not_bundled(found)
-    directory = options.store_directory(store)
+    root = options.store_directory(store)
+    directory = home_of(root, tenant)
+    if root.is_dir():
+        with suppress(OSError):  # which is told below
+            make_home(root, tenant)
     shown = _Shown()
     try:
         with (
@@ -77,6 +84,7 @@ def index(
                 chunk_tokens=chunk_tokens,
                 overlap=overlap,
                 embedding=embedding,
+                tenant=tenant,
             ) as pipeline,
             progress("Indexing") as show,
         ):

@@ -87,6 +87,13 @@ Retriever = Annotated[
     Path | None,
     typer.Option(help="Directory of a query encoder that `cacheblend tune-retriever` has made for the index."),
 ]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="Write when each layer of a blend was loaded and computed to this file, for chrome://tracing or Perfetto.",
+    ),
+]
 AnswerBy = Annotated[
     Literal["together", "marginal"],
     typer.Option(
@@ -119,6 +126,22 @@ KV = Annotated[
         help="Where the store keeps its KV, fastest first: ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,"
         "s3://bucket/prefix. Noted in the store, so that later commands need not be told "
         "(default: what is noted, else RAM and the store's own directory).",
+        rich_help_panel=_BLEND,
+    ),
+]
+
+Tenant = Annotated[
+    str,
+    typer.Option(
+        help="Whose index and KV: what is indexed for a tenant is found by requests with its keys alone, and its KV is encrypted "
+        "with its own key.",
+    ),
+]
+Encrypt = Annotated[
+    Path | None,
+    typer.Option(
+        help="Encrypt the store's KV, in all tiers but RAM, with the keys in this directory, which `cacheblend store keygen` "
+        "makes. Noted in the store, as encrypt= in the addresses of --kv.",
         rich_help_panel=_BLEND,
     ),
 ]

@@ -59,7 +59,10 @@ def serve(
     ] = False,
     keys: Annotated[
         Path | None,
-        typer.Option("--keys", help="TOML file of [[key]] tables: value (or sha256) and role: ask, write or admin."),
+        typer.Option(
+            "--keys",
+            help="TOML file of [[key]] tables: value (or sha256), role (ask, write or admin), tenant; and of [[tenant]] tables.",
+        ),
     ] = None,
     allow_no_key: Annotated[
         bool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,13 +28,13 @@ app.add_typer(store, name="store")
 
 
 @store.command()
-def stats(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
+def stats(directory: options.Store = None, tenant: options.Tenant = "default", as_json: options.AsJSON = False) -> None:
     """Show what the store holds, tier by tier, and what was counted of them: by the processes that have closed it."""
     from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.store import recorded_tiers
 
     place = options.store_directory(directory)
-    with Inventory(place) as inventory:
+    with Inventory(place, tenant) as inventory:
         kv, index = inventory.stats()
         tiers = inventory.tiers(kv)
     kept_in = recorded_tiers(place)
@@ -94,11 +95,29 @@ def _tier_json(tier: TierUse) -> dict[str, Any]:
 
 
 @store.command()
-def ls(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
+def keygen(
+    directory: Annotated[
+        Path, typer.Argument(metavar="KEYS", help="Directory of keys: made where it is missing; never inside a store.")
+    ],
+    tenant: options.Tenant = "default",
+    as_json: options.AsJSON = False,
+) -> None:
+    """Make a tenant's key for an encrypted store (--encrypt KEYS). To destroy a key is to destroy what it has encrypted."""
+    from cacheblend_rag.store.keyring import make_key
+
+    file = make_key(directory, tenant)
+    if as_json:
+        print_json({"file": str(file), "tenant": tenant})
+    else:
+        typer.echo(f"Written to {file}. Keep a copy where the store's disk cannot take it along.")
+
+
+@store.command()
+def ls(directory: options.Store = None, tenant: options.Tenant = "default", as_json: options.AsJSON = False) -> None:
     """List chunks with the size of their KV and when it was last used."""
     from cacheblend_rag.rag.inventory import Inventory
 
-    with Inventory(options.store_directory(directory)) as inventory:
+    with Inventory(options.store_directory(directory), tenant) as inventory:
         items = inventory.items()
     if as_json:
         print_json([asdict(item) for item in items])
@@ -113,10 +132,15 @@ def ls(directory: options.Store = None, as_json: options.AsJSON = False) -> None
 @store.command()
 @takes_groups
 def upgrade(
-    *, directory: options.Store = None, model: EngineOptions, budgets: BudgetOptions, as_json: options.AsJSON = False
+    *,
+    directory: options.Store = None,
+    tenant: options.Tenant = "default",
+    model: EngineOptions,
+    budgets: BudgetOptions,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Add what chunks stored by an older version or with --rank off lack: the ranking of their tokens. Loads the model."""
-    with open_pipeline(model, directory, budgets) as pipeline, progress("Ranking") as show:
+    with open_pipeline(model, directory, budgets, tenant=tenant) as pipeline, progress("Ranking") as show:
         chunks = list(pipeline.chunks.chunks())
         done = 0
 
@@ -236,12 +260,13 @@ def rm(
         typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin: 6 characters at least."),
     ],
     directory: options.Store = None,
+    tenant: options.Tenant = "default",
     as_json: options.AsJSON = False,
 ) -> None:
     """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""
     from cacheblend_rag.rag.inventory import Inventory
 
-    with Inventory(options.store_directory(directory)) as inventory:
+    with Inventory(options.store_directory(directory), tenant) as inventory:
         removed = [inventory.remove(item_id) for item_id in ids]
     if as_json:
         print_json([{"id": item.id, "freed_bytes": item.nbytes or 0} for item in removed])

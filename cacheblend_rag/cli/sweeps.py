@@ -129,8 +129,9 @@ def _run(how: SweepOptions, sweep: Sweep, axes: dict[str, str]) -> None:
 
 
 def _rows(points: Sequence[Point], key: str, label: str) -> list[list[str]]:
-    names = [name for name in METHOD_NAMES if any(point["method"] == name for point in points)]
-    rows = [[label, *(METHOD_NAMES[name] for name in names)]]
+    labels = METHOD_NAMES | {"controller": "controller"}
+    names = [name for name in labels if any(point["method"] == name for point in points)]
+    rows = [[label, *(labels[name] for name in names)]]
     for value in sorted({point[key] for point in points}, key=float):
         found = {point["method"]: point["ttft_s"] for point in points if point[key] == value}
         cells = ["-" if found.get(name) is None else seconds(found[name]) for name in names]

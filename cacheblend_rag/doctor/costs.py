@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import ceil
 from pathlib import Path
 
-import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from cacheblend_rag.bench.bandwidth import (
     measure_device_copy,
@@ -19,17 +17,15 @@ from cacheblend_rag.bench.bandwidth import (
     measure_disk_read,
     measure_ram_copy,
 )
+from cacheblend_rag.bench.compute import measure_compute
 from cacheblend_rag.bench.measure import median
-from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import StoreUnavailableError
-from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, KVStore, LayerKV, TieredStore, open_store
 from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.kv import StoredKV
 
-_LONG = 1024
 _REPEAT = 3
 # An entry of 8 MiB for tiers on other machines, in 16 layers.
 _PROBE_LAYERS, _PROBE_TOKENS, _PROBE_DIM = 16, 256, 1024
@@ -45,7 +41,7 @@ def measure_costs(engine: TransformersEngine, store: Path, progress: Callable[[s
     """
     say = progress or (lambda line: None)
     say("computing")
-    compute = fit_compute(measure_prefills(engine))
+    compute = measure_compute(engine)
     say("RAM")
     ram = measure_ram_copy() if engine.runner.device.type == "cpu" else measure_device_copy(engine.runner.device)
     tiers = {"ram": TierCost(0.0, ram)}
@@ -94,31 +90,6 @@ def _reading(tier: KVStore, key: KVKey, found: StoredKV) -> TierCost:
     latency = median(waits)
     rounds = ceil(found.num_layers / found.at_once)
     return TierCost(latency, found.stored_nbytes / max(median(whole) - rounds * latency, _LEAST_S), found.at_once)
-
-
-def measure_prefills(engine: TransformersEngine) -> dict[int, float]:
-    """Return the seconds of prefills by their number of tokens: three lengths up to 1,024, or what the model takes."""
-    long = min(_LONG, engine.context_window - 1)
-    return {count: _prefill_s(engine, count) for count in sorted({max(1, long // 32), max(1, long // 4), long})}
-
-
-def fit_compute(measured_s: dict[int, float]) -> ComputeCost:
-    """Return the cost, of parts that are not negative, whose prefills of some lengths come nearest to what was measured."""
-    tokens = np.array(sorted(measured_s), np.float64)
-    seconds = np.array([measured_s[int(count)] for count in tokens])
-    terms = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1)
-    # Relative errors, so that the short lengths count as much as the long ones.
-    parts, _ = nnls(terms / seconds[:, None], np.ones_like(seconds))
-    return ComputeCost(*parts.tolist())
-
-
-def _prefill_s(engine: TransformersEngine, count: int) -> float:
-    times = []
-    for _ in range(_REPEAT + 1):
-        begin = time.perf_counter()
-        engine.generate(TokenizedPrompt((0,) * count, ()), SamplingParams(max_tokens=1))
-        times.append(time.perf_counter() - begin)
-    return median(times[1:])
 
 
 def token_bytes(engine: TransformersEngine, codec: str = "none") -> int:

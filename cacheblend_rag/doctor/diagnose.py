@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
+from cacheblend_rag.bench.compute import fit_compute, measure_prefills, with_placing
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import CODEC_LIMIT, check_codecs
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.doctor.costs import fit_compute, measure_prefills, token_bytes
+from cacheblend_rag.doctor.costs import token_bytes
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.store.codec import LOSSY
 
@@ -105,7 +106,7 @@ def diagnose(
     bandwidth = _bandwidths(device, store)
     say("prefill")
     prefill_s = measure_prefills(engine)
-    compute = fit_compute(prefill_s)
+    compute = with_placing(fit_compute(prefill_s), engine)
     kv_bytes = token_bytes(engine) if blended else None
     schedule = engine.profile.schedule()
     return Diagnosis(
@@ -184,6 +185,6 @@ def estimate(
         sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
         share = sum(size * check / layers for size, check in zip(sizes, schedule.check_layers, strict=True))
     dense = share * compute.seconds(stale, tokens)
-    sparse = compute.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens)
+    sparse = compute.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens, tokens - _QUESTION_TOKENS)
     load = kv_bytes_per_token * _CHUNKS * _CHUNK_TOKENS / bandwidth
     return Estimate(tokens, compute.seconds(tokens, tokens), max(dense + sparse, load), load)

@@ -68,7 +68,7 @@ def typical_load(engine: TransformersEngine, chunks: int, chunk_tokens: int, rat
     if not engine.gate.passed:
         return None
     span = Located(chunk_tokens, token_bytes(engine) * chunk_tokens, "")
-    dense = engine.dense_share(engine.profile.policy)
+    dense = engine.profile.dense_share(engine.profile.policy, engine.num_layers)
     return Load([span] * chunks, _QUESTION, engine.profile.ratio if ratio is None else ratio, dense=dense)
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cacheblend_rag.blending.costs import Costs
@@ -13,11 +17,13 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request, check_length
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sharing import shared_engine
 from cacheblend_rag.engines.streaming import iterate_in_thread
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -25,11 +31,13 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_pro
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant
 
 if TYPE_CHECKING:
     import torch
 
 Prompt = BlendPrompt | TokenizedPrompt | str
+_making_views = threading.Lock()
 
 
 class BlendEngine(ABC):
@@ -52,13 +60,17 @@ class BlendEngine(ABC):
         device: What the model runs on; None if that is another machine's business.
         dtype: What it computes in, likewise.
         costs: What loading and computing cost, for the loading controller; None where it was not measured.
+        trace: Where to record when each layer of a blend is loaded and computed; None for nowhere.
+        tenant: Whose chunks and stored KV it uses (:meth:`for_tenant`).
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
         supports_scoring: Whether it has :meth:`score`.
+        supports_trace: Whether it records to :attr:`trace`.
     """
 
     supports_json_schema: ClassVar[bool] = False
     supports_scoring: ClassVar[bool] = False
+    supports_trace: ClassVar[bool] = False
 
     fingerprint: ModelFingerprint
     tokenizer: Any
@@ -73,12 +85,51 @@ class BlendEngine(ABC):
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     costs: Costs | None = None
+    trace: Trace | None = None
     prefix_cache_tokens: int = 0
+    tenant: Tenant = DEFAULT
+    _closed: bool = False
+    _root: Self | None = None  # of a view: the engine that it is a view of
+    _views: Mapping[str, Self] = MappingProxyType({})
+    _opened_as: Mapping[str, Any] | None = None  # the arguments of shared_engine that opened it
 
     @property
     def entries(self) -> Entries | None:
         """This model's entries in the store, behind the engine's header."""
-        return None if self.store is None else Entries(self.store, self.fingerprint, self.header_ids)
+        return (
+            None if self.store is None else Entries(self.store, self.fingerprint, self.header_ids, tenant=self.tenant)
+        )
+
+    def for_tenant(self, name: str) -> Self:
+        """Return this engine as a tenant has it: the same model and store, and chunks, stored KV and prefix cache of its own.
+
+        It is the same object each time. What the engine itself knows is the tenant's named ``default``. To close a view does
+        nothing; none may be used after its engine was closed.
+
+        Raises:
+            InputError: A name that is not 1 to 63 of a-z, 0-9, '.', '_' and '-', an engine without tenants of its
+                own, or an encrypted store without the tenant's key.
+        """
+        tenant, root = Tenant(name), self._root or self
+        if name == DEFAULT_NAME:
+            return root
+        with _making_views:
+            if name not in root._views:
+                view = copy.copy(root)
+                view.tenant, view._root, view._views = tenant, root, {}
+                view.registry = ChunkRegistry()
+                view._become(tenant)
+                root._views = {**root._views, name: view}
+            return root._views[name]
+
+    def _become(self, tenant: Tenant) -> None:
+        """Finish a view, which is a copy of its engine so far; raises InputError where an engine can have none."""
+        raise InputError(f"{type(self).__name__} has no tenants of its own; use TransformersEngine or VLLMEngine.")
+
+    @property
+    def controlled(self) -> bool:
+        """Whether there is a loading controller to choose a ratio of ``"auto"``."""
+        return self.costs is not None
 
     @abstractmethod
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
@@ -160,17 +211,18 @@ class BlendEngine(ABC):
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Request:
         """Tokenise a prompt, fill in what is left open, and refuse what cannot be served; raises as :meth:`stream` does."""
+        self.check_open()
         sampling = sampling or SamplingParams()
         if sampling.json_schema is not None and not self.supports_json_schema:
             raise InputError(f"{type(self).__name__} has no guided decoding; leave json_schema out or use VLLMEngine.")
-        resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers, self.costs is not None)
+        resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers, self.controlled)
         tokens = self.tokenize(prompt)
         check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)
         return Request(tokens, sampling, resolved)
 
     def rank_for(self, *settings: BlendSettings) -> None:
         """Measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
-        wanted = (self.profile.resolve(each, self.num_layers, self.costs is not None) for each in settings)
+        wanted = (self.profile.resolve(each, self.num_layers, self.controlled) for each in settings)
         if any(
             each.reuse == "chunks" and (each.ratio == "auto" or policy(each.policy).needs_static) for each in wanted
         ):
@@ -237,6 +289,43 @@ class BlendEngine(ABC):
     def close(self) -> None:
         """Release the model and the store. The engine must not be used afterwards."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed; a view is when its engine is."""
+        return (self._root or self)._closed
+
+    def check_open(self) -> None:
+        """Refuse to go on with an engine that was closed; raises InputError."""
+        if self.closed:
+            raise InputError(
+                f"This {type(self).__name__} was closed. Open another one, or close it when it is used no more."
+            )
+
+    def __copy__(self) -> Self:
+        """Return another object for the same model; its attributes are shared."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return itself: a model is not copied with what holds it."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Say how another process gets it: one that :func:`shared_engine` has opened by name is opened there by that name.
+
+        Raises:
+            InputError: It was made here.
+        """
+        if self._root is not None:
+            return _tenants_view, (self._root, self.tenant.name)
+        if self._opened_as is None:
+            raise InputError(
+                f"This {type(self).__name__} lives in this process and cannot be sent to another. Use num_workers=1, a "
+                "RemoteEngine, or a model given by name, which each process opens for itself."
+            )
+        return partial(shared_engine, **self._opened_as), ()
+
     def __enter__(self) -> Self:
         """Use as a context manager that closes."""
         return self
@@ -244,3 +333,7 @@ class BlendEngine(ABC):
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def _tenants_view(engine: BlendEngine, name: str) -> BlendEngine:
+    return engine.for_tenant(name)

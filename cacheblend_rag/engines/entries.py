@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import KVStore, TieredStore
+from cacheblend_rag.store.base import EntryInfo
 from cacheblend_rag.store.block import Take, plain
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, kv_key
+from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 
 class Entries:
-    """Entries of one model behind one header. ``()`` as token ids means the header itself."""
+    """Entries of one model behind one header, of one tenant. ``()`` as token ids means the header itself.
+
+    What is written or deleted is the tenant's own; what is not among its own is looked for among those of the tenants it reads.
+    """
 
     def __init__(
-        self, store: KVStore, fingerprint: ModelFingerprint, header_ids: Sequence[int], rank: int = 0, ranks: int = 1
+        self,
+        store: KVStore,
+        fingerprint: ModelFingerprint,
+        header_ids: Sequence[int],
+        rank: int = 0,
+        ranks: int = 1,
+        tenant: Tenant = DEFAULT,
     ):
-        """Look into ``store`` as rank ``rank`` of ``ranks``."""
-        self.store, self.header_ids = store, tuple(header_ids)
+        """Look into ``store`` as rank ``rank`` of ``ranks``.
+
+        Raises:
+            InputError: The store is encrypted, and the tenant has no key.
+        """
+        self.store, self.header_ids, self.tenant = store, tuple(header_ids), tenant
         self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
+        self._key_names = {tenant.name: store.key_name(tenant.name)}
+        for each in tenant.reads:
+            with suppress(InputError):  # whose key is destroyed has nothing left to read
+                self._key_names[each] = store.key_name(each)
+        self._owners = tuple(self._key_names)
+
+    def of(self, tenant: Tenant) -> Entries:
+        """Return the entries of another tenant in the same store."""
+        if tenant == self.tenant:
+            return self
+        return Entries(self.store, self._fingerprint, self.header_ids, self._rank, self._ranks, tenant)
 
     def lasting(self) -> Entries:
         """Return the same entries as the tiers alone have them that outlast the process; of RAM alone, as RAM has them."""
@@ -27,13 +56,39 @@ class Entries:
         if isinstance(store, TieredStore):
             lasting = [tier for tier in store.tiers if tier.lasts] or store.tiers
             store = lasting[0] if len(lasting) == 1 else TieredStore(lasting)
-        return Entries(store, self._fingerprint, self.header_ids, self._rank, self._ranks)
+        return Entries(store, self._fingerprint, self.header_ids, self._rank, self._ranks, self.tenant)
 
     def contains(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry."""
-        if self.store.contains(self._key(token_ids)):
+        return self._owner(token_ids) is not None
+
+    def owns(self, token_ids: Sequence[int]) -> bool:
+        """Say whether it will be found among the tenant's own."""
+        return self._has(self.tenant.name, token_ids)
+
+    def _owner(self, token_ids: Sequence[int]) -> str | None:
+        """Return of which tenant every rank will find an entry."""
+        return next((owner for owner in self._owners if self._has(owner, token_ids)), None)
+
+    def _has(self, owner: str, token_ids: Sequence[int]) -> bool:
+        if self.store.contains(self._key(owner, token_ids)):
             return True
-        return self._ranks > 1 and all(map(self.store.contains, self.written_keys(token_ids)))
+        return self._ranks > 1 and all(map(self.store.contains, self._written_keys(owner, token_ids)))
+
+    def entry(self, token_ids: Sequence[int]) -> EntryInfo | None:
+        """Return what the store lists of this rank's part, its size and tier, without reading it.
+
+        None where :meth:`contains` says no.
+        """
+        for owner in self._owners:
+            if self._ranks > 1:
+                if not self._has(owner, token_ids):
+                    continue
+                if (shard := self.store.entry(self._key(owner, token_ids, self._rank))) is not None:
+                    return shard
+            if (whole := self.store.entry(self._key(owner, token_ids))) is not None:
+                return replace(whole, nbytes=whole.nbytes // self._ranks)
+        return None
 
     def get(self, token_ids: Sequence[int], num_layers: int, kv_heads: int = 0) -> StoredKV | None:
         """Return this rank's shard, cut from the whole entry if that is what is stored (by another engine, say).
@@ -43,23 +98,40 @@ class Entries:
             num_layers: An entry of another depth is a miss.
             kv_heads: KV heads on this rank, where there are several.
         """
-        found = self.store.get(self._key(token_ids, self._rank)) if self._ranks > 1 else None
+        wanted = len(token_ids) or len(self.header_ids), num_layers
+        shards = (self._shard(owner, token_ids, kv_heads) for owner in self._owners)
+        return next((kv for kv in shards if kv is not None and (kv.num_tokens, kv.num_layers) == wanted), None)
+
+    def _shard(self, owner: str, token_ids: Sequence[int], kv_heads: int) -> StoredKV | None:
+        found = self.store.get(self._key(owner, token_ids, self._rank)) if self._ranks > 1 else None
         if found is None:
-            found = self.store.get(self._key(token_ids))
+            found = self.store.get(self._key(owner, token_ids))
             if found is not None and self._ranks > 1:
                 found = _HeadSlice(found, self._rank, self._ranks, kv_heads)
-        wanted = len(token_ids) or len(self.header_ids)
-        return found if found is not None and (found.num_tokens, found.num_layers) == (wanted, num_layers) else None
+        return found
+
+    def read_keys(self, token_ids: Sequence[int]) -> list[KVKey]:
+        """Return the keys under which this rank looks for an entry, in order."""
+        ranks = [self._rank, None] if self._ranks > 1 else [None]
+        return [self._key(owner, token_ids, rank) for owner in self._owners for rank in ranks]
 
     def put(self, token_ids: Sequence[int], kv: ChunkKV, replace: bool = False) -> bool:
         """Store this rank's shard; see :meth:`KVStore.put`."""
         return self.store.put(self.own_key(token_ids), kv, replace)
 
+    def static_deviation(self, token_ids: Sequence[int]) -> torch.Tensor | None:
+        """Return an entry's static deviation as this rank finds it, without reading layers; None if there is none."""
+        found = next((kv for key in self.read_keys(token_ids) if (kv := self.store.get(key)) is not None), None)
+        return None if found is None else found.static_deviation()
+
     def has_static(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry's static deviation, which `static` policies need."""
-        if self._has_static(self._key(token_ids)):
+        owner = self._owner(token_ids)
+        if owner is None:
+            return False
+        if self._has_static(self._key(owner, token_ids)):
             return True
-        return self._ranks > 1 and all(map(self._has_static, self.written_keys(token_ids)))
+        return self._ranks > 1 and all(map(self._has_static, self._written_keys(owner, token_ids)))
 
     def _has_static(self, key: KVKey) -> bool:
         found = self.store.get(key)
@@ -71,27 +143,33 @@ class Entries:
 
     def warm(self, token_ids: Sequence[int]) -> None:
         """Move an entry into the fastest tier (blocking); one that is not stored is left out."""
-        for key in self.keys(token_ids):
+        owner = self._owner(token_ids)
+        for key in () if owner is None else self._keys(owner, token_ids):
             if (kv := self.store.get(key)) is not None:
                 kv.finish()
 
     def keys(self, token_ids: Sequence[int]) -> list[KVKey]:
-        """Return every key an entry may lie under: the whole one's, and with tensor parallelism each rank's."""
-        return list(dict.fromkeys([self._key(token_ids), *self.written_keys(token_ids)]))
+        """Return every key an entry of the tenant may lie under: the whole one's, and with tensor parallelism each rank's."""
+        return self._keys(self.tenant.name, token_ids)
+
+    def _keys(self, owner: str, token_ids: Sequence[int]) -> list[KVKey]:
+        return list(dict.fromkeys([self._key(owner, token_ids), *self._written_keys(owner, token_ids)]))
 
     def written_keys(self, token_ids: Sequence[int]) -> list[KVKey]:
         """Return the keys under which the ranks together store an entry."""
-        if self._ranks == 1:
-            return [self._key(token_ids)]
-        return [self._key(token_ids, rank) for rank in range(self._ranks)]
+        return self._written_keys(self.tenant.name, token_ids)
+
+    def _written_keys(self, owner: str, token_ids: Sequence[int]) -> list[KVKey]:
+        ranks: Iterable[int | None] = (None,) if self._ranks == 1 else range(self._ranks)
+        return [self._key(owner, token_ids, rank) for rank in ranks]
 
     def own_key(self, token_ids: Sequence[int]) -> KVKey:
         """Return the key this rank stores under."""
         return self.written_keys(token_ids)[self._rank]
 
-    def _key(self, token_ids: Sequence[int], rank: int | None = None) -> KVKey:
+    def _key(self, owner: str, token_ids: Sequence[int], rank: int | None = None) -> KVKey:
         codec = "raw" if rank is None else f"raw:rank{rank}of{self._ranks}"
-        return kv_key(self._fingerprint, self.header_ids, token_ids, codec)
+        return kv_key(self._fingerprint, self.header_ids, token_ids, codec, owner, self._key_names[owner])
 
 
 class _HeadSlice(StoredKV):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
@@ -15,23 +15,31 @@ Lookup = Callable[[Sequence[int]], _T]
 """Token ids of a chunk, ``()`` for the header, to what is known of its entry."""
 
 
-def side_by_side(look: Lookup[_T], wanted: Iterable[Sequence[int]], remote: bool) -> Lookup[_T]:
-    """Return ``look``, with its answers for ``wanted`` on their way already if the store is ``remote``.
+class SideBySide(Generic[_T]):
+    """A look-up, with its answers on their way already where the store is remote.
 
     So a prompt of many chunks waits for a few round trips, and for a tier that hangs no longer than one deadline. What a look-up
     raises is raised where it is asked for.
     """
-    if not remote:
-        return look
-    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cacheblend-lookup")
-    asked = {key: pool.submit(look, key) for key in dict.fromkeys(map(tuple, wanted))}
-    pool.shutdown(wait=False)
 
-    def found(token_ids: Sequence[int]) -> _T:
-        answer = asked.get(tuple(token_ids))
-        return look(token_ids) if answer is None else answer.result()
+    def __init__(self, look: Lookup[_T], wanted: Iterable[Sequence[int]], remote: bool):
+        """Begin to ``look`` for ``wanted`` if the store is ``remote``."""
+        self._look = look
+        self._asked: dict[tuple[int, ...], Future[_T]] = {}
+        if remote:
+            pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cacheblend-lookup")
+            self._asked = {key: pool.submit(look, key) for key in dict.fromkeys(map(tuple, wanted))}
+            pool.shutdown(wait=False)
 
-    return found
+    @property
+    def ready(self) -> bool:
+        """Whether every answer is there."""
+        return all(answer.done() for answer in self._asked.values())
+
+    def __call__(self, token_ids: Sequence[int]) -> _T:
+        """Return what is known of an entry, waiting for it if need be."""
+        answer = self._asked.get(tuple(token_ids))
+        return self._look(token_ids) if answer is None else answer.result()
 
 
 def entries_of(prompt: TokenizedPrompt) -> list[tuple[int, ...]]:

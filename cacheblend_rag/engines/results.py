@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from cacheblend_rag.blending.meter import ChunkLoad
 
@@ -82,6 +82,18 @@ class Score:
         return sum(self.token_logprobs)
 
 
+def openai_logprobs(logprobs: Iterable[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return log-probabilities in the form of OpenAI's chat API: for each token its text, bytes and alternatives."""
+
+    def one(token_id: int, logprob: float) -> dict[str, Any]:
+        text = str(tokenizer.decode([token_id]))
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return [
+        {**one(each.token_id, each.logprob), "top_logprobs": [one(*other) for other in each.top]} for each in logprobs
+    ]
+
+
 def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
     """Return the ``count`` likeliest of token ids with their log-probabilities, likeliest first."""
     return tuple(sorted(logprobs, key=lambda pair: -pair[1])[:count])
@@ -103,6 +115,7 @@ class Generation:
         ratio: Which share of the candidates it chose; None where ``policy`` is.
         loads: Where the stored KV of each chunk came from, in a blend.
         prefill_s: Seconds that an ordinary prefill was expected to take, where its cost was measured (``store calibrate``).
+        expected_s: Seconds to the first token that the loading controller expected; None where it decided nothing.
         logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
     """
 
@@ -119,6 +132,7 @@ class Generation:
     ratio: float | None = None
     loads: tuple[ChunkLoad, ...] = ()
     prefill_s: float | None = None
+    expected_s: float | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -154,3 +168,15 @@ class PrecomputeReport:
     failed: dict[str, str] = field(default_factory=dict)
     ranked: int = 0
     rank_s: float = 0.0
+
+    def __add__(self, other: PrecomputeReport) -> PrecomputeReport:
+        """Return what both did."""
+        return PrecomputeReport(
+            self.computed + other.computed,
+            self.present + other.present,
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            {**self.failed, **other.failed},
+            self.ranked + other.ranked,
+            self.rank_s + other.rank_s,
+        )

@@ -20,7 +20,7 @@ from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.evaluation.samples import EvalCase
 from cacheblend_rag.prompts.prompt import TokenizedPrompt, tokenize
-from cacheblend_rag.store.kv import LayerKV, kv_key
+from cacheblend_rag.store.kv import LayerKV
 
 
 class PromptInspector:
@@ -44,7 +44,7 @@ class PromptInspector:
         self._plan = make_plan(
             self.tokens,
             engine.header_ids,
-            lambda ids: engine.store.get(kv_key(engine.fingerprint, engine.header_ids, ids)),
+            lambda ids: engine.entries.get(ids, engine.num_layers),
             longest=engine.runner.longest,
         )
         if not self._plan.stale:

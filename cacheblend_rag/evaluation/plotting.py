@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +21,7 @@ _STYLES: Final = {
     "prefix": ("#7f7f7f", "D", (0, (5, 2))),
     "reuse": ("#D55E00", "v", (0, (1, 1.2))),
     "blend": ("#0072B2", "o", "-"),
+    "controller": ("#009E73", "*", "-"),
     "map_reduce": ("#009E73", "^", "--"),
     "map_rerank": ("#CC79A7", "P", "-."),
     "langchain_map_reduce": ("#56B4E9", "<", "--"),
@@ -89,6 +90,37 @@ def draw_points(axes: Axes, name: str, label: str, x: Any, y: Any, interval: Any
         low, high = interval
         axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
     axes.plot(x, y, label=label, **look)
+
+
+def draw_methods(
+    axes: Axes,
+    names: Sequence[str],
+    labels: Mapping[str, str],
+    rows: Sequence[Mapping[str, Any]],
+    key: str,
+    scale: float = 1,
+) -> None:
+    """Draw each method's median TTFT against ``key``, within its fastest and slowest round."""
+    for name in names:
+        mine = sorted((row for row in rows if row["method"] == name), key=lambda row: row[key])
+        x, y = [row[key] * scale for row in mine], [row["ttft_s"] for row in mine]
+        draw_points(
+            axes, name, labels[name], x, y, ([row["fastest_s"] for row in mine], [row["slowest_s"] for row in mine])
+        )
+
+
+def log_scale(axes: Axes, x: bool = True, y: bool = False) -> None:
+    """Make axes logarithmic, with plain numbers at 1, 2 and 5 times the powers of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    if x:
+        axes.set_xscale("log")
+    if y:
+        axes.set_yscale("log")
+    for axis in [axes.xaxis] * x + [axes.yaxis] * y:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
 
 
 def save_figure(made: Figure, path: Path, title: str) -> None:

@@ -54,6 +54,7 @@ class ChunkSource(Protocol):
 class ChunkRegistry:
     """The known chunks: those added, in memory, and those of the sources attached, of which it keeps 20 bytes each.
 
+    A *lent* source is another tenant's: its chunks are found by id and in text, and are not among those listed and counted.
     Thread-safe; :meth:`find` takes no lock of its own.
     """
 
@@ -61,14 +62,19 @@ class ChunkRegistry:
         """Start with ``chunks``."""
         self._added = AddedChunks()
         self._sources: tuple[ChunkSource, ...] = (self._added,)
+        self._lent: frozenset[int] = frozenset()  # identities of those lent
         self._taken: list[tuple[Hashable, int]] = [(None, 0)]  # of each source: its generation then, and the last row
         self._table = TextTable()
         self._check_at = _SMALL
         self._lock = threading.Lock()
         self.add(chunks)
 
-    def attach(self, source: ChunkSource) -> None:
+    def attach(self, source: ChunkSource, lent: bool = False) -> None:
         """Know the chunks of ``source``, too, and what becomes of them: see :meth:`follow`.
+
+        Args:
+            source: Of two sources that have an id, the one attached first is asked.
+            lent: Whether it is another tenant's.
 
         Raises:
             StoreError: They cannot be read.
@@ -79,6 +85,8 @@ class ChunkRegistry:
             if len(self._sources) == _MAX_SOURCES:
                 raise ValueError(f"a registry takes {_MAX_SOURCES - 1} sources")
             self._sources += (source,)
+            if lent:
+                self._lent |= {id(source)}
             self._taken.append((None, 0))
         self.follow()
 
@@ -87,6 +95,7 @@ class ChunkRegistry:
         with self._lock:
             if source in self._sources:
                 self._sources = tuple(each for each in self._sources if each is not source)
+                self._lent -= {id(source)}
                 self._rebuild()
 
     def follow(self, only: ChunkSource | None = None) -> None:
@@ -131,25 +140,35 @@ class ChunkRegistry:
         Raises:
             StoreError: A source cannot be read.
         """
-        return next((found for source in self._sources if (found := source.named(chunk_id)) is not None), None)
+        return _named(self._sources, chunk_id)
+
+    def is_lent(self, chunk_id: str) -> bool:
+        """Say whether the chunk that :meth:`get` returns is a lent source's."""
+        holder = next((source for source in self._sources if source.known([chunk_id])), None)
+        return holder is not None and id(holder) in self._lent
+
+    def _own(self) -> tuple[ChunkSource, ...]:
+        """Return the sources that are not lent."""
+        return tuple(source for source in self._sources if id(source) not in self._lent)
 
     def others_have(self, chunk: Chunk) -> bool:
-        """Say whether a chunk of another id has the text of ``chunk``, and so its KV.
+        """Say whether a chunk of another id, not a lent one, has the text of ``chunk``, and so its KV.
 
         Raises:
             StoreError: A source cannot be read.
         """
         usual = chunk_id(chunk.text)
-        if usual != chunk.id and (found := self.get(usual)) is not None and found.text == chunk.text:
+        if usual != chunk.id and (found := _named(self._own(), usual)) is not None and found.text == chunk.text:
             return True
         candidates, sources = self._table.candidates(chunk.text), self._sources
         whole = candidates.number[(candidates.at == 0) & (candidates.length == len(chunk.text))]
-        known = (_chunk_at(sources, number) for number in whole.tolist())
+        lent = [number for number, source in enumerate(sources) if id(source) in self._lent]
+        known = (_chunk_at(sources, number) for number in whole.tolist() if number % _MAX_SOURCES not in lent)
         return any(other is not None and other.text == chunk.text and other.id != chunk.id for other in known)
 
     def __len__(self) -> int:
         """Count the chunks; one in two sources counts in both."""
-        return sum(source.count() for source in self._sources)
+        return sum(source.count() for source in self._own())
 
     def __contains__(self, chunk_id: object) -> bool:
         return isinstance(chunk_id, str) and any(source.known([chunk_id]) for source in self._sources)
@@ -163,7 +182,7 @@ class ChunkRegistry:
     def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
         """Return up to ``most`` chunks with ids behind ``chunk_id``, in the order of their ids."""
         found: dict[str, Chunk] = {}
-        for source in reversed(self._sources):
+        for source in reversed(self._own()):
             found |= {chunk.id: chunk for chunk in source.named_after(chunk_id, most)}
         return [found[name] for name in sorted(found)[:most]]
 
@@ -244,7 +263,7 @@ class ChunkRegistry:
     def _drop_stale(self) -> None:
         """Make the table anew once half of what it files is gone."""
         if self._table.size > self._check_at:
-            if self._table.size > 2 * len(self) + _SMALL:
+            if self._table.size > 2 * sum(source.count() for source in self._sources) + _SMALL:
                 self._rebuild()
             self._check_at = 2 * max(self._table.size, _SMALL)
 
@@ -255,6 +274,10 @@ class ChunkRegistry:
             table, last = self._filed(table, number, 0)
             taken.append((generation, last))
         self._table, self._taken = table, taken
+
+
+def _named(sources: Sequence[ChunkSource], chunk_id: str) -> Chunk | None:
+    return next((found for source in sources if (found := source.named(chunk_id)) is not None), None)
 
 
 def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:

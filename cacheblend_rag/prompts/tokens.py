@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -138,3 +138,11 @@ def pack_ids(ids: Iterable[int]) -> tuple[int, ...]:
         if top >= len(_integers):
             _integers.extend(range(len(_integers), top + 1))
     return tuple(map(_integers.__getitem__, ids))
+
+
+def begins_with_space(tokenizer: Any, token_ids: Sequence[int]) -> bool:
+    """Say whether an answer of these tokens begins with a space by itself, as every engine decodes it.
+
+    vLLM decodes it behind the prompt's last token, where some tokenizers turn their word boundary into a space.
+    """
+    return bool(tokenizer.decode(list(token_ids), skip_special_tokens=True).startswith(" "))

@@ -14,8 +14,9 @@ from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import StoreStats, TieredStore, open_store, recorded_tiers
 from cacheblend_rag.store.events import Activity
-from cacheblend_rag.store.kv import KVKey, kv_key
+from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.tally import Tally
+from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant, home_of
 
 _MIN_PREFIX = 6
 _MOST_RANKS = 16
@@ -81,14 +82,15 @@ class Inventory:
     The index knows chunks, the KV store entries by key; this joins the two.
     """
 
-    def __init__(self, directory: Path | str):
-        """Open the store in ``directory``.
+    def __init__(self, directory: Path | str, tenant: str = DEFAULT_NAME):
+        """Open the store in ``directory``, with the index of a tenant.
 
         Raises:
             StoreError: There is none, or it cannot be read.
         """
         self.directory = Path(directory).expanduser()
-        known = ChunkIndex.exists(self.directory) or (self.directory / "kv").is_dir() or recorded_tiers(self.directory)
+        self._tenant, self._home = Tenant(tenant), home_of(self.directory, tenant)
+        known = ChunkIndex.exists(self._home) or (self.directory / "kv").is_dir() or recorded_tiers(self.directory)
         if not self.directory.is_dir() or not known:
             raise StoreError(
                 f"There is no store in {self.directory}. Make one with `cacheblend index FILES --store DIR`."
@@ -96,17 +98,20 @@ class Inventory:
         self.store = open_store(self.directory, ram_budget=0)
 
     def items(self) -> list[InventoryItem]:
-        """List every chunk of the index and every stored entry: chunks in document order, then entries without one."""
+        """List every chunk of the index in document order, then, of the default tenant, every stored entry without one."""
         entries = {entry.key: entry for entry in self.store.entries()}
         found = []
         with self._index() as index:
+            own = None if index is None else self._entries(index)
             for chunk in index.chunks() if index is not None else ():
-                assert index is not None
-                key = kv_key(index.config.model, index.config.header_ids, chunk.token_ids)
+                assert own is not None
+                key = own.own_key(chunk.token_ids)
                 entry = entries.pop(key, None)
                 path = str(chunk.metadata.get("source", ""))
                 nbytes, used = (entry.nbytes, entry.last_used) if entry is not None else (None, None)
                 found.append(InventoryItem(chunk.id, path, len(chunk.token_ids), key, nbytes, used))
+        if self._tenant != DEFAULT:
+            return found  # the rest is others', too
         without_chunk = [InventoryItem(e.key, "", 0, e.key, e.nbytes, e.last_used) for e in entries.values()]
         return found + without_chunk
 
@@ -180,16 +185,15 @@ class Inventory:
             StoreError: The index cannot be written, or a run is indexing into it.
         """
         self._need_every_tier()
-        with ChunkIndex.open(self.directory) as index, indexing_alone(self.directory):
+        with ChunkIndex.open(self._home) as index, indexing_alone(self._home):
             held = {chunk.id for chunk in index.chunks_of(path)}
             orphans = index.delete(path)
-            config = index.config
             before = {entry.key: entry.nbytes for entry in self.store.entries()}
             freed = 0
             for chunk in orphans:
                 # A worker of several stores a shard of its own under a key of its own.
                 for ranks in range(1, _MOST_RANKS + 1):
-                    keys = Entries(self.store, config.model, config.header_ids, 0, ranks).keys(chunk.token_ids)
+                    keys = self._entries(index, ranks).keys(chunk.token_ids)
                     found = [key for key in keys if key in before and self.store.delete(key)]
                     freed += sum(before[key] for key in found)
                     if found:
@@ -217,12 +221,15 @@ class Inventory:
             found.insert(0, TierUse("ram", None, counted["ram"]))
         return found
 
+    def _entries(self, index: ChunkIndex, ranks: int = 1) -> Entries:
+        return Entries(self.store, index.config.model, index.config.header_ids, 0, ranks, self._tenant)
+
     @contextmanager
     def _index(self) -> Iterator[ChunkIndex | None]:
-        if not ChunkIndex.exists(self.directory):
+        if not ChunkIndex.exists(self._home):
             yield None
             return
-        with ChunkIndex.open(self.directory) as index:
+        with ChunkIndex.open(self._home) as index:
             yield index
 
     def close(self) -> None:

@@ -120,6 +120,7 @@ class RagAnswer:
             "usage": asdict(g.usage),
             "loads": [asdict(load) for load in g.loads],
             "prefill_s": g.prefill_s,
+            "expected_s": g.expected_s,
             "timings": {"retrieve_s": self.retrieve_s, **asdict(g.timings)},
             "notes": list(self.notes),
         }

@@ -14,9 +14,9 @@ from typing import Any
 import xxhash
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.retrieval.extraction import UnusableFileError, html_text, pdf_text, plain_text
-from cacheblend_rag.retrieval.office import slides_text, word_text
-from cacheblend_rag.retrieval.structured import json_text, table_text
+from cacheblend_rag.retrieval.extraction import UnusableFileError, plain_text
+from cacheblend_rag.retrieval.isolation import PARSER
+from cacheblend_rag.retrieval.parsing import PARSERS
 
 MAX_BYTES = 512 << 20
 """Larger files are skipped: a document is held in memory while it is cut."""
@@ -28,16 +28,9 @@ _CODE = (
     ".bash .c .cc .cpp .cs .css .cu .cxx .erl .ex .exs .go .h .hpp .hs .hxx .java .jl .js .jsx .kt .lua .m .ml .mjs .php .pl "
     ".proto .ps1 .py .pyi .r .rb .rs .scala .sh .sql .swift .tf .ts .tsx .vue .zig .cfg .ini .toml .yaml .yml"
 )
-_LOADERS = {
-    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst", *_CODE.split()), plain_text),
-    **dict.fromkeys((".html", ".htm"), html_text),
-    **dict.fromkeys((".csv", ".tsv"), table_text),
-    **dict.fromkeys((".json", ".jsonl"), json_text),
-    ".pdf": pdf_text,
-    ".docx": word_text,
-    ".pptx": slides_text,
-}
-SUFFIXES = frozenset(_LOADERS)
+_PLAIN = frozenset((".txt", ".text", ".md", ".markdown", ".rst", *_CODE.split()))
+_LARGE_IN_MEMORY = frozenset((".html", ".htm", ".csv", ".tsv", ".json", ".jsonl"))
+SUFFIXES = _PLAIN | frozenset(PARSERS)
 """Types of files that are read, by suffix (in either case)."""
 KINDS = "txt, md, rst, html, pdf, docx, pptx, csv, tsv, json, jsonl and source code"
 """The same in words."""
@@ -182,7 +175,8 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
 
     Skipped are: types other than :data:`SUFFIXES`, files above :data:`MAX_BYTES` (some: :data:`MAX_PARSED_BYTES`), empty and
     binary files, text that is neither UTF-8, UTF-16 or UTF-32 with a byte order mark, nor mostly ASCII in Windows-1252,
-    encrypted or broken PDFs, PDFs without text (scans), and what the system does not let us read.
+    encrypted or broken PDFs, PDFs without text (scans), what takes more time or memory than
+    :class:`~cacheblend_rag.retrieval.isolation.Limits` allow, and what the system does not let us read.
     """
     path = _absolute(path)
     name = str(path)
@@ -194,7 +188,8 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
     try:
         data = _read(path)
         digest = xxhash.xxh3_128(data).hexdigest()
-        text, metadata = _LOADERS[path.suffix.lower()](data)
+        suffix = path.suffix.lower()
+        text, metadata = plain_text(data) if suffix in _PLAIN else PARSER.parse(suffix, data)
         if not text.strip():
             raise UnusableFileError("it holds no text", blank=True)
     except UnusableFileError as error:
@@ -222,9 +217,9 @@ def _read(path: Path) -> bytes:
         raise UnusableFileError("it is a directory")
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFileError("it is not a regular file")
-    if suffix not in _LOADERS:
+    if suffix not in SUFFIXES:
         raise UnusableFileError(f"its type ({suffix or 'no suffix'}) is not among {KINDS}")
-    limit = MAX_PARSED_BYTES if _LOADERS[suffix] in (html_text, json_text, table_text) else MAX_BYTES
+    limit = MAX_PARSED_BYTES if suffix in _LARGE_IN_MEMORY else MAX_BYTES
     if status.st_size > limit:
         advice = "convert it to text" if limit < MAX_BYTES else "split it"
         raise UnusableFileError(f"it is larger than {limit >> 20} MiB; {advice}")

@@ -168,7 +168,7 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
         count = len(reader.pages)
     except (DependencyError, FileNotDecryptedError) as error:
         raise UnusableFileError("it is encrypted; save a copy without a password") from error
-    except UnusableFileError:
+    except (UnusableFileError, MemoryError):
         raise
     except Exception as error:  # on broken files pypdf raises nearly anything
         raise UnusableFileError(f"it is not a readable PDF ({type(error).__name__}: {error})") from error
@@ -178,6 +178,8 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
         try:
             text = reader.pages[number].extract_text()
             pages[number + 1] = text.replace("\0", "").encode("utf-8", "replace").decode()
+        except MemoryError:
+            raise
         except Exception as error:
             _log.warning("page %d cannot be read: %s: %s", number + 1, type(error).__name__, error)
             unreadable.append(number + 1)

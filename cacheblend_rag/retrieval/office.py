@@ -11,6 +11,7 @@ from typing import Any
 from cacheblend_rag.retrieval.extraction import UnusableFileError, join_pages
 
 _MOST_UNPACKED = 512 << 20
+_USUAL_UNPACKED, _MOST_TIMES = 64 << 20, 200
 _HEADING = re.compile(r"Heading (\d)")
 _INSTALL = "pip install 'cacheblend-rag[documents]'"
 
@@ -98,10 +99,13 @@ def _paragraphs(blocks: Iterable[tuple[str, bool]]) -> str:
 def _opened(data: bytes, reader: Callable[[Any], Any], kind: str) -> Any:
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > _MOST_UNPACKED:
-                raise UnusableFileError(f"it unpacks to more than {_MOST_UNPACKED >> 20} MiB; split it")
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > _MOST_UNPACKED:
+            raise UnusableFileError(f"it unpacks to more than {_MOST_UNPACKED >> 20} MiB; split it")
+        if unpacked > _USUAL_UNPACKED and unpacked > _MOST_TIMES * len(data):
+            raise UnusableFileError(f"it unpacks to {unpacked // len(data)} times its size, as no document does")
         return reader(BytesIO(data))
-    except UnusableFileError:
+    except (UnusableFileError, MemoryError):
         raise
     except Exception as error:  # on broken files the readers raise nearly anything
         if data.startswith(b"\xd0\xcf\x11\xe0"):

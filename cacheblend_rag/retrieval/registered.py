@@ -1,10 +1,11 @@
-"""The SQLite file of the chunks registered with a server over HTTP, of any number of models."""
+"""The SQLite file of the chunks registered with a server over HTTP, of any number of models and tenants."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import xxhash
@@ -13,26 +14,43 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
 from cacheblend_rag.store.private import make_root
+from cacheblend_rag.store.tenants import DEFAULT_NAME
 
 FILE_NAME = "registered.sqlite"
-_TABLE = """
+_TABLE = f"""
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so a row says whether a chunk is new
     name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, metadata TEXT NOT NULL,
     signature BLOB NOT NULL,
+    tenant TEXT NOT NULL DEFAULT '{DEFAULT_NAME}',
+    kv_bytes INTEGER NOT NULL DEFAULT 0,  -- size of its KV when it was registered
+    expires REAL,  -- seconds since the epoch
     checksum BLOB NOT NULL,  -- of all other columns but id
-    UNIQUE (model, name)
+    UNIQUE (model, tenant, name)
 )
 """
 # Else all texts would have to be read for them.
-_SIGNATURES = "CREATE INDEX signatures ON chunks (model, id, signature)"
+_SIGNATURES = "CREATE INDEX signatures ON chunks (model, tenant, id, signature)"
+_EXPIRY = "CREATE INDEX expiry ON chunks (model, tenant, expires) WHERE expires IS NOT NULL"
+_SIZES = "CREATE INDEX sizes ON chunks (model, tenant, kv_bytes)"
+# Clients of one tenant share its chunks: one that lets go of a text must not take it from the others.
+_HOLDERS = """
+CREATE TABLE IF NOT EXISTS holders (
+    model TEXT NOT NULL, tenant TEXT NOT NULL, name TEXT NOT NULL, holder TEXT NOT NULL,
+    PRIMARY KEY (model, tenant, name, holder)
+) WITHOUT ROWID
+"""
+_OWN = "signature, tenant, kv_bytes, expires"
 
 
 _COLUMNS = "name, model, text, token_ids, metadata"
 
 
 def _upgrade(order: str) -> Callable[[RegisteredChunks], None]:
-    """Return what makes the table anew, with chunks in that order: format 1 had no rows and signatures, 2 no checksums."""
+    """Return what makes the table anew, with chunks in that order.
+
+    Format 1 had no rows and signatures, 2 no checksums, 3 no tenants: all is the default tenant's.
+    """
 
     def upgrade(file: RegisteredChunks) -> None:
         file.db.execute("ALTER TABLE chunks RENAME TO former")
@@ -42,21 +60,30 @@ def _upgrade(order: str) -> Callable[[RegisteredChunks], None]:
         )
         file.db.execute("DROP TABLE former")
         file.sign("chunks")
-        file.db.create_function("checksum", 6, _checksum, deterministic=True)
-        file.db.execute(f"UPDATE chunks SET checksum = checksum({_COLUMNS}, signature)")
+        file.db.create_function("checksum", 9, _checksum, deterministic=True)
+        file.db.execute(f"UPDATE chunks SET checksum = checksum({_COLUMNS}, {_OWN})")
         file.db.execute(_SIGNATURES)
+        file.db.execute(_EXPIRY)
+        file.db.execute(_SIZES)
 
     return upgrade
 
 
-def _checksum(name: str, model: str, text: str, token_ids: bytes, metadata: str, signature: bytes) -> bytes:
+def _add_holders(file: RegisteredChunks) -> None:
+    """Format 4 had no holders: its chunks go with whoever deletes them first."""
+    file.db.execute(_HOLDERS)
+
+
+def _checksum(
+    name: str, model: str, text: str, token_ids: bytes, metadata: str, signature: bytes, *own: str | float | None
+) -> bytes:
     """Return what changes with any byte of a row: it finds damage, and does not keep out who may write the file."""
-    texts = json.dumps([name, model, text, metadata, len(token_ids)]).encode()
+    texts = json.dumps([name, model, text, metadata, len(token_ids), *own]).encode()
     return xxhash.xxh3_128_digest(texts + token_ids + signature)
 
 
 class RegisteredChunks(SQLiteFile):
-    """One model's registered chunks in a store directory; unlike the index, without documents and vectors.
+    """One model's and tenant's registered chunks in a store directory; unlike the index, without documents and vectors.
 
     Thread-safe; several servers may share the file. It has a rollback journal, which works on a network file system with
     locks, as WAL does not.
@@ -65,24 +92,30 @@ class RegisteredChunks(SQLiteFile):
     name = "the file of registered chunks"
     kind = "a file of registered chunks"
     start_over = "To start over, delete it and register the chunks again; their stored KV is kept."
-    format = 3
-    schema = f"{_TABLE};\n{_SIGNATURES}"
-    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {1: _upgrade("name"), 2: _upgrade("id")}
+    format = 5
+    schema = f"{_TABLE};\n{_SIGNATURES};\n{_EXPIRY};\n{_SIZES};\n{_HOLDERS}"
+    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {
+        1: _upgrade("name"),
+        2: _upgrade("id"),
+        3: _upgrade("id"),
+        4: _add_holders,
+    }
     busy_timeout_s = 30.0  # a client waits for it
 
-    def __init__(self, directory: Path | None, model: str):
+    def __init__(self, directory: Path | None, model: str, tenant: str = DEFAULT_NAME):
         """Open the file in ``directory``, made if missing; None keeps the chunks in memory until :meth:`close`.
 
         Args:
             directory: The store directory.
             model: Digest of the model whose chunks are read and changed; those of others stay as they are.
+            tenant: Name of the tenant whose they are; likewise.
 
         Raises:
             StoreError: It cannot be used.
             StoreMismatchError: It has another format.
         """
         super().__init__((directory or Path()) / FILE_NAME)
-        self._model = model
+        self._of = model, tenant
         with self.explained("open"):
             if directory is not None:
                 make_root(directory)
@@ -104,8 +137,8 @@ class RegisteredChunks(SQLiteFile):
     def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
         """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         return self.read_signatures(
-            "SELECT id, signature FROM chunks INDEXED BY signatures WHERE model = ? AND id > ? ORDER BY id",
-            self._model,
+            "SELECT id, signature FROM chunks INDEXED BY signatures WHERE model = ? AND tenant = ? AND id > ? ORDER BY id",
+            *self._of,
             after,
         )
 
@@ -116,8 +149,8 @@ class RegisteredChunks(SQLiteFile):
     def known(self, chunk_ids: Sequence[str]) -> set[str]:
         """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         # CROSS: the names first, or SQLite may go through all chunks.
-        query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ?"
-        return {name for (name,) in self.rows(query, json.dumps(list(chunk_ids)), self._model)}
+        query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ? AND c.tenant = ?"
+        return {name for (name,) in self.rows(query, json.dumps(list(chunk_ids)), *self._of)}
 
     def named(self, chunk_id: str) -> Chunk | None:
         """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
@@ -129,33 +162,85 @@ class RegisteredChunks(SQLiteFile):
 
     def count(self) -> int:
         """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
-        return int(self.rows("SELECT count(*) FROM chunks WHERE model = ?", self._model)[0][0])
+        return int(self.rows("SELECT count(*) FROM chunks WHERE model = ? AND tenant = ?", *self._of)[0][0])
 
     def _read(self, which: str, *parameters: object) -> list[Chunk]:
-        query = f"SELECT {_COLUMNS}, signature, checksum FROM chunks WHERE model = ? AND {which}"
+        query = f"SELECT {_COLUMNS}, {_OWN}, checksum FROM chunks WHERE model = ? AND tenant = ? AND {which}"
         with self.decoding():
-            return [self._checked(*row) for row in self.rows(query, self._model, *parameters)]
+            return [self._checked(*row) for row in self.rows(query, *self._of, *parameters)]
 
-    def _checked(
-        self, name: str, model: str, text: str, token_ids: bytes, metadata: str, signature: bytes, checksum: bytes
-    ) -> Chunk:
-        if _checksum(name, model, text, token_ids, metadata, signature) != checksum:
+    def _checked(self, *row: Any) -> Chunk:
+        *fields, checksum = row
+        name, _, text, token_ids, metadata, *_ = fields
+        if _checksum(*fields) != checksum:
             raise self.damaged(f"the chunk {name!r} does not have its checksum")
         return row_chunk(name, text, token_ids, metadata)
 
-    def add(self, chunks: Iterable[Chunk]) -> None:
+    def kv_bytes(self, but: Sequence[str] = ()) -> int:
+        """Return how large the KV of all chunks was when they were registered, ``but`` of those with these ids."""
+        every = "SELECT coalesce(sum(kv_bytes), 0) FROM chunks INDEXED BY sizes WHERE model = ? AND tenant = ?"
+        named = (
+            "SELECT coalesce(sum(c.kv_bytes), 0) FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
+            "WHERE c.model = ? AND c.tenant = ?"
+        )
+        with self.transaction(write=False):
+            total, left_out = self.rows(every, *self._of), self.rows(named, json.dumps(list(but)), *self._of)
+        return int(total[0][0] - left_out[0][0])
+
+    def expire(self, now: float) -> list[Chunk]:
+        """Remove the chunks whose time is over at ``now``, in seconds since the epoch, and return them.
+
+        Raises:
+            StoreError: The file cannot be written; none is removed.
+        """
+        if not self._read("expires <= ? LIMIT 1", now):
+            return []
+        with self.transaction():
+            gone = self._read("expires <= ?", now)
+            self._delete(chunk.id for chunk in gone)
+        return gone
+
+    def add(
+        self,
+        chunks: Iterable[Chunk],
+        kv_bytes: Mapping[str, int] = MappingProxyType({}),
+        expires: float | None = None,
+        holder: str = "",
+    ) -> None:
         """Keep chunks, each in place of one with its id.
+
+        Args:
+            chunks: What to keep.
+            kv_bytes: The size of their KV, by their ids; 0 where nothing is said.
+            expires: When their time will be over, in seconds since the epoch; None: never.
+            holder: Who holds them from now on, too.
 
         Raises:
             StoreError: They cannot be written; none is kept.
         """
-        query = f"INSERT OR REPLACE INTO chunks ({_COLUMNS}, signature, checksum) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        query = f"INSERT OR REPLACE INTO chunks ({_COLUMNS}, {_OWN}, checksum) VALUES ({', '.join('?' * 10)})"
+        model, tenant = self._of
         rows = []
         for name, text, token_ids, metadata, signature in map(chunk_row, chunks):
-            row = (name, self._model, text, token_ids, metadata, signature)
+            row = (name, model, text, token_ids, metadata, signature, tenant, kv_bytes.get(name, 0), expires)
             rows.append((*row, _checksum(*row)))
         with self.transaction():
             self.db.executemany(query, rows)
+            held = [(model, tenant, row[0], holder) for row in rows]
+            self.db.executemany("INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?)", held)
+
+    def release(self, chunk_ids: Sequence[str], holder: str) -> list[str]:
+        """Note that ``holder`` lets go of chunks; return the ids of those that nobody holds any more, or ever did.
+
+        Raises:
+            StoreError: The file cannot be written; none is let go of.
+        """
+        which = "model = ? AND tenant = ? AND name = ?"
+        with self.transaction():
+            rows = [(*self._of, name, holder) for name in chunk_ids]
+            self.db.executemany(f"DELETE FROM holders WHERE {which} AND holder = ?", rows)
+            query = f"SELECT 1 FROM holders WHERE {which} LIMIT 1"
+            return [name for name in chunk_ids if self.db.execute(query, (*self._of, name)).fetchone() is None]
 
     def remove(self, chunk_ids: Iterable[str]) -> None:
         """Remove chunks; unknown ids are ignored.
@@ -164,5 +249,9 @@ class RegisteredChunks(SQLiteFile):
             StoreError: The file cannot be written; none is removed.
         """
         with self.transaction():
-            rows = [(self._model, chunk_id) for chunk_id in chunk_ids]
-            self.db.executemany("DELETE FROM chunks WHERE model = ? AND name = ?", rows)
+            self._delete(chunk_ids)
+
+    def _delete(self, chunk_ids: Iterable[str]) -> None:
+        rows = [(*self._of, chunk_id) for chunk_id in chunk_ids]
+        for table in ("chunks", "holders"):
+            self.db.executemany(f"DELETE FROM {table} WHERE model = ? AND tenant = ? AND name = ?", rows)

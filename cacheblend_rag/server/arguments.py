@@ -21,7 +21,7 @@ from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.server.catalogue import DEFAULT_MAX_CHUNKS
-from cacheblend_rag.server.keys import read_keys
+from cacheblend_rag.server.keys import Keys, read_keys
 from cacheblend_rag.server.middleware import DEFAULT_BODY_LIMIT
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ _OUR_FLAGS = (
     "--write-back",
     "--no-write-back",
     "--kv",
+    "--encrypt",
     "--ram-budget",
     "--disk-budget",
     "--max-request-size",
@@ -87,7 +88,7 @@ class ServeOptions:
         max_chunks: How many chunks may be registered over HTTP.
         kv_memory: Bytes of vLLM's paged KV cache; None takes its share of a GPU, on a CPU four prompts of full length.
         verbose: Show the tracebacks of vLLM's processes where it does not start.
-        keys: File of API keys and their roles (:func:`~cacheblend_rag.server.keys.read_keys`), in place of all others.
+        keys: File of API keys, their roles and tenants (:func:`~cacheblend_rag.server.keys.read_keys`), in place of all others.
         allow_no_key: Listen where other machines may reach the server although no API key is set.
     """
 
@@ -200,7 +201,8 @@ def _refuse(args: Namespace, parser: Any) -> None:
 def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
     """Refuse to listen where other machines reach a server that asks for no key, and keys from two places."""
     if options.keys is not None:
-        read_keys(options.keys)
+        found = read_keys(options.keys)
+        _refuse_stored_answers(found)
         if api_keys(args):
             raise InputError(
                 "--keys is in place of --api-key, CACHEBLEND_API_KEY and VLLM_API_KEY; one of those is set. Give one of them."
@@ -213,6 +215,17 @@ def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
         f"every chunk. Set CACHEBLEND_API_KEY (or give --api-key or --keys), or leave out --host to serve {_LOOPBACK} alone. "
         "Where something in front of the server checks who asks, --allow-no-key serves all the same."
     )
+
+
+def _refuse_stored_answers(keys: Keys) -> None:
+    """Refuse tenants where vLLM keeps answers of the Responses API: it hands them to whoever names their id."""
+    from vllm import envs
+
+    if len(keys.tenants) > 1 and envs.VLLM_ENABLE_RESPONSES_API_STORE:
+        raise InputError(
+            "VLLM_ENABLE_RESPONSES_API_STORE keeps answers that any tenant could go on from. Unset it, or give each tenant a "
+            "server of its own."
+        )
 
 
 def _is_loopback(host: str | None) -> bool:
@@ -272,6 +285,7 @@ def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> M
         reason=client.gate.reason,
         num_layers=client.num_layers,
         defaults=client.resolve(BlendSettings()).to_params(),
+        controlled=client.costs is not None,
         widths=client.profile.widths,
         text=client.profile.text,
     )

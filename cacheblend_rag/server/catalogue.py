@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from cacheblend_rag.errors import StoreError
@@ -14,8 +16,9 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.tenants import DEFAULT_NAME, home_of
 
-Origin = Literal["registered", "index"]
+Origin = Literal["registered", "index", "shared"]
 
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _REFRESH_S = 0.5
@@ -27,8 +30,8 @@ class ChunkCatalogue:
     """Keeps an engine's registry in step with a store directory, and knows where each chunk comes from.
 
     The registry finds chunks in prompts and forgets them with the process. Chunks registered over HTTP are kept in a file
-    beside the index; those of the index that ``cacheblend index`` made stay the index's and are not removed here.
-    Thread-safe; several servers may share the directory.
+    beside the index; those of the index that ``cacheblend index`` made stay the index's and are not removed here. Each
+    tenant has an index of its own (``cacheblend index --tenant``). Thread-safe; several servers may share the directory.
 
     Attributes:
         warnings: What the operator should know, such as an index of another model.
@@ -40,6 +43,10 @@ class ChunkCatalogue:
         registry: ChunkRegistry,
         fingerprint: ModelFingerprint,
         max_chunks: int = DEFAULT_MAX_CHUNKS,
+        tenant: str = DEFAULT_NAME,
+        max_kv: int | None = None,
+        expire_after_s: float | None = None,
+        clock: Callable[[], float] = time.time,
     ):
         """Open the files in ``directory`` (None: keep nothing) and register what they hold for this model.
 
@@ -48,6 +55,10 @@ class ChunkCatalogue:
             registry: What finds chunks in prompts.
             fingerprint: The model's identity.
             max_chunks: How many chunks may be registered.
+            tenant: Whose chunks they are.
+            max_kv: Bytes of KV that registered chunks may have; None: as many as there is room for.
+            expire_after_s: Seconds after which :meth:`expire` forgets a registered chunk; None: never.
+            clock: What tells the time, in seconds since the epoch.
 
         Raises:
             StoreError: A file there cannot be used.
@@ -58,16 +69,22 @@ class ChunkCatalogue:
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._noted: dict[str, int] = {}  # with the lengths of their texts, in the order they came
-        self._directory = directory
-        self._registered = RegisteredChunks(directory, fingerprint.digest)
+        self._tenant, self._directory = tenant, directory
+        self._max_kv, self._expire_after_s, self._clock = max_kv, expire_after_s, clock
+        self._lenders: tuple[ChunkCatalogue, ...] = ()
+        self._followers = [registry]  # of this process: readers are told at once of what is registered here
+        self._registered = RegisteredChunks(directory, fingerprint.digest, tenant)
         self._index: ChunkIndex | None = None
         registry.attach(self._registered)
         self.refresh(force=True)
 
     def _open_index(self) -> None:
-        if self._index is not None or self._directory is None or not ChunkIndex.exists(self._directory):
+        if self._index is not None or self._directory is None:
             return
-        index = ChunkIndex.open(self._directory)
+        home = home_of(self._directory, self._tenant)
+        if not ChunkIndex.exists(home):
+            return
+        index = ChunkIndex.open(home)
         made_for = index.config.model
         if made_for == self._fingerprint:
             self._registry.attach(index)
@@ -75,21 +92,37 @@ class ChunkCatalogue:
             return
         index.close()
         warning = (
-            f"The index in {self._directory} is of another model or dtype ({made_for.name}, {made_for.digest[:8]}), not of "
+            f"The index in {home} is of another model or dtype ({made_for.name}, {made_for.digest[:8]}), not of "
             f"{self._fingerprint.name} ({self._fingerprint.digest[:8]}): its chunks are not known to this server."
         )
         if warning not in self.warnings:
             self.warnings.append(warning)
 
-    def watch(self) -> None:
-        """Do :meth:`refresh` twice a second from now on, in a thread of its own, so that no request waits for it."""
-        self._watcher = threading.Thread(target=self._watch, name="cacheblend-registry", daemon=True)
+    def read(self, lenders: Sequence[ChunkCatalogue]) -> None:
+        """Know the chunks of other tenants, too, from now on, without changing or listing them.
+
+        Raises:
+            StoreError: They cannot be read.
+        """
+        self._lenders = tuple(lenders)
+        for lender in lenders:
+            lender._followers.append(self._registry)
+        self.refresh(force=True)
+
+    @property
+    def _sources(self) -> list[RegisteredChunks | ChunkIndex]:
+        return [source for source in (self._registered, self._index) if source is not None]
+
+    def watch(self, then: Callable[[], None] = lambda: None) -> None:
+        """Do :meth:`refresh` and ``then`` twice a second from now on, in a thread of its own, so that no request waits for it."""
+        self._watcher = threading.Thread(target=self._watch, args=(then,), name="cacheblend-registry", daemon=True)
         self._watcher.start()
 
-    def _watch(self) -> None:
+    def _watch(self, then: Callable[[], None]) -> None:
         while not self._closing.wait(_REFRESH_S):
             try:
                 self.refresh()
+                then()
             except Exception:  # the next look may find it right
                 _log.exception("What other processes have registered or indexed cannot be looked up")
 
@@ -105,22 +138,34 @@ class ChunkCatalogue:
         with self._lock:
             try:
                 self._open_index()
+                for source in self._lent():
+                    self._registry.attach(source, lent=True)
                 self._registry.follow()
             except StoreError as error:
                 if force:
                     raise
                 _log.warning("What other processes have registered or indexed is not known here: %s", error)
 
-    def add(self, chunks: Sequence[Chunk]) -> None:
+    def add(
+        self, chunks: Sequence[Chunk], kv_bytes: Mapping[str, int] = MappingProxyType({}), holder: str = ""
+    ) -> None:
         """Keep and register chunks.
 
+        Args:
+            chunks: Those that are registered already are from now on, as to when they expire.
+            kv_bytes: The size of their KV, by their ids.
+            holder: The client that holds them from now on, too.
+
         Raises:
-            StoreError: They cannot be written, or there are too many; none is kept.
+            StoreError: They cannot be written, are too many or have too much KV; none is kept.
         """
         with self._lock:
             self.check_room(chunks)
-            self._registered.add(chunks)
-            self._registry.follow(self._registered)
+            self._check_kv(kv_bytes)
+            expires = None if self._expire_after_s is None else self._clock() + self._expire_after_s
+            self._registered.add(chunks, kv_bytes, expires, holder)
+            for registry in self._followers:
+                registry.follow(self._registered)
 
     def check_room(self, chunks: Sequence[Chunk]) -> None:
         """Refuse more chunks than may be registered.
@@ -134,8 +179,29 @@ class ChunkCatalogue:
         if held + new > self._max_chunks:
             raise StoreError(
                 f"{held} chunks are registered, and {new} more would exceed the {self._max_chunks} that may be. Delete some, or "
-                "start the server with a larger --max-chunks."
+                "start the server with a larger --max-chunks, or max_chunks of the tenant."
             )
+
+    def _check_kv(self, kv_bytes: Mapping[str, int]) -> None:
+        if self._max_kv is None:
+            return
+        held, new = self._registered.kv_bytes(list(kv_bytes)), sum(kv_bytes.values())
+        if held + new > self._max_kv:
+            raise StoreError(
+                f"The registered chunks have {held} bytes of KV, and {new} more would exceed the {self._max_kv} that this tenant "
+                "may have (max_kv). Delete some chunks."
+            )
+
+    def expire(self) -> list[Chunk]:
+        """Forget the registered chunks whose time is over, and return them.
+
+        Raises:
+            StoreError: The file cannot be written.
+        """
+        if self._expire_after_s is None:
+            return []
+        with self._lock:
+            return self._registered.expire(self._clock())
 
     def note(self, chunk: Chunk) -> None:
         """Register a chunk that a prompt has brought, so that its KV can be written back; not kept over a restart.
@@ -152,6 +218,15 @@ class ChunkCatalogue:
                 del self._noted[oldest]
                 self._registry.remove([oldest])
 
+    def release(self, chunk_ids: Sequence[str], holder: str) -> list[str]:
+        """Note that a client lets go of chunks; return the ids of those that no other client holds.
+
+        Raises:
+            StoreError: The file cannot be written.
+        """
+        with self._lock:
+            return self._registered.release(chunk_ids, holder)
+
     def remove(self, chunk_ids: Sequence[str]) -> None:
         """Forget registered chunks; those of the index stay.
 
@@ -164,19 +239,34 @@ class ChunkCatalogue:
                 self._noted.pop(name, None)
             self._registry.remove(chunk_ids)
 
+    def _lent(self) -> list[RegisteredChunks | ChunkIndex]:
+        return [source for lender in self._lenders for source in lender._sources]
+
     def origin(self, chunk_id: str) -> Origin | None:
-        """Say where a chunk is kept; None for one that only this process knows (a prompt brought it) or nobody."""
+        """Say where a chunk is kept; None for one that only this process knows (a prompt brought it) or nobody.
+
+        Of another tenant's, which is only read here, that it is shared.
+        """
         if self._index is not None and self._index.known([chunk_id]):
             return "index"
-        return "registered" if self._registered.known([chunk_id]) else None
+        if self._registered.known([chunk_id]):
+            return "registered"
+        return "shared" if self._registry.is_lent(chunk_id) else None
 
-    def close(self) -> None:
-        """Stop looking, and close the files."""
+    def stop(self) -> None:
+        """Look no more for what others have changed, and let go of other tenants' chunks."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
         with self._lock:
-            for source in (self._registered, self._index):
-                if source is not None:
-                    self._registry.detach(source)
-                    source.close()
+            for source in self._lent():
+                self._registry.detach(source)
+            self._lenders = ()
+
+    def close(self) -> None:
+        """Stop looking, and close the files; those who read this tenant's chunks must have been stopped."""
+        self.stop()
+        with self._lock:
+            for source in self._sources:
+                self._registry.detach(source)
+                source.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from cacheblend_rag.errors import InputError, UnknownChunkError
+from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.protocol import (
     ChunkBody,
@@ -25,13 +26,20 @@ class ConflictError(InputError):
     """A chunk that cannot be changed that way."""
 
 
+class Wanted(NamedTuple):
+    """What a request wants registered, and for whom."""
+
+    chunks: list[Chunk]
+    holder: str
+
+
 class ServedChunks:
     """Reads, lists and deletes chunks together with their KV; the catalogue knows chunks alone. Blocking."""
 
     def __init__(self, client: BlendClient, catalogue: ChunkCatalogue):
         self._client, self._catalogue = client, catalogue
 
-    def read(self, body: bytes) -> list[Chunk]:
+    def read(self, body: bytes) -> Wanted:
         """Make chunks of a request's body.
 
         Raises:
@@ -64,16 +72,27 @@ class ServedChunks:
                     f"chunks.{number}: the id {chunk.id!r} has another text further up. Give each text its own."
                 )
         self._catalogue.check_room(found)
-        return found
+        return Wanted(found, parsed.holder)
 
-    def keep(self, chunks: list[Chunk], report: PrecomputeReport) -> None:
+    def keep(self, chunks: list[Chunk], report: PrecomputeReport, holder: str = "") -> None:
         """Register chunks whose KV is stored; of a model that is not blended, and so has none, all of them.
 
         Raises:
-            StoreError: They cannot be written, or there are too many; none is registered.
+            StoreError: They cannot be written, are too many or have too much KV; none is registered.
         """
         failed = report.failed if self._client.gate.passed else {}
-        self._catalogue.add([chunk for chunk in {c.id: c for c in chunks}.values() if chunk.id not in failed])
+        kept = [chunk for chunk in {c.id: c for c in chunks}.values() if chunk.id not in failed]
+        try:
+            self._catalogue.add(kept, {chunk.id: self._kv_bytes(chunk) or 0 for chunk in kept}, holder)
+        except StoreError:
+            self._drop_kv(chunk for chunk in kept if self._client.registry.get(chunk.id) is None)
+            raise
+
+    def _kv_bytes(self, chunk: Chunk) -> int | None:
+        """Return how large the tenant's own KV of a chunk is; None where none is stored."""
+        entries, store = self._client.entries, self._client.store
+        found = [entry.nbytes for key in entries.keys(chunk.token_ids) if (entry := store.entry(key)) is not None]
+        return sum(found) if found else None
 
     def _chunk(self, body: ChunkBody) -> Chunk:
         chunk = make_chunk(body.text, self._client.tokenizer, body.metadata)
@@ -90,8 +109,9 @@ class ServedChunks:
         if body.id is None or body.id == chunk.id:
             return chunk
         known = self._client.registry.get(body.id)
-        # One that only a prompt has brought has no claim to its id.
-        if known is not None and known.text != chunk.text and self._catalogue.origin(body.id) is not None:
+        # One that only a prompt has brought has no claim to its id, and one of another tenant's has none here.
+        claimed = known is not None and known.text != chunk.text
+        if claimed and self._catalogue.origin(body.id) in ("registered", "index"):
             raise ConflictError(
                 f"The id {body.id!r} belongs to another text. Delete that chunk first, or use another id."
             )
@@ -127,22 +147,47 @@ class ServedChunks:
         }
 
     def delete(self, wanted: list[Chunk]) -> None:
-        """Forget chunks and delete their KV, unless another id has the same text; raises ConflictError for one of the index."""
-        kept = [chunk for chunk in wanted if self._catalogue.origin(chunk.id) == "index"]
-        if kept:
-            raise ConflictError(
-                f"The chunk {kept[0].id} is part of the index in the server's store; change that with `cacheblend index`. "
-                "Its KV alone is dropped by `cacheblend store rm`."
-            )
-        self._catalogue.remove([chunk.id for chunk in wanted])
+        """Forget chunks and delete their KV, unless another id has the same text.
+
+        Raises:
+            ConflictError: One is the index's, or shared by another tenant.
+        """
         for chunk in wanted:
+            origin = self._catalogue.origin(chunk.id)
+            if origin == "shared":
+                raise ConflictError(
+                    f"The chunk {chunk.id} is shared by another tenant, whose keys alone can delete it."
+                )
+            if origin == "index":
+                raise ConflictError(
+                    f"The chunk {chunk.id} is part of the index in the server's store; change that with `cacheblend index`. "
+                    "Its KV alone is dropped by `cacheblend store rm`."
+                )
+        self._catalogue.remove([chunk.id for chunk in wanted])
+        self._drop_kv(wanted)
+
+    def _drop_kv(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
             if not self._client.registry.others_have(chunk):
                 self._client.entries.delete(chunk.token_ids)
 
-    def delete_named(self, names: list[str], everything: bool) -> list[str]:
-        """Do :meth:`delete` for the registered ones of ``names``, or all; return their ids."""
+    def expire(self) -> None:
+        """Forget the chunks whose time is over, and delete their KV."""
+        self._drop_kv(chunk for chunk in self._catalogue.expire() if self._catalogue.origin(chunk.id) != "index")
+
+    def delete_named(self, names: list[str], everything: bool, holder: str | None = None) -> list[str]:
+        """Do :meth:`delete` for the registered ones of ``names``, or all; return their ids.
+
+        Args:
+            names: Ids.
+            everything: Whether all registered chunks are meant.
+            holder: A client that lets go of those it names: what others hold stays. None deletes whoever holds it.
+        """
         self._catalogue.refresh(force=True)
+        if holder is not None:
+            names = self._catalogue.release(names, holder)
         named = self._client.registry if everything else map(self._client.registry.get, names)
-        wanted = [chunk for chunk in named if chunk is not None and self._catalogue.origin(chunk.id) != "index"]
+        kept = ("index", "shared")
+        wanted = [chunk for chunk in named if chunk is not None and self._catalogue.origin(chunk.id) not in kept]
         self.delete(wanted)
         return [chunk.id for chunk in wanted]

@@ -1,23 +1,29 @@
-"""Who may ask a server what: API keys with roles, given one by one or in a file."""
+"""Who may ask a server what: API keys with roles and tenants, given one by one or in a file."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 from urllib.parse import parse_qs
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.protocol import first_problem
+from cacheblend_rag.server.quotas import Quota
+from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant
+from cacheblend_rag.store.urls import parse_duration, parse_size
+
+T = TypeVar("T")
 
 Role = Literal["ask", "write", "admin"]
-"""Each may what those before it may: send prompts; read, register and delete chunks; everything."""
+"""Each may what those before it may: send prompts; read, register and delete chunks; all that is its tenant's, and of the default
+tenant all that is the server's."""
 
 _RANKS: dict[str, int] = {role: rank for rank, role in enumerate(get_args(Role))}
 _ASK = {
@@ -36,34 +42,55 @@ _ASK = {
 
 @dataclass(frozen=True)
 class Key:
-    """An API key: its SHA-256, and what it is good for."""
+    """An API key: its SHA-256, what it is good for, and the name of the tenant whose it is."""
 
     digest: bytes
     role: Role = "admin"
+    tenant: str = DEFAULT_NAME
 
     @classmethod
     def of(cls, value: str) -> Key:
         """Return the key ``value``, good for everything."""
         return cls(_digest(value))
 
+    @property
+    def operator(self) -> bool:
+        """Whether it is good for what is not one tenant's."""
+        return self.role == "admin" and self.tenant == DEFAULT_NAME
 
-def role_of(value: str, keys: Iterable[Key]) -> Role | None:
-    """Return the role of the key ``value``, None if it is none of ``keys``."""
+
+def key_of(value: str, keys: Iterable[Key]) -> Key | None:
+    """Return which of ``keys`` has the value ``value``, None if none has."""
     digest = _digest(value)
     # Every key is compared, so that the time taken says nothing about which one nearly fits.
-    matches = [(secrets.compare_digest(digest, key.digest), key.role) for key in keys]
-    return next((role for same, role in matches if same), None)
+    matches = [(secrets.compare_digest(digest, key.digest), key) for key in keys]
+    return next((key for same, key in matches if same), None)
 
 
-def may(role: Role, method: str, path: str, query: bytes = b"") -> bool:
-    """Say whether a role may send such a request; what is not listed is an administrator's."""
+def may(key: Key, method: str, path: str, query: bytes = b"") -> bool:
+    """Say whether a key is good for such a request; what is not listed is an administrator's of the default tenant."""
     needed: Role = "admin"
     if (method, path) in _ASK:
         needed = "ask"
     elif path == "/v1/chunks" or path.startswith("/v1/chunks/"):
         everything = method == "DELETE" and path == "/v1/chunks" and "all" in parse_qs(query.decode("latin-1"), True)
         needed = "admin" if everything else "write"
-    return _RANKS[role] >= _RANKS[needed]
+    else:
+        return key.operator
+    return _RANKS[key.role] >= _RANKS[needed]
+
+
+def _read_by(read: Callable[[str], T]) -> Callable[[object], T]:
+    def checked(value: object) -> T:
+        try:
+            return read(value if isinstance(value, str) else repr(value))
+        except InputError as error:
+            raise ValueError(str(error)) from None  # of which pydantic says the place
+
+    return checked
+
+
+_Name = Annotated[str, AfterValidator(_read_by(lambda name: Tenant(name).name))]
 
 
 class _Entry(BaseModel):
@@ -72,16 +99,53 @@ class _Entry(BaseModel):
     value: str | None = Field(default=None, min_length=1)
     sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
     role: Role
+    tenant: _Name = DEFAULT_NAME
+
+
+class _Tenant(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: _Name
+    reads: tuple[_Name, ...] = ()
+    max_chunks: PositiveInt | None = None
+    max_kv: Annotated[int, BeforeValidator(_read_by(parse_size))] | None = None
+    tokens_per_minute: PositiveInt | None = None
+    max_concurrent: PositiveInt | None = None
+    expire_after: Annotated[float, BeforeValidator(_read_by(parse_duration))] | None = None
+
+    @property
+    def quota(self) -> Quota:
+        return Quota(self.max_chunks, self.max_kv, self.tokens_per_minute, self.max_concurrent, self.expire_after)
 
 
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     key: tuple[_Entry, ...] = Field(min_length=1)
+    tenant: tuple[_Tenant, ...] = ()
 
 
-def read_keys(path: Path) -> tuple[Key, ...]:
-    """Read a TOML file of ``[[key]]`` tables: ``value`` or its ``sha256``, and ``role``.
+@dataclass(frozen=True)
+class Keys:
+    """A server's keys.
+
+    Attributes:
+        keys: All of them; none: everybody may do everything.
+        tenants: All tenants that are named, the default one among them.
+        quotas: What those may use that have a limit, by their names.
+    """
+
+    keys: tuple[Key, ...] = ()
+    tenants: tuple[Tenant, ...] = (DEFAULT,)
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+
+
+def read_keys(path: Path) -> Keys:
+    """Read a TOML file of ``[[key]]`` and ``[[tenant]]`` tables.
+
+    A key has a ``value`` or its ``sha256``, a ``role``, and may have a ``tenant``; a tenant has a ``name``, and may have
+    ``reads``, the names of tenants whose chunks it may use, and limits: the fields of :class:`Quota`, of which ``max_kv`` is
+    written as ``"50GiB"`` and ``expire_after`` as ``"30d"``.
 
     Raises:
         InputError: It cannot be read, or is not such a file; the message shows no key.
@@ -99,10 +163,29 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         if (entry.value is None) == (entry.sha256 is None):
             raise InputError(f"The keys in {path} cannot be used: key.{number} needs either value or sha256.")
         digest = _digest(entry.value) if entry.value is not None else bytes.fromhex(entry.sha256 or "")
-        keys.append(Key(digest, entry.role))
+        keys.append(Key(digest, entry.role, entry.tenant))
     if len({key.digest for key in keys}) < len(keys):
         raise InputError(f"The keys in {path} cannot be used: one of them is there twice.")
-    return tuple(keys)
+    try:
+        tenants = _tenants(keys, parsed.tenant)
+    except InputError as error:
+        raise InputError(f"The keys in {path} cannot be used: {error}") from None
+    return Keys(tuple(keys), tenants, {table.name: table.quota for table in parsed.tenant})
+
+
+def _tenants(keys: Iterable[Key], described: Iterable[_Tenant]) -> tuple[Tenant, ...]:
+    """Return the tenants of keys and tables; one that is read but has neither is a slip of the pen."""
+    found = {name: Tenant(name) for name in (DEFAULT_NAME, *(key.tenant for key in keys))}
+    tables = list(described)
+    for number, table in enumerate(tables):
+        if table.name in (other.name for other in tables[:number]):
+            raise InputError(f"the tenant {table.name!r} has two tables; give it one.")
+        found[table.name] = Tenant(table.name, table.reads)
+    for tenant in found.values():
+        for name in tenant.reads:
+            if name not in found:
+                raise InputError(f"the tenant {tenant.name!r} reads {name!r}, which has no key and no table.")
+    return tuple(found.values())
 
 
 def _digest(key: str) -> bytes:

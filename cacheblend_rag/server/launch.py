@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
-from cacheblend_rag.server.catalogue import ChunkCatalogue
-from cacheblend_rag.server.keys import Key, read_keys
+from cacheblend_rag.server.keys import Key, Keys, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.middleware import NAMES, Limits
+from cacheblend_rag.server.quotas import Admission
+from cacheblend_rag.server.tenants import ByTenant, ServedTenants, StandIn
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.tenants import DEFAULT_NAME
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from cacheblend_rag.engines.vllm.arguments import Launch
-    from cacheblend_rag.engines.vllm.client import BlendClient
 
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _DRAIN_S = 5.0
@@ -84,13 +85,14 @@ async def _serve_engine(
     from cacheblend_rag.engines.vllm.client import BlendClient
 
     client = await BlendClient.connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
-    catalogue = ChunkCatalogue(options.store, client.registry, client.fingerprint, options.max_chunks)
-    catalogue.watch()
-    for warning in catalogue.warnings:
+    limits = guard(options, args)
+    tenants = ServedTenants.open(client, options.store, limits.tenants, options.max_chunks, limits.quotas)
+    tenants.watch()
+    for warning in tenants.warnings:
         _log.warning(warning)
     try:
-        app = await build_app(options, args, llm, client, catalogue)
-        known = f"{len(client.registry)} chunks known in {options.store}"
+        app = await build_app(options, args, llm, tenants, limits)
+        known = f"{tenants.known} chunks known in {options.store}"
         announcing = asyncio.create_task(
             announce(app.state, f"Serving {client.fingerprint.name} on {address}: {known}.")
         )
@@ -100,8 +102,8 @@ async def _serve_engine(
             announcing.cancel()
     finally:
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(client.drain(), _DRAIN_S)
-        catalogue.close()
+            await asyncio.wait_for(tenants.drain(), _DRAIN_S)
+        tenants.close()
 
 
 async def announce(state: Any, line: str) -> None:
@@ -112,9 +114,9 @@ async def announce(state: Any, line: str) -> None:
 
 
 async def build_app(
-    options: ServeOptions, args: Namespace, llm: AsyncLLM, client: BlendClient, catalogue: ChunkCatalogue
+    options: ServeOptions, args: Namespace, llm: AsyncLLM, tenants: ServedTenants, limits: Limits
 ) -> FastAPI:
-    """Return vLLM's application with blending, our routes, the size limit and the API key on all of it."""
+    """Return vLLM's application with blending, our routes, and the checks of :func:`guard` on all of it."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
@@ -122,33 +124,47 @@ async def build_app(
     from cacheblend_rag.server.served_engine import ServedEngine
 
     metrics = ReuseMetrics()
-    served: Any = ServedEngine(llm, client, metrics)
+    served: Any = ServedEngine(llm, tenants, metrics)
     tasks = await llm.get_supported_tasks()
-    limits = guard(options, args)
     app = build_vllm_app(args, tasks, llm.model_config)
     app.state.limits = limits
     await init_app_state(served, app.state, args, tasks)
-    _blend(app.state, client, catalogue)
-    app.include_router(chunk_router(client, catalogue, metrics, model_info(client, options, args)))
+    _blend(app.state, tenants)
+    model = model_info(tenants.each[DEFAULT_NAME].client, options, args)
+    app.include_router(chunk_router(tenants, metrics, model))
     return app
 
 
 def guard(options: ServeOptions, args: Namespace) -> Limits:
-    """Have vLLM put our checks around its application, and return what they go by."""
+    """Have vLLM put our checks around its application, and return what they go by.
+
+    Raises:
+        InputError: The file of keys cannot be used.
+    """
     args.middleware = [*args.middleware, *NAMES]
     # Else vLLM's own check, of /v1 alone, would refuse every key but VLLM_API_KEY.
     args.api_key = api_keys(args)
-    keys = tuple(map(Key.of, args.api_key)) if options.keys is None else read_keys(options.keys)
-    local = not (keys or args.uds or options.allow_no_key)
-    return Limits(keys, options.max_request_size, local=local)
+    keys = Keys(tuple(map(Key.of, args.api_key))) if options.keys is None else read_keys(options.keys)
+    local = not (keys.keys or args.uds or options.allow_no_key)
+    return Limits(
+        keys.keys,
+        options.max_request_size,
+        local=local,
+        tenants=keys.tenants,
+        quotas=keys.quotas,
+        admissions={name: Admission(quota) for name, quota in keys.quotas.items()},
+    )
 
 
-def _blend(state: State, client: BlendClient, catalogue: ChunkCatalogue) -> None:
+def _blend(state: State, tenants: ServedTenants) -> None:
     """Give vLLM's handlers our renderer, and the routes handlers that report."""
     from cacheblend_rag.server.renderer import BlendRenderer
     from cacheblend_rag.server.reporting import ReportingChat, ReportingCompletion
 
-    renderer = BlendRenderer(state.online_renderer, client, catalogue)
+    inner = state.online_renderer
+    renderer = StandIn(
+        ByTenant({name: BlendRenderer(inner, own.client, own.catalogue) for name, own in tenants.each.items()})
+    )
     for name in ("chat", "completion", "responses"):
         if (handler := getattr(state, f"openai_serving_{name}")) is not None:
             handler.online_renderer = renderer

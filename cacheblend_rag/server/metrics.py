@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _NUMBERS = re.compile(r"\d+")
+_EXPECTED = re.compile(r" \(expected in .*")
 
 
 class ReuseMetrics:
@@ -22,7 +23,7 @@ class ReuseMetrics:
         """Register the metrics; once per registry."""
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"cacheblend_{name}", text, labels, registry=registry)
+            return Counter(f"cacheblend_{name}", text, ("tenant", *labels), registry=registry)
 
         def seconds(name: str, text: str) -> Histogram:
             return Histogram(f"cacheblend_{name}", text, buckets=_SECONDS, registry=registry)
@@ -41,36 +42,56 @@ class ReuseMetrics:
         self._fallbacks = counter("fallbacks", "Prompts served by ordinary prefill, by reason.", "reason")
         self._blend = seconds("blend_seconds", "Placement and both passes of a blended prompt.")
         self._load = seconds("load_wait_seconds", "Time a blended prompt waited for stored KV.")
+        self._decisions = counter(
+            "decisions", "Prompts that the loading controller decided, by what it decided.", "decision"
+        )
+        self._expected = seconds("expected_first_token_seconds", "Time to first token that the controller expected.")
+        self._taken = seconds("decided_first_token_seconds", "Time to first token of the prompts that it decided.")
         self._precomputed = counter("precomputed_chunks", "Chunks given to precompute, by result.", "result")
         self._precomputed_tokens = counter("precomputed_tokens", "Tokens whose KV was computed by precompute.")
 
-    def finished(self, report: ReuseReport) -> None:
-        """Count a finished prompt."""
-        self._requests.labels(report.mode).inc()
-        self._reused.inc(report.reused_tokens)
-        self._recomputed.inc(report.recomputed_tokens)
-        self._computed.inc(report.computed_tokens)
-        self._missing.inc(len(report.missing))
+    def finished(self, report: ReuseReport, tenant: str, first_token_s: float | None = None) -> None:
+        """Count a finished prompt.
+
+        Args:
+            report: How it was handled.
+            tenant: Whose it was.
+            first_token_s: Its time to first token; None where vLLM keeps no statistics.
+        """
+        self._requests.labels(tenant, report.mode).inc()
+        self._reused.labels(tenant).inc(report.reused_tokens)
+        self._recomputed.labels(tenant).inc(report.recomputed_tokens)
+        self._computed.labels(tenant).inc(report.computed_tokens)
+        self._missing.labels(tenant).inc(len(report.missing))
+        if report.expected_s is not None:
+            self._decided(report, tenant, report.expected_s, first_token_s)
         if report.mode == "prefill":
-            self._fallbacks.labels(reason_label(report.reason)).inc()
+            self._fallbacks.labels(tenant, reason_label(report.reason)).inc()
             return
         if report.loaded_bytes:
-            self._loaded.inc(report.reused_tokens + report.recomputed_tokens)
-            self._bytes.inc(report.loaded_bytes)
+            self._loaded.labels(tenant).inc(report.reused_tokens + report.recomputed_tokens)
+            self._bytes.labels(tenant).inc(report.loaded_bytes)
         for load in report.loads:
-            self._tier_bytes.labels(load.tier).inc(load.nbytes)
-            self._tier_seconds.labels(load.tier).inc(load.seconds)
+            self._tier_bytes.labels(tenant, load.tier).inc(load.nbytes)
+            self._tier_seconds.labels(tenant, load.tier).inc(load.seconds)
         self._blend.observe(report.blend_s)
         self._load.observe(report.load_s)
 
-    def precomputed(self, report: PrecomputeReport) -> None:
+    def _decided(self, report: ReuseReport, tenant: str, expected_s: float, first_token_s: float | None) -> None:
+        partly = "partly_in_place" if report.in_place else "blended"
+        self._decisions.labels(tenant, partly if report.mode == "blend" else "prefilled").inc()
+        if first_token_s is not None:
+            self._expected.observe(expected_s)
+            self._taken.observe(first_token_s)
+
+    def precomputed(self, report: PrecomputeReport, tenant: str) -> None:
         """Count a precompute call."""
-        self._precomputed.labels("computed").inc(report.computed)
-        self._precomputed.labels("present").inc(report.present)
-        self._precomputed.labels("failed").inc(len(report.failed))
-        self._precomputed_tokens.inc(report.tokens)
+        self._precomputed.labels(tenant, "computed").inc(report.computed)
+        self._precomputed.labels(tenant, "present").inc(report.present)
+        self._precomputed.labels(tenant, "failed").inc(len(report.failed))
+        self._precomputed_tokens.labels(tenant).inc(report.tokens)
 
 
 def reason_label(reason: str) -> str:
     """Return a reason without what differs from prompt to prompt: a label must take few values."""
-    return _NUMBERS.sub("N", reason.partition(":")[0])[:80]
+    return _NUMBERS.sub("N", _EXPECTED.sub("", reason).partition(":")[0])[:80]

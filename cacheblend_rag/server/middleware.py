@@ -1,4 +1,4 @@
-"""What stands before every route: the API key, and the limit on a request's size.
+"""What stands before every route: the API key, the tenant's quota, and the limit on a request's size.
 
 vLLM adds middleware by name and without arguments, so these read theirs from the application's ``state.limits``.
 """
@@ -6,7 +6,8 @@ vLLM adds middleware by name and without arguments, so these read theirs from th
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -14,14 +15,19 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.server.keys import Key, may, role_of
+from cacheblend_rag.server.keys import Key, key_of, may
+from cacheblend_rag.server.quotas import Admission, Quota
+from cacheblend_rag.server.tenants import Caller, calling
+from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 DEFAULT_BODY_LIMIT = 32 << 20
 DEFAULT_BODY_DEADLINE_S = 60.0
-NAMES = tuple(f"{__name__}.{name}" for name in ("LimitBody", "RequireKey"))
+NAMES = tuple(f"{__name__}.{name}" for name in ("LimitBody", "Admit", "RequireKey"))
 """For vLLM's ``--middleware``. The last one is asked first: no byte of a body is read without the key."""
 
 _OPEN_PATHS = {"/health"}
+_ANYBODY = Key(b"")
+_NO_LIMIT = Admission()
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,18 @@ class Limits:
         body_deadline_s: Seconds until all of it must have come.
         local: Whether requests must call the server by a name of this machine: another name may be that of a page in a browser
             here, whose owner has it resolved to this machine.
+        tenants: Whose the keys are.
+        quotas: What tenants may use, by their names; of others there is no limit.
+        admissions: The requests of those tenants, by their names.
     """
 
     keys: tuple[Key, ...] = ()
     body: int = DEFAULT_BODY_LIMIT
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
     local: bool = False
+    tenants: tuple[Tenant, ...] = (DEFAULT,)
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    admissions: Mapping[str, Admission] = field(default_factory=dict)
 
 
 def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:
@@ -50,7 +62,8 @@ def error_response(message: str, status: int, kind: str, param: str | None = Non
 class RequireKey:
     """Answers 401 to every request but a health check and a CORS preflight that does not carry one of the keys.
 
-    A key whose role is too small gets 403. vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
+    From here on the request is its key's tenant's (:data:`~cacheblend_rag.server.tenants.calling`). A key whose role is too small
+    gets 403. vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
     """
 
     def __init__(self, app: ASGIApp):
@@ -66,16 +79,27 @@ class RequireKey:
             await _misdirected()(scope, receive, send)
             return
         keys = _limits(scope).keys
-        role = role_of(_bearer(scope), keys) if keys else "admin"
+        key = key_of(_bearer(scope), keys) if keys else _ANYBODY
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if is_open(scope) or (role is not None and may(role, scope.get("method", ""), path, scope["query_string"])):
+        if is_open(scope):
             await self._app(scope, receive, send)
+            return
+        if key is not None and may(key, scope.get("method", ""), path, scope["query_string"]):
+            admission = _limits(scope).admissions.get(key.tenant, _NO_LIMIT)
+            token = calling.set(Caller(key.tenant, key.operator, admission))
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                calling.reset(token)
             return
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
             return
-        if role is not None:
-            message = f"A key of the role {role!r} may not do that; ask whoever runs the server for another."
+        if key is not None:
+            message = (
+                f"A key of the role {key.role!r} of the tenant {key.tenant!r} may not do that; ask whoever runs the server for "
+                "another."
+            )
             await error_response(message, 403, "PermissionDeniedError")(scope, receive, send)
             return
         response = error_response(
@@ -83,6 +107,33 @@ class RequireKey:
         )
         response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
+
+
+class Admit:
+    """Answers 429 to what would compute something while its tenant has too many requests served, or has used its tokens."""
+
+    def __init__(self, app: ASGIApp):
+        """Guard ``app``."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["method"] != "POST" or is_open(scope):
+            await self._app(scope, receive, send)
+            return
+        admission = calling.get().admission
+        refusal = admission.refusal()
+        if refusal is not None:
+            message, after_s = refusal
+            response = error_response(message, 429, "RateLimitError")
+            response.headers["Retry-After"] = str(after_s)
+            await response(scope, receive, send)
+            return
+        admission.begin()
+        try:
+            await self._app(scope, receive, send)
+        finally:  # a client that goes away in the middle of an answer ends it, too
+            admission.end()
 
 
 class LimitBody:

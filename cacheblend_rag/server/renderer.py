@@ -254,6 +254,8 @@ class BlendRenderer:
             return engine_input
         self._check_length(request, len(prompt.token_ids))
         tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, engine_input.get("cache_salt"))
+        if not ticket.params:
+            tokens.pop("cache_salt", None)  # the engine salts it, as every prompt that is not blended
         offsets = "prompt_token_offsets"  # of tokens that are no longer those of the prompt
         return {**{name: value for name, value in engine_input.items() if name != offsets}, **tokens}
 

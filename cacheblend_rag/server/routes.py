@@ -11,6 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
@@ -22,41 +23,78 @@ from cacheblend_rag.protocol import (
 )
 from cacheblend_rag.server.chunks import ConflictError, ServedChunks
 from cacheblend_rag.server.middleware import error_response
+from cacheblend_rag.server.openapi import (
+    ChunkDetail,
+    ChunkPage,
+    ChunkStats,
+    DeletedChunk,
+    DeletedChunks,
+    Flushed,
+    Precomputed,
+    delete_query,
+    described,
+    json_body,
+    page_query,
+)
+from cacheblend_rag.server.tenants import calling
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.vllm.client import BlendClient
-    from cacheblend_rag.server.catalogue import ChunkCatalogue
     from cacheblend_rag.server.metrics import ReuseMetrics
+    from cacheblend_rag.server.tenants import ServedTenants
 
 _JSON = re.compile(r"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _Route = Callable[..., Awaitable[Response]]
 
 
-def chunk_router(client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
+def chunk_router(tenants: ServedTenants, metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
     """Return the routes of :class:`ChunkRoutes`, with errors as responses."""
-    routes = ChunkRoutes(client, catalogue, metrics, model)
+    routes = ChunkRoutes(tenants, metrics, model)
     router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
-    table: list[tuple[str, str, _Route]] = [
-        ("POST", "", routes.precompute),
-        ("GET", "", routes.list_chunks),
-        ("GET", "/stats", routes.stats),  # before /{chunk_id}: the first path that fits is taken
-        ("POST", "/flush", routes.flush),
-        ("GET", "/{chunk_id:path}", routes.inspect),
-        ("DELETE", "/{chunk_id:path}", routes.delete),
-        ("DELETE", "", routes.delete_several),
+    table: list[tuple[str, str, _Route, dict[str, Any]]] = [
+        ("POST", "", routes.precompute, described(Precomputed, (409, 415, 429), json_body())),
+        ("GET", "", routes.list_chunks, described(ChunkPage, (), page_query())),
+        # Before /{chunk_id}: the first path that fits is taken.
+        ("GET", "/stats", routes.stats, described(ChunkStats)),
+        ("POST", "/flush", routes.flush, described(Flushed, (429,))),
+        ("GET", "/{chunk_id:any_text}", routes.inspect, described(ChunkDetail, (404,))),
+        ("DELETE", "/{chunk_id:any_text}", routes.delete, described(DeletedChunk, (404, 409))),
+        ("DELETE", "", routes.delete_several, described(DeletedChunks, (409,), delete_query())),
     ]
-    for method, path, route in table:
-        router.add_api_route(path, _explained(route), methods=[method])
+    for method, path, route, said in table:
+        router.add_api_route(path, _explained(route), methods=[method], **said)
     return router
 
 
-class ChunkRoutes:
-    """Requests to ``/v1/chunks`` and their responses; what is done is in :class:`ServedChunks`."""
+class _AnyText(Convertor[str]):
+    """The rest of a path, whatever it holds. Starlette's own ends before a line break, and so names another chunk."""
 
-    def __init__(self, client: BlendClient, catalogue: ChunkCatalogue, metrics: ReuseMetrics, model: ModelInfo):
-        """Serve the chunks of ``catalogue``, whose KV is the client's."""
-        self._client, self._catalogue, self._metrics, self._model = client, catalogue, metrics, model
-        self._chunks = ServedChunks(client, catalogue)
+    regex = "(?s:.*)"
+
+    def convert(self, value: str) -> str:
+        """Return ``value``."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """Return ``value``."""
+        return value
+
+
+register_url_convertor("any_text", _AnyText())
+
+
+class ChunkRoutes:
+    """Requests to ``/v1/chunks`` and their responses; what is done is in :class:`ServedChunks`.
+
+    Each is about the chunks of the tenant whose request it is, and of no other.
+    """
+
+    def __init__(self, tenants: ServedTenants, metrics: ReuseMetrics, model: ModelInfo):
+        """Serve the chunks of ``tenants``."""
+        self._tenants, self._metrics, self._model = tenants, metrics, model
+
+    @property
+    def _chunks(self) -> ServedChunks:
+        return self._tenants.current.chunks
 
     async def precompute(self, request: Request) -> Response:
         """Compute and store the KV of texts, and register them; texts that are stored already cost nothing."""
@@ -65,10 +103,12 @@ class ChunkRoutes:
             return error_response(
                 "Send JSON, with the header 'Content-Type: application/json'.", 415, "UnsupportedMediaType"
             )
-        wanted = await asyncio.to_thread(self._chunks.read, await request.body())
-        report = await self._client.store_kv(wanted)
-        self._metrics.precomputed(report)
-        await asyncio.to_thread(self._chunks.keep, wanted, report)
+        wanted, holder = await asyncio.to_thread(self._chunks.read, await request.body())
+        client = self._tenants.current.client
+        report = await client.store_kv(wanted)
+        self._metrics.precomputed(report, client.tenant.name)
+        calling.get().admission.charge(report.tokens)
+        await asyncio.to_thread(self._chunks.keep, wanted, report, holder)
         return JSONResponse(
             {
                 "object": "list",
@@ -94,16 +134,19 @@ class ChunkRoutes:
         )
 
     async def stats(self) -> Response:
-        """Say what the store holds, how many chunks are known, and which model this is."""
-        await asyncio.to_thread(self._catalogue.refresh)
-        held = await asyncio.to_thread(self._client.store.stats)
+        """Say how many chunks the tenant has, which model this is, and to the operator what the store holds."""
+        served = self._tenants.current
+        await asyncio.to_thread(served.catalogue.refresh)
+        # The store is all tenants': its counters would tell one what the others do.
+        seen = self._tenants.alone or calling.get().operator
+        held = asdict(await asyncio.to_thread(served.client.store.stats)) if seen else None
         return JSONResponse(
-            {"chunks": len(self._client.registry), "kv": asdict(held), "model": self._model.model_dump(mode="json")}
+            {"chunks": len(served.client.registry), "kv": held, "model": self._model.model_dump(mode="json")}
         )
 
     async def flush(self) -> Response:
         """Wait until the chunks that finished answers found missing have been stored."""
-        await self._client.drain()
+        await self._tenants.current.client.drain()
         return JSONResponse({"object": "flush", "done": True})
 
     async def inspect(self, chunk_id: str) -> Response:
@@ -119,14 +162,20 @@ class ChunkRoutes:
         return JSONResponse({"id": chunk_id, "object": "chunk", "deleted": True})
 
     async def delete_several(self, request: Request) -> Response:
-        """Forget several chunks (``?id=…&id=…``), or all (``?all=true``); not those of the index, nor unknown ids."""
-        everything = read_query(DeleteQuery, request.query_params).all
+        """Forget several chunks (``?id=…&id=…``), or all (``?all=true``); not those of the index, nor unknown ids.
+
+        ``&holder=NAME``: for that client alone, so that what others hold stays.
+        """
+        query = read_query(DeleteQuery, request.query_params)
+        everything = query.all
+        if everything and query.holder is not None:
+            raise InputError("holder goes with ?id=..., not with ?all=true, which deletes whoever holds the chunks.")
         chunk_ids = request.query_params.getlist("id")
         if not chunk_ids and not everything:
             raise InputError(
                 "Name the chunks to delete, as ?id=...&id=..., or give ?all=true for every registered one."
             )
-        gone = await asyncio.to_thread(self._chunks.delete_named, chunk_ids, everything)
+        gone = await asyncio.to_thread(self._chunks.delete_named, chunk_ids, everything, query.holder)
         return JSONResponse(
             {"object": "list", "data": [{"id": name, "object": "chunk", "deleted": True} for name in gone]}
         )

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
 from cacheblend_rag.protocol import ReuseReport
+from cacheblend_rag.server.tenants import calling
 from cacheblend_rag.server.ticket import Ticket, take_ticket
+from cacheblend_rag.store.tenants import Tenant
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from cacheblend_rag.engines.vllm.client import BlendClient
     from cacheblend_rag.server.metrics import ReuseMetrics
+    from cacheblend_rag.server.tenants import ServedTenants
 
 
 class ServedEngine:
     """Stands in for an ``AsyncLLM``; what it does not know itself, that one does.
 
     It runs a prompt with what its ticket says, and with nothing else: ``kv_transfer_params`` that came from a client would let
-    it store KV under names of its choice, and its ``cache_salt`` must not meet that of a blended prompt.
+    it store KV under names of its choice, and its ``cache_salt`` must not meet that of a blended prompt or of another tenant.
     """
 
-    def __init__(self, llm: AsyncLLM, client: BlendClient, metrics: ReuseMetrics):
+    def __init__(self, llm: AsyncLLM, tenants: ServedTenants, metrics: ReuseMetrics):
         """Serve ``llm``, whose connector is ours."""
-        self._llm, self._client, self._metrics = llm, client, metrics
+        self._llm, self._tenants, self._metrics = llm, tenants, metrics
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -35,32 +40,36 @@ class ServedEngine:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a prompt; see vLLM's method of that name."""
+        client = self._tenants.current.client
         prompt, ticket = take_ticket(prompt)
         extra = {k: v for k, v in (sampling_params.extra_args or {}).items() if k != "kv_transfer_params"}
         ticket = ticket or Ticket(reason="this route is served by ordinary prefill")
         if ticket.params:
             extra["kv_transfer_params"] = ticket.params
         else:
-            prompt = _with_own_salt(prompt)
+            prompt = _with_own_salt(prompt, client.tenant)
         sampling_params.extra_args = extra or None
         if ticket.exact:
             sampling_params.skip_reading_prefix_cache = True
         outputs = self._llm.generate(prompt, sampling_params, request_id, **options)
+        admission, used = calling.get().admission, TokensUsed(prompt, sampling_params)
         try:
             async for output in outputs:
-                self._account(output, ticket)
+                used.see(output)
+                self._account(output, ticket, client)
                 yield output
         finally:
+            admission.charge(used.total)
             await outputs.aclose()
 
-    def _account(self, output: RequestOutput, ticket: Ticket) -> None:
+    def _account(self, output: RequestOutput, ticket: Ticket, client: BlendClient) -> None:
         if not output.finished:
             if ticket.params:
                 output.num_cached_tokens = None  # vLLM counts every token of a blend, the recomputed ones too
             return
         prompt_tokens = len(output.prompt_token_ids or ())
         completion_tokens = sum(len(piece.token_ids) for piece in output.outputs)
-        outcome = self._client.outcome(
+        outcome = client.outcome(
             output.kv_transfer_params,
             prompt_tokens,
             output.num_cached_tokens or 0,
@@ -71,28 +80,68 @@ class ServedEngine:
         output.kv_transfer_params, output.num_cached_tokens = None, usage.reused_tokens
         ticket.report = ReuseReport(
             mode=outcome.mode,
-            reason=ticket.reason if ticket.reason and self._client.gate.passed else outcome.reason,
+            reason=ticket.reason if ticket.reason and client.gate.passed else outcome.reason,
             reused_tokens=usage.reused_tokens,
             recomputed_tokens=usage.recomputed_tokens,
             computed_tokens=usage.computed_tokens,
             selection_tokens=usage.selection_tokens,
             missing=outcome.missing,
+            in_place=outcome.in_place,
             policy=outcome.policy,
             ratio=outcome.ratio,
             load_s=outcome.load_s,
             blend_s=outcome.blend_s,
             loaded_bytes=outcome.loaded_bytes,
             loads=outcome.loads,
-            fingerprint=self._client.fingerprint.digest,
+            prefill_s=client.prefill_s(prompt_tokens),
+            expected_s=outcome.expected_s,
+            fingerprint=client.fingerprint.digest,
         )
-        self._metrics.finished(ticket.report)
-        self._client.finished(outcome)
+        first_token_s = output.metrics.first_token_latency if output.metrics else None
+        self._metrics.finished(ticket.report, client.tenant.name, first_token_s)
+        client.finished(outcome)
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
         """Ignore vLLM's hand-over between prefill and decode servers: this connector has none, and clients may not ask."""
 
 
-def _with_own_salt(prompt: Any) -> Any:
-    """Return a prompt whose client's salt can never be that of a blended prompt."""
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    return prompt if salt is None else {**prompt, "cache_salt": f"client:{salt}"}
+class TokensUsed:
+    """Counts the tokens of a request, however far it comes: its prompt's and those of its answers."""
+
+    def __init__(self, prompt: Any, sampling_params: SamplingParams):
+        """Begin to count for ``prompt``, whose length vLLM tells where it is not given as token ids."""
+        self._adds_up = sampling_params.output_kind is RequestOutputKind.DELTA
+        self._prompt = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, Mapping) else 0
+        self._answers: Counter[int] = Counter()
+
+    def see(self, output: RequestOutput) -> None:
+        """Take note of what the engine puts out."""
+        self._prompt = len(output.prompt_token_ids or ()) or self._prompt
+        for piece in output.outputs:
+            before = self._answers[piece.index] if self._adds_up else 0
+            self._answers[piece.index] = before + len(piece.token_ids)
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self._prompt + self._answers.total()
+
+
+def _with_own_salt(prompt: Any, tenant: Tenant) -> Any:
+    """Return a prompt whose salt is its tenant's, and can never be that of a blended prompt, whatever a client gave."""
+    given = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    salt = tenant.salt(None if given is None else f"client:{given}")
+    if salt is None:
+        return prompt
+    if isinstance(prompt, Mapping) and "decoder_prompt" in prompt:  # where vLLM looks for it
+        return {**prompt, "decoder_prompt": {**prompt["decoder_prompt"], "cache_salt": salt}}
+    return {**_tokens_of(prompt), "cache_salt": salt}
+
+
+def _tokens_of(prompt: Any) -> Mapping[str, Any]:
+    """Return a prompt as a mapping, which can take a salt."""
+    if isinstance(prompt, Mapping):
+        return prompt
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    return {"prompt_token_ids": list(prompt)}

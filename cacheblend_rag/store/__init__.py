@@ -2,6 +2,7 @@
 
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.disk import DiskStore
+from cacheblend_rag.store.keyring import Keyring, make_key
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.opening import open_store, record_tiers, recorded_tiers
@@ -13,11 +14,13 @@ __all__ = [
     "EntryInfo",
     "KVKey",
     "KVStore",
+    "Keyring",
     "LayerKV",
     "MemoryStore",
     "StoreStats",
     "TieredStore",
     "VerifyReport",
+    "make_key",
     "open_store",
     "record_tiers",
     "recorded_tiers",

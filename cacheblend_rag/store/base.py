@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from cacheblend_rag.store.codec import RAW
 from cacheblend_rag.store.events import Activity, TierReads
+from cacheblend_rag.store.keyring import KeyName, Keyring
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
 if TYPE_CHECKING:
@@ -81,12 +82,22 @@ class KVStore(ABC):
         lasts: Whether entries outlast the process.
         remote: Whether a look-up goes to another machine, and may take its time.
         codecs: How its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`).
+        keys: What entries are encrypted with where they are written; None for not at all.
     """
 
     budget: int | None = None
     lasts: bool = True
     remote: bool = False
     codecs: tuple[str, ...] = (RAW,)
+    keys: Keyring | None = None
+
+    def key_name(self, tenant: str) -> KeyName | None:
+        """Return what the keys of a tenant's entries must hold (:func:`~cacheblend_rag.store.kv.kv_key`): the encryption's part.
+
+        Raises:
+            InputError: Entries are encrypted, and the tenant has no key.
+        """
+        return None if self.keys is None else self.keys.name(tenant)
 
     @abstractmethod
     def get(self, key: KVKey) -> StoredKV | None:

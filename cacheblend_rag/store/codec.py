@@ -71,7 +71,9 @@ class RawCodec:
         return {"k": layer.k, "v": layer.v}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], take: Take) -> LayerKV:
-        """Return the layer made of the two tensors."""
+        """Return the layer made of the two tensors; raises as :meth:`Codec.decode`."""
+        if tensors.keys() != {"k", "v"}:
+            raise ValueError(f"a layer of {', '.join(sorted(tensors)) or 'nothing'} instead of k, v")
         return LayerKV(tensors["k"], tensors["v"])
 
 

@@ -16,6 +16,7 @@ from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
 from cacheblend_rag.store.events import Activity, Events
 from cacheblend_rag.store.faults import explain, explained
+from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.private import file_mode, make_inside, make_root
 from cacheblend_rag.store.source import FileSource
@@ -32,7 +33,14 @@ class DiskStore(KVStore):
     Entries being written count once they are complete.
     """
 
-    def __init__(self, root: Path | str, budget: int | None = None, codec: str = RAW, tier: str = "disk"):
+    def __init__(
+        self,
+        root: Path | str,
+        budget: int | None = None,
+        codec: str = RAW,
+        tier: str = "disk",
+        keys: Keyring | None = None,
+    ):
         """Open the store at ``root``, creating the directory where it is missing.
 
         Args:
@@ -40,15 +48,17 @@ class DiskStore(KVStore):
             budget: Bytes on disk to stay within when putting (None: no limit).
             codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); others are read all the same.
             tier: What it is called in statistics and costs, where there are several disks.
+            keys: What entries are encrypted with; None for not at all. A directory is encrypted with the same keys from its first
+                entry on, or never.
 
         Raises:
             InputError: There is no such codec, or the package that it takes is missing.
-            StoreError: ``root`` is not a directory or cannot be made.
+            StoreError: ``root`` is not a directory or cannot be made, or holds KV that is encrypted otherwise than by ``keys``.
         """
         self.root = Path(root)
         self.budget, self.tier = budget, tier
         self._codec = get_codec(codec)
-        self.codecs = (self._codec.name,)
+        self.codecs, self.keys = (self._codec.name,), keys
         self._directory = EntryDirectory(self.root / "kv")
         self._spool = Spool(self.root / "tmp")
         self._events = Events()
@@ -75,7 +85,7 @@ class DiskStore(KVStore):
         if not self._fits(encoded.nbytes):
             return False
         with self._writing(), self._temporary() as temporary:
-            kvfile.write(encoded, temporary)
+            kvfile.write(encoded, temporary, self.keys)
             # The library makes files private; who may use the directory may use what is in it.
             temporary.chmod(file_mode(self.root))
             sync(temporary)
@@ -184,6 +194,7 @@ class DiskStore(KVStore):
                 next(entries.iterdir(), None)  # a store that cannot be read must not look like an empty one
         except OSError as error:
             raise explain(error, self.root, "open") from error
+        self._directory.check_keys(self.keys)
         with suppress(OSError), self._directory.exclusive():
             self._spool.sweep()
             self._directory.recount()
@@ -214,7 +225,7 @@ class DiskStore(KVStore):
     def _file(
         self, path: Path, key: KVKey, on_damage: Callable[[kvfile.KVFile, DamagedKVError], None]
     ) -> kvfile.KVFile:
-        return kvfile.KVFile(self._source(path), key, self.tier, on_damage, self._events)
+        return kvfile.KVFile(self._source(path), key, self.tier, on_damage, self._events, keys=self.keys)
 
     def _source(self, path: Path) -> FileSource:
         return FileSource(path)

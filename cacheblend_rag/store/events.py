@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Literal, TypedDict
@@ -37,6 +37,13 @@ class TierReads:
     seconds: float = 0.0
 
 
+def added(some: Mapping[str, TierReads], others: Mapping[str, TierReads]) -> dict[str, TierReads]:
+    """Return, tier by tier, the reads of both."""
+    none = TierReads()
+    both = {tier: (some.get(tier, none), others.get(tier, none)) for tier in (*some, *others)}
+    return {t: TierReads(a.nbytes + b.nbytes, a.count + b.count, a.seconds + b.seconds) for t, (a, b) in both.items()}
+
+
 class ReadClock:
     """Adds up reads of several threads; time in which several of them run counts once."""
 
@@ -44,7 +51,7 @@ class ReadClock:
         """Begin with nothing read."""
         self._lock = threading.Lock()
         self._done = TierReads()
-        self._running = 0
+        self._running = self._running_bytes = 0
         self._since = 0.0
 
     @contextmanager
@@ -54,6 +61,7 @@ class ReadClock:
             if self._running == 0:
                 self._since = time.perf_counter()
             self._running += 1
+            self._running_bytes += nbytes
         read = 0
         try:
             yield
@@ -61,6 +69,7 @@ class ReadClock:
         finally:
             with self._lock:
                 self._running -= 1
+                self._running_bytes -= nbytes
                 took = time.perf_counter() - self._since if self._running == 0 else 0.0
                 done = self._done
                 self._done = TierReads(done.nbytes + read, done.count + bool(read), done.seconds + took)
@@ -69,6 +78,14 @@ class ReadClock:
         """Return what was read so far."""
         with self._lock:
             return self._done
+
+    def under_way(self) -> TierReads | None:
+        """Return what was read so far and what is being read, as if that ended now; None where nothing is being read."""
+        with self._lock:
+            if not self._running:
+                return None
+            done, took = self._done, time.perf_counter() - self._since
+            return TierReads(done.nbytes + self._running_bytes, done.count + self._running, done.seconds + took)
 
 
 @dataclass(frozen=True)

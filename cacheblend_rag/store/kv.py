@@ -15,6 +15,8 @@ import torch
 import xxhash
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
+from cacheblend_rag.store.keyring import KeyName
+from cacheblend_rag.store.tenants import DEFAULT_NAME
 
 if TYPE_CHECKING:
     from cacheblend_rag.store.block import Take
@@ -203,11 +205,21 @@ def _digest(config: Mapping[str, Any], weights: str, dtype: torch.dtype) -> str:
 
 
 def kv_key(
-    fingerprint: ModelFingerprint, header_ids: Sequence[int], token_ids: Sequence[int], codec: str = "raw"
+    fingerprint: ModelFingerprint,
+    header_ids: Sequence[int],
+    token_ids: Sequence[int],
+    codec: str = "raw",
+    tenant: str = DEFAULT_NAME,
+    encrypted: KeyName | None = None,
 ) -> KVKey:
     """Return the store key of the KV of ``token_ids`` computed behind ``header_ids``.
 
-    The key covers everything the stored numbers depend on.
+    The key covers everything the stored numbers depend on, whose they are, and what they are ``encrypted`` by.
     """
-    text = json.dumps([fingerprint.digest, list(header_ids), list(token_ids), codec], separators=(",", ":"))
-    return KVKey(hashlib.sha256(text.encode()).hexdigest()[:40])
+    parts: list[object] = [fingerprint.digest, list(header_ids), list(token_ids), codec]
+    if tenant != DEFAULT_NAME:
+        parts.append(tenant)
+    if encrypted is not None:
+        parts.append({"secret": encrypted.secret})
+    text = json.dumps(parts, separators=(",", ":"))
+    return KVKey(hashlib.sha256(text.encode()).hexdigest()[:40] + ("" if encrypted is None else encrypted.id))

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ import torch
 import xxhash
 from safetensors.torch import save, save_file
 
-from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError, UnknownCodecError
+from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
 from cacheblend_rag.store.block import Take, plain
 from cacheblend_rag.store.codec import Codec, get_codec
 from cacheblend_rag.store.events import Events
+from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.sealed import MAGIC, SealedSource, seal
 from cacheblend_rag.store.source import Source
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _STATIC, _STATIC_CHECKSUM = "static", "checksum.static"
+_MOST = 1 << 48  # of a size; PyTorch fails otherwise where some sizes are as large and another is 0
 _MAX_HEADER = 100_000_000  # what the safetensors library accepts; a flipped length must not make us allocate more
 
 
@@ -97,18 +100,44 @@ def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
     return EncodedKV(tensors, metadata)
 
 
-def write(encoded: EncodedKV, path: Path) -> None:
-    """Write ``encoded`` to ``path``; neither atomic nor synced.
+def write(encoded: EncodedKV, path: Path, keys: Keyring | None = None) -> None:
+    """Write ``encoded`` to ``path``, encrypted where there are ``keys``; neither atomic nor synced.
 
     Raises:
         OSError: The file cannot be written.
     """
-    save_file(encoded.tensors, path, encoded.metadata)
+    if keys is None:
+        save_file(encoded.tensors, path, encoded.metadata)
+    else:
+        with path.open("wb") as file:
+            for piece in _sealed(encoded, keys):
+                file.write(piece)
 
 
-def serialized(encoded: EncodedKV) -> bytes:
+def serialized(encoded: EncodedKV, keys: Keyring | None = None) -> bytes:
     """Return the bytes that :func:`write` would write."""
-    return save(encoded.tensors, encoded.metadata)
+    return save(encoded.tensors, encoded.metadata) if keys is None else b"".join(map(bytes, _sealed(encoded, keys)))
+
+
+def _sealed(encoded: EncodedKV, keys: Keyring) -> Iterator[memoryview]:
+    data = save(encoded.tensors, encoded.metadata)
+    return seal(data, _seams(data), KVKey(encoded.metadata["key"]), keys)
+
+
+def _seams(data: bytes) -> list[int]:
+    """Return where the parts of a file end that are read alone: its header, each layer's tensors that lie together, the rest."""
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    spans = sorted((entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__")
+    ends, before = [8 + length], ""
+    for (begin, end), name in spans:
+        of = name if name == _STATIC else str(_layer_index(name))
+        if begin == end:
+            continue
+        if of != before:
+            ends.append(0)
+        ends[-1], before = 8 + length + end, of
+    return ends
 
 
 class _Place(NamedTuple):
@@ -132,6 +161,7 @@ class KVFile(StoredKV):
         on_damage: Callable[[KVFile, DamagedKVError], None],
         events: Events | None = None,
         at_once: int = 1,
+        keys: Keyring | None = None,
     ):
         """Read and check everything but the layers.
 
@@ -142,16 +172,19 @@ class KVFile(StoredKV):
             on_damage: Called with the handle and the error, here or from :meth:`layer`, before the error is raised.
             events: Where to count reads of layers.
             at_once: See :class:`StoredKV`.
+            keys: Those that the entry is encrypted with; None for one that is not.
 
         Raises:
             DamagedKVError: These bytes are not a whole entry of ``key``.
             StoreUnavailableError: They cannot be read now.
             UnknownCodecError: They are encoded in a way that is not known here.
+            UnknownKeyError: They are encrypted by another key, or are and there are no ``keys``.
         """
         self.source, self.key, self.tier, self.at_once = source, key, tier, at_once
         self._on_damage = on_damage
         self._clock = (events or Events()).reads
         try:
+            self._data: Source = source if keys is None else SealedSource(source, key, keys)
             metadata, places = self._parse()
             self._codec = get_codec(metadata["codec"])
             self.num_layers = int(metadata["layers"])
@@ -162,6 +195,7 @@ class KVFile(StoredKV):
             self._layers: list[list[_Place]] = [[] for _ in range(self.num_layers)]
             self._static = next((place for place in places if place.name == _STATIC), None)
             self._static_checksum = metadata.get(_STATIC_CHECKSUM)
+            self._read_static: torch.Tensor | None = None  # the controller asks for it, and then the blend
             for place in sorted(place for place in places if place.name != _STATIC):
                 self._layers[_layer_index(place.name)].append(place)
         except InputError as error:  # by a newer version, say: it stays for those who know it
@@ -187,8 +221,8 @@ class KVFile(StoredKV):
 
     def static_deviation(self) -> torch.Tensor | None:
         """See :meth:`StoredKV.static_deviation`; damage to it leaves the layers as good as they were."""
-        if self._static is None:
-            return None
+        if self._static is None or self._read_static is not None:
+            return self._read_static
         try:
             (static,) = self._checked([self._static], self._static_checksum).values()
             if static.shape != (self.num_tokens,):
@@ -198,6 +232,7 @@ class KVFile(StoredKV):
                 "The static deviation of KV entry %s cannot be used: %r (%s)", self.key, error, self.source.place
             )
             return None
+        self._read_static = static
         return static
 
     def verify(self) -> None:
@@ -230,11 +265,11 @@ class KVFile(StoredKV):
         memory = take(end)
         together = all(place.offset - places[0].offset == start for place, start in zip(places, starts, strict=True))
         if together and end:
-            self.source.read(places[0].offset, memory[:end])
+            self._data.read(places[0].offset, memory[:end])
         for place, start in zip(places, starts, strict=True):
             data = memory[start : start + place.nbytes]
             if place.nbytes and not together:
-                self.source.read(place.offset, data)
+                self._data.read(place.offset, data)
             _update(state, place.name, place.dtype, place.shape, data)
             tensors[place.name] = data.view(_DTYPES[place.dtype]).view(place.shape)
         if state.hexdigest() != checksum:
@@ -248,17 +283,22 @@ class KVFile(StoredKV):
         return damage
 
     def _read_bytes(self, offset: int, nbytes: int) -> bytes:
-        if offset + nbytes > self.source.nbytes:
-            raise ValueError(f"{self.source.nbytes} bytes, which is too few")
+        if offset + nbytes > self._data.nbytes:
+            raise ValueError(f"{self._data.nbytes} bytes, which is too few")
         buffer = plain(nbytes)
-        self.source.read(offset, buffer)
+        self._data.read(offset, buffer)
         return buffer.numpy().tobytes()
 
     def _parse(self) -> tuple[dict[str, str], list[_Place]]:
         """Read the header ourselves: the library would map the file, see the class. Raises what a broken one causes."""
-        (length,) = struct.unpack("<Q", self._read_bytes(0, 8))
-        if length > min(_MAX_HEADER, self.source.nbytes - 8):
-            raise ValueError(f"header of {length} bytes in an entry of {self.source.nbytes}")
+        first = self._read_bytes(0, 8)
+        if first == MAGIC:
+            raise UnknownKeyError(
+                f"KV entry {self.key} counts as missing, and stays: it is encrypted, and no keys are given ({self.source.place})"
+            )
+        (length,) = struct.unpack("<Q", first)
+        if length > min(_MAX_HEADER, self._data.nbytes - 8):
+            raise ValueError(f"header of {length} bytes in an entry of {self._data.nbytes}")
         header = json.loads(self._read_bytes(8, length))
         metadata = header.pop("__metadata__")
         if metadata.pop("checksum") != _metadata_checksum(metadata):
@@ -267,14 +307,14 @@ class KVFile(StoredKV):
             raise ValueError(f"holds {metadata['key']} in format {metadata['format']}, not {self.key} in {FORMAT}")
         places = [_place(name, entry, 8 + length) for name, entry in header.items()]
         end = max((place.offset + place.nbytes for place in places), default=8 + length)
-        if end != self.source.nbytes:
-            raise ValueError(f"{self.source.nbytes} bytes instead of {end}")
+        if end != self._data.nbytes:
+            raise ValueError(f"{self._data.nbytes} bytes instead of {end}")
         return metadata, places
 
 
 def _place(name: str, entry: Mapping[str, Any], data: int) -> _Place:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+    if not all(type(number) is int and 0 <= number < _MOST for number in (begin, end, *shape)):
         raise ValueError("sizes that are not whole numbers")
     nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
     if end - begin != nbytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,9 @@ class MemoryStore(KVStore):
     """KV entries in host memory under a byte budget, least recently used out first.
 
     Every layer is one contiguous block. Where a device reads them (:meth:`pin_for`), the blocks are pinned.
+
+    Attributes:
+        on_change: Called, if set, with a key and the bytes held of it from now on, 0 for none; it must not use the store.
     """
 
     lasts = False
@@ -40,6 +43,7 @@ class MemoryStore(KVStore):
         self._nbytes = 0
         self._events = Events()
         self._pinned: PinnedMemory | None = None
+        self.on_change: Callable[[KVKey, int], None] | None = None
 
     def pin_for(self, device: torch.device) -> None:
         """See :meth:`KVStore.pin_for`. Pinned memory never exceeds the budget; what finds none lies in ordinary memory."""
@@ -92,6 +96,8 @@ class MemoryStore(KVStore):
                 self._evict(self.budget - owned.nbytes)
             self._held[key] = _Held(owned, time.time())
             self._nbytes += owned.nbytes
+            if self.on_change is not None:
+                self.on_change(key, owned.nbytes)
         self._events.add("puts")
         return True
 
@@ -175,6 +181,8 @@ class MemoryStore(KVStore):
         held = self._held.pop(key, None)
         if held:
             self._nbytes -= held.kv.nbytes
+            if self.on_change is not None:
+                self.on_change(key, 0)
         return held
 
     def _evict(self, to_bytes: int) -> int:

@@ -14,6 +14,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo
 from cacheblend_rag.store.calls import WRITE_FACTOR
 from cacheblend_rag.store.codec import RAW
+from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import KVKey, is_key
 from cacheblend_rag.store.remote import Head, RemoteStore
 
@@ -60,6 +61,7 @@ class ObjectStore(RemoteStore):
         ttl_s: float | None = None,
         timeout_s: float = TIMEOUT_S,
         codec: str = RAW,
+        keys: Keyring | None = None,
     ):
         """Use ``bucket``, one of obstore's stores, which is connected to when it is first needed. See :meth:`at`.
 
@@ -72,8 +74,11 @@ class ObjectStore(RemoteStore):
             ttl_s: See :class:`RemoteStore`. What is older counts as missing, and goes when the bucket is listed for room.
             timeout_s: See :class:`RemoteStore`.
             codec: See :class:`RemoteStore`.
+            keys: See :class:`RemoteStore`.
         """
-        super().__init__(tier, where or type(bucket).__name__, (BaseError, OSError), budget, ttl_s, timeout_s, codec)
+        super().__init__(
+            tier, where or type(bucket).__name__, (BaseError, OSError), budget, ttl_s, timeout_s, codec, keys
+        )
         self._bucket, self._writer = bucket, writer or bucket
         self._room = threading.Lock()
         self._seen_used: dict[KVKey, float] = {}
@@ -89,6 +94,7 @@ class ObjectStore(RemoteStore):
         ttl_s: float | None = None,
         timeout_s: float = TIMEOUT_S,
         codec: str = RAW,
+        keys: Keyring | None = None,
         **config: str,
     ) -> ObjectStore:
         """Return the tier at ``url``: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://account/container/prefix``.
@@ -100,6 +106,7 @@ class ObjectStore(RemoteStore):
             ttl_s: See :class:`RemoteStore`.
             timeout_s: See :class:`RemoteStore`.
             codec: See :class:`RemoteStore`.
+            keys: See :class:`RemoteStore`.
             config: Of obstore, by name: ``endpoint``, ``region``...
 
         Raises:
@@ -123,7 +130,8 @@ class ObjectStore(RemoteStore):
             reader, writer = bucket(timeout_s), bucket(timeout_s * WRITE_FACTOR)
         except (BaseError, ValueError, TypeError) as error:
             raise InputError(f"{url!r} is no address of an object store: {error}") from error
-        return cls(reader, budget, writer=writer, tier=tier, where=url, ttl_s=ttl_s, timeout_s=timeout_s, codec=codec)
+        common: Any = {"tier": tier, "ttl_s": ttl_s, "timeout_s": timeout_s, "codec": codec, "keys": keys}
+        return cls(reader, budget, writer=writer, where=url, **common)
 
     def _head(self, key: KVKey, nbytes: int, use: bool = True) -> Head | None:
         try:

@@ -15,7 +15,7 @@ from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.private import make_root, write_text
 from cacheblend_rag.store.tally import Tally
 from cacheblend_rag.store.tiered import TieredStore
-from cacheblend_rag.store.urls import is_urls, open_tier, parse_tiers, password_in
+from cacheblend_rag.store.urls import is_urls, open_tier, parse_tiers, password_in, with_keys
 
 _RECORD = "tiers"
 _USUAL = "ram://,file://"
@@ -51,9 +51,16 @@ def open_store(
         return MemoryStore(default_ram_budget(processes) if ram_budget is None else ram_budget)
     urls = where if isinstance(where, str) and is_urls(where) else None
     home = None if urls is not None else Path(where).expanduser()
+    tiers = _opened(urls or (home and recorded_tiers(home)) or _USUAL, home, ram_budget, disk_budget, processes)
+    return TieredStore(tiers or [MemoryStore(0)], None if home is None else Tally(home))
+
+
+def _opened(
+    urls: str, home: Path | None, ram_budget: int | None = None, disk_budget: int | None = None, processes: int = 1
+) -> list[KVStore]:
     tiers: list[KVStore] = []
     names: Counter[str] = Counter()
-    for tier in parse_tiers(urls or (home and recorded_tiers(home)) or _USUAL):
+    for tier in parse_tiers(urls):
         given = {"ram": ram_budget, "file": disk_budget}.get(tier.scheme)
         if given != 0 or tier.scheme != "ram":
             names[tier.name] += 1
@@ -61,7 +68,7 @@ def open_store(
             opened = open_tier(tier, name, home, partial(default_ram_budget, processes), _default_disk_budget)
             opened.budget = opened.budget if given is None else given
             tiers.append(opened)
-    return TieredStore(tiers or [MemoryStore(0)], None if home is None else Tally(home))
+    return tiers
 
 
 def _default_disk_budget(disk: DiskStore) -> int:
@@ -69,19 +76,33 @@ def _default_disk_budget(disk: DiskStore) -> int:
     return (shutil.disk_usage(disk.root).free + disk.stats().nbytes) // 2
 
 
-def record_tiers(directory: Path, urls: str) -> None:
+def record_tiers(directory: Path, urls: str | None, encrypt: Path | None = None) -> None:
     """Note in a store's directory where its KV is kept, for whoever opens it from now on. KV elsewhere is not moved.
 
+    Args:
+        directory: The store's.
+        urls: Its tiers by address; None for those that it has.
+        encrypt: Directory of the keys that all tiers but RAM are encrypted with; None for what the addresses say.
+
     Raises:
-        InputError: They are no addresses, or hold a password.
-        StoreError: The directory cannot be written to.
+        InputError: They are no addresses, or hold a password; or the keys cannot be used.
+        StoreError: The directory cannot be written to; or it holds KV that is encrypted with other keys, or not.
     """
-    parse_tiers(urls)
+    urls = urls or recorded_tiers(directory) or _USUAL
+    if encrypt is not None:
+        urls = with_keys(urls, encrypt.expanduser().resolve())
+    tiers = parse_tiers(urls)
     if password_in(urls):
         raise InputError(
             "The address of a tier holds a password, which would be seen by others on this machine and be noted in the store. "
             "Leave it out, and set REDISCLI_AUTH to it in the environment."
         )
+    before = parse_tiers(recorded_tiers(directory) or _USUAL)
+    keys = next((tier.encrypt for tier in before if tier.encrypt), "")
+    if keys and not any(tier.encrypt for tier in tiers):
+        raise InputError(f"The store in {directory} is encrypted, and these tiers are not: add --encrypt {keys}.")
+    if any(tier.encrypt for tier in tiers):  # keys that do not fit must not be noted
+        TieredStore(_opened(urls, directory, ram_budget=0)).close()
     try:
         make_root(directory)
         write_text(directory / _RECORD, f"{urls}\n")

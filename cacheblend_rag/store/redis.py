@@ -15,6 +15,7 @@ from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo
 from cacheblend_rag.store.calls import WRITE_FACTOR
 from cacheblend_rag.store.codec import RAW
+from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.remote import Head, RemoteStore
 
@@ -127,6 +128,7 @@ class RedisStore(RemoteStore):
         ttl_s: float | None = None,
         timeout_s: float = TIMEOUT_S,
         codec: str = RAW,
+        keys: Keyring | None = None,
         prefix: str = "cacheblend:",
     ):
         """Use the server at ``url``; it is connected to when it is first needed.
@@ -139,6 +141,7 @@ class RedisStore(RemoteStore):
             ttl_s: See :class:`RemoteStore`.
             timeout_s: See :class:`RemoteStore`.
             codec: See :class:`RemoteStore`.
+            keys: See :class:`RemoteStore`.
             prefix: What all its keys begin with.
 
         Raises:
@@ -161,7 +164,7 @@ class RedisStore(RemoteStore):
         except ValueError as error:
             raise InputError(f"{url!r} is no address of a Redis server: {error}") from error
         failures = (redis.exceptions.RedisError, OSError)
-        super().__init__(tier, without_password(url), failures, budget, ttl_s, timeout_s, codec)
+        super().__init__(tier, without_password(url), failures, budget, ttl_s, timeout_s, codec, keys)
         self._prefix = prefix
         self._scripts = {name: self._client.register_script(_PRELUDE + text) for name, text in _SCRIPTS.items()}
 

@@ -10,12 +10,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError
+from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
 from cacheblend_rag.store import kvfile
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.calls import AT_ONCE, RemoteCalls
 from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.events import Activity, Events
+from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import ChunkKV, KVKey, checked_key
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class RemoteStore(KVStore):
         ttl_s: float | None,
         timeout_s: float,
         codec: str,
+        keys: Keyring | None = None,
     ):
         """Connect when it is first needed.
 
@@ -74,6 +76,7 @@ class RemoteStore(KVStore):
             ttl_s: Seconds after which an entry that was put is gone; None: never.
             timeout_s: Seconds that a look-up, or the read of a layer, may take.
             codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); others are read all the same.
+            keys: What entries are encrypted with; None for not at all. Others are not read.
 
         Raises:
             InputError: There is no such codec, or the package that it takes is missing.
@@ -83,7 +86,7 @@ class RemoteStore(KVStore):
         self._calls = RemoteCalls(f"{tier} tier {where}", failures, timeout_s)
         self._events = Events()
         self._codec = get_codec(codec)
-        self.codecs = (self._codec.name,)
+        self.codecs, self.keys = (self._codec.name,), keys
 
     def get(self, key: KVKey) -> kvfile.KVFile | None:
         """See :meth:`KVStore.get`."""
@@ -92,8 +95,8 @@ class RemoteStore(KVStore):
         try:
             if (head := self._calls(lambda: self._head(key, HEAD_BYTES))) is not None:
                 source = _RemoteSource(self, key, head)
-                found = kvfile.KVFile(source, key, self.tier, self._discard, self._events, AT_ONCE)
-        except UnknownCodecError as error:
+                found = kvfile.KVFile(source, key, self.tier, self._discard, self._events, AT_ONCE, self.keys)
+        except (UnknownCodecError, UnknownKeyError) as error:
             _log.warning("%s", error)
         except (DamagedKVError, StoreUnavailableError):  # told already
             pass
@@ -106,7 +109,7 @@ class RemoteStore(KVStore):
         if not replace and self._calls(lambda: self._use(key)):
             return True
         encoded = kvfile.encode(key, kv, self._codec)
-        data = kvfile.serialized(encoded)
+        data = kvfile.serialized(encoded, self.keys)
         if self.budget is not None and len(data) > self.budget:
             return False
         written, evicted = self._patiently(lambda: self._write(key, data, replace))
@@ -173,7 +176,8 @@ class RemoteStore(KVStore):
                     checked -= 1  # evicted meanwhile
                     continue
                 report = self._discard if repair else lambda *_: None
-                kvfile.KVFile(_RemoteSource(self, entry.key, head), entry.key, self.tier, report).verify()
+                source = _RemoteSource(self, entry.key, head)
+                kvfile.KVFile(source, entry.key, self.tier, report, keys=self.keys).verify()
             except DamagedKVError:
                 damaged.append(entry.key)
             except StoreUnavailableError:

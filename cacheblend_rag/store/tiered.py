@@ -37,10 +37,14 @@ class TieredStore(KVStore):
             tally: Where to add what was counted when the store is closed.
 
         Raises:
-            InputError: There are none.
+            InputError: There are none, or two are encrypted with different keys.
         """
         if not tiers:
             raise InputError("a tiered KV store needs at least one tier")
+        rings = [tier.keys for tier in tiers if tier.keys is not None]
+        if len({ring.directory.resolve() for ring in rings}) > 1:
+            raise InputError("The tiers of a store are encrypted with different keys; give all of them the same.")
+        self.keys = rings[0] if rings else None
         self.tiers = tuple(tiers)
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
         self.codecs = tuple(dict.fromkeys(name for tier in tiers for name in tier.codecs))

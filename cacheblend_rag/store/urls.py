@@ -13,6 +13,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.base import TIMEOUT_S, KVStore
 from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.disk import DiskStore
+from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.memory import MemoryStore
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", re.IGNORECASE)
@@ -62,6 +63,7 @@ class TierURL:
         ttl_s: Seconds after which an entry is gone; None: never.
         timeout_s: Seconds that a look-up or a read may take.
         codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); RAM holds them as they are.
+        encrypt: Directory of the keys that entries are encrypted with (:meth:`Keyring.read`); empty: not encrypted.
         config: Further options, of an object store.
     """
 
@@ -72,6 +74,7 @@ class TierURL:
     ttl_s: float | None = None
     timeout_s: float = TIMEOUT_S
     codec: str = RAW
+    encrypt: str = ""
     config: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -100,8 +103,13 @@ def parse_tiers(urls: str) -> tuple[TierURL, ...]:
 
 
 def _parse(url: str) -> TierURL:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InputError(f"{url!r} is no address ({error}); {_EXAMPLE}.") from error
     scheme = parts.scheme
+    if "#" in url:  # what follows would be ignored, whatever it asks for
+        raise InputError(f"{url!r} holds a '#'; write it as %23.")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     place = unquote(parts.netloc + parts.path) if scheme in {"ram", "file"} else parts.netloc + parts.path
     tier = TierURL("", scheme, place)
@@ -115,7 +123,7 @@ def _parse(url: str) -> TierURL:
         raise InputError(f"{url!r} lacks a {'bucket' if scheme in _OBJECTS else 'host'}; {_EXAMPLE}.")
     taken: dict[str, Callable[[str], object]] = {"budget": parse_size}
     if scheme != "ram":
-        taken["codec"] = _codec
+        taken |= {"codec": _codec, "encrypt": str}
     if scheme not in {"ram", "file"}:
         taken |= {"ttl": parse_duration, "timeout": parse_duration}
     for name, parse in taken.items():
@@ -136,6 +144,21 @@ def _codec(text: str) -> str:
     return get_codec(text.replace(" ", "+")).name  # a plus sign in an address stands for a space
 
 
+def with_keys(urls: str, keys: Path) -> str:
+    """Return addresses with the directory of keys that all tiers but RAM are encrypted with."""
+    option = urlencode({"encrypt": str(keys)}, safe="/")
+    return ",".join(
+        url if urlsplit(url).scheme == "ram" else f"{url}{'&' if '?' in url else '?'}{option}"
+        for url in (_without(url.strip(), "encrypt") for url in urls.split(",") if url.strip())
+    )
+
+
+def _without(url: str, option: str) -> str:
+    place, _, query = url.partition("?")
+    left = "&".join(each for each in query.split("&") if each and each.partition("=")[0] != option)
+    return f"{place}?{left}" if left else place
+
+
 def password_in(urls: str) -> bool:
     """Say whether an address holds a password."""
     return any(urlsplit(url).password or "password=" in urlsplit(url).query for url in urls.split(","))
@@ -154,19 +177,26 @@ def open_tier(
         disk_budget: The same of a disk.
 
     Raises:
-        InputError: The address cannot be used, or a package is missing.
+        InputError: The address or its keys cannot be used, or a package is missing.
         StoreError: A directory cannot be used.
     """
     if tier.scheme == "ram":
         return MemoryStore(ram_budget() if tier.budget is None else tier.budget)
+    keys = Keyring.read(tier.encrypt) if tier.encrypt else None
     if tier.scheme == "file":
         if not tier.place and home is None:
             raise InputError("file:// without a path means a store's own directory, and there is none; add the path.")
         root = Path(tier.place).expanduser() if tier.place else home or Path()
-        disk = DiskStore(root, tier=name, codec=tier.codec)
+        disk = DiskStore(root, tier=name, codec=tier.codec, keys=keys)
         disk.budget = disk_budget(disk) if tier.budget is None else tier.budget
         return disk
-    common: Any = {"tier": name, "ttl_s": tier.ttl_s, "timeout_s": tier.timeout_s, "codec": tier.codec}
+    common: Any = {
+        "tier": name,
+        "ttl_s": tier.ttl_s,
+        "timeout_s": tier.timeout_s,
+        "codec": tier.codec,
+        "keys": keys,
+    }
     extra = "redis" if tier.scheme in _REDIS else "s3"
     try:
         # What is imported here takes packages that not everybody has.

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.bench.controller import ControllerSettings, bench_controller, simulate, simulate_one
-from cacheblend_rag.blending.controller import SPENT, Load, Located, cheapest_tier, decide
-from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
+from cacheblend_rag.blending.auto import AutoRatio
+from cacheblend_rag.blending.controller import SPENT, Load, Located, Terms, cheapest_tier, control, decide
+from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, Measured, TierCost
+from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.store.events import TierReads
+from cacheblend_rag.store.kv import ChunkKV
 
 COMPUTE = ComputeCost(0.0, 1e-4, 0.0)  # 0.1 ms a token
 SHARE = st.floats(0.01, 0.6)
@@ -95,11 +102,12 @@ def test_the_cheapest_device_that_adds_no_delay_is_named() -> None:
     st.tuples(*(st.floats(4, 10),) * 3),
     st.floats(0, 1e-3),
     st.integers(8, 80),
+    st.sampled_from([0.0, 1e-6, 1e-5]),
 )
-def test_no_other_choice_is_much_sooner(parts, forced, least, dense, rates, latency, layers) -> None:
+def test_no_other_choice_is_much_sooner(parts, forced, least, dense, rates, latency, layers, placed_s) -> None:
     known = Costs(
         layers,
-        ComputeCost(1e-4, 2e-5, 1e-9),
+        ComputeCost(1e-4, 2e-5, 1e-9, placed_s),
         {
             name: TierCost(latency, 10.0**rate, 1 << 20)
             for name, rate in zip(("ram", "nvme", "net"), rates, strict=True)
@@ -134,14 +142,40 @@ def test_the_simulation_adds_up() -> None:
 def test_observations_move_the_costs_to_what_the_machine_takes() -> None:
     known = costs(disk=1e6)
     for _ in range(40):
-        known = known.loaded("disk", 1000, 1, 1000 / 2e5).computed(100, 1000, 0.03).loaded("new", 1000, 1, 0.5)
+        reads = {"disk": TierReads(1000, 1, 1000 / 2e5), "new": TierReads(1000, 1, 0.5)}
+        known = known.after(Measured((Computed(100, 1000, 0.03),), reads, waited_s=1.0))
     assert known.tiers["disk"].bytes_per_s == pytest.approx(2e5, rel=0.01)
     assert known.compute.seconds(100, 1000) == pytest.approx(0.03, rel=0.01)
     assert known.tiers["new"].bytes_per_s == pytest.approx(2000)
 
 
+def test_reads_that_nobody_waited_for_do_not_make_a_device_slow() -> None:
+    known = costs(disk=1e6)
+    for _ in range(40):
+        known = known.loaded("disk", TierReads(1000, 1, 0.5), 0.0)  # 500 times as long, beside a long computation
+    assert known.tiers["disk"].bytes_per_s == 1e6
+    waited = known.loaded("disk", TierReads(1000, 1, 0.5), 1e-3)  # a millisecond more than the one that was expected
+    assert waited.tiers["disk"].bytes_per_s == pytest.approx(1e6 / 1.2)
+    faster = known.loaded("disk", TierReads(1000, 1, 1e-4), 0.0)
+    assert faster.tiers["disk"].bytes_per_s > 1e6
+
+
+def test_placing_what_is_stored_takes_time_too() -> None:
+    known = Costs(2, ComputeCost(0.0, 0.01, 0.0, 0.002), {"disk": TierCost(0.0, 1e12)})
+    assert known.compute.seconds(10, 100, 50) == pytest.approx(0.2)
+    load = Load([Located(100, 400, "disk")], 10, 0.0, most=0.0)
+    found = decide(load, known)
+    assert found.used == (True,)
+    assert found.seconds == pytest.approx(0.3)
+    assert simulate_one(load, known, (True,), 0.0) == pytest.approx(0.3)
+    dear = replace(known, compute=replace(known.compute, per_placed_s=0.02))  # dearer than computing it
+    assert decide(load, dear).used == (False,)
+    assert dear.compute.scaled(2).per_placed_s == 0.04
+
+
 def test_one_hiccup_changes_little() -> None:
-    known = costs(disk=1e6).loaded("disk", 1000, 1, 3600.0).computed(100, 1000, 3600.0)
+    hour = TierReads(1000, 1, 3600.0)
+    known = costs(disk=1e6).loaded("disk", hour, 3600.0).computed(Computed(100, 1000, 3600.0))
     assert known.tiers["disk"].bytes_per_s > 0.6e6
     assert known.compute.per_token_s < 1.7e-4
 
@@ -154,7 +188,84 @@ def test_costs_survive_being_written_down() -> None:
             Costs.from_json(broken)
 
 
+class Ranked(ChunkKV):
+    """An entry of ``tokens`` that is nothing but its size, where it is and which of its tokens deviate."""
+
+    def __init__(self, tier: str, tokens: int, deviate: int | None):
+        static = None if deviate is None else (torch.arange(tokens) < deviate).float()
+        super().__init__((), 0, tier, static)
+        self.num_tokens, self.stored_nbytes = tokens, 1000 * tokens
+
+
+def planned(*parts: tuple[str, int | None]) -> BlendPlan:
+    """A prompt of chunks of 100 tokens and a question of 10, given each chunk's tier and how many of its tokens deviate."""
+    made = [Chunk(str(i), "", tuple(range(i, i + 100))) for i in range(len(parts))]
+    kv = [Ranked(tier, 100, deviate) for tier, deviate in parts]
+    spans = tuple(StoredSpan(100 * i, 100 * i + 100, kv[i], chunk) for i, chunk in enumerate(made))
+    return BlendPlan(100 * len(parts) + 10, (), spans, (), "")
+
+
+def test_the_ratio_is_what_the_chunks_that_are_loaded_need_not_those_computed_in_place() -> None:
+    known = Costs(8, COMPUTE, {"ram": TierCost(0, 1e12), "disk": TierCost(0, 1e3)})
+    rule = AutoRatio(0.1, 0.0, 1.0)
+    every = control(planned(("ram", 40), ("ram", 10)), Terms(known, 0.0), rule)
+    assert every.in_place == frozenset()
+    assert every.ratio == pytest.approx(0.25 * (1 + SPENT), rel=0.02)  # 50 of 200
+    few = control(planned(("ram", 10), ("disk", 90)), Terms(known, 0.0), rule)  # the disk takes 100 s
+    assert few.in_place == {200}
+    assert few.expected_s == pytest.approx((10 + 100 + 100 * few.ratio) * COMPUTE.per_token_s)
+    many = control(
+        planned(("ram", 90), ("disk", 10)), Terms(known, 0.0), rule
+    )  # 100 of 200, and 90 of the 100 that stay
+    assert many.in_place == {200}
+    assert many.ratio >= 0.9
+    assert many.expected_s == pytest.approx((10 + 100 + 100 * many.ratio) * COMPUTE.per_token_s)
+
+
+def test_a_chunk_without_static_deviation_is_reckoned_with_the_policy_that_takes_over() -> None:
+    known = Costs(8, COMPUTE, {"ram": TierCost(0, 1e12)})
+    terms = Terms(known, 0.0, 0.25)
+    ranked, unranked = (control(planned(("ram", 10), ("ram", n)), terms, 0.1) for n in (10, None))
+    assert ranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 200 * ranked.ratio, 0), rel=0.01)
+    assert unranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 0.25 * 200 + 200 * unranked.ratio, 0), rel=0.01)
+    assert control(planned(("ram", 90), ("ram", None)), terms, AutoRatio(0.1, 0.0)).ratio < 0.2
+
+
 @pytest.mark.parametrize("make", [lambda: TierCost(-1, 1), lambda: TierCost(0, 0), lambda: ComputeCost(0, 0, 0)])
 def test_numbers_that_no_machine_has_are_refused(make) -> None:
     with pytest.raises(InputError):
         make()
+
+
+MIXED = st.lists(
+    st.tuples(st.integers(1, 900), st.sampled_from(["ram", "disk"]), st.booleans()), min_size=1, max_size=6
+)
+
+
+@given(MIXED, st.integers(1, 400), SHARE, st.floats(0, 2), st.floats(4, 9))
+def test_a_blend_waits_for_those_before_it_and_a_prefill_takes_turns_with_them(
+    parts, forced, least, waits, rate
+) -> None:
+    known = Costs(8, ComputeCost(1e-4, 2e-5, 1e-9), {"ram": TierCost(0, 1e10), "disk": TierCost(1e-3, 10.0**rate)})
+    load = Load([Located(n, n * 1000, tier, exact) for n, tier, exact in parts], forced, least)
+    alone, found = decide(load, known), decide(replace(load, waits_s=waits), known)
+    prefill = alone.prefill_s + min(alone.prefill_s, waits)
+    assert found.seconds <= 1.05 * min(alone.seconds + waits, prefill) * (1 + 1e-9)
+    if not found.blends:
+        assert found.seconds == pytest.approx(prefill)
+    else:
+        took = simulate_one(load, known, found.used, found.ratio)
+        assert found.seconds - waits == pytest.approx(took, rel=0.2)
+
+
+@given(MIXED, st.integers(1, 400), SHARE, st.integers(0, 5000))
+def test_what_has_its_kv_already_is_context_and_nothing_else(parts, forced, least, before) -> None:
+    known = Costs(8, ComputeCost(1e-4, 2e-5, 1e-9), {"ram": TierCost(0, 1e10), "disk": TierCost(1e-3, 1e6)})
+    load = Load([Located(n, n * 1000, tier, exact) for n, tier, exact in parts], forced, least)
+    # Looking at so much more costs each token as much more.
+    dearer = replace(known, compute=ComputeCost(1e-4, 2e-5 + 1e-9 * before, 1e-9))
+    with_prefix, without = decide(replace(load, before=before), known), decide(load, dearer)
+    assert with_prefix.used == without.used
+    assert with_prefix.ratio == pytest.approx(without.ratio, abs=1e-6)
+    assert with_prefix.seconds == pytest.approx(without.seconds)
+    assert with_prefix.prefill_s == pytest.approx(without.prefill_s)

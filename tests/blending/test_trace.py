@@ -1,84 +1,48 @@
-"""The trace of a blend: what it says of loading and computing must be what happened."""
+"""A trace's file, and what came from another process. What its events say is in the engines' contract."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import transformers as hf
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.blending.trace import Trace
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.blending.trace import Recorded, Trace
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store import DiskStore
-from tests.blending.families import _BASE, make_model
-from tests.blending.prompts import Scene, engine_for
-
-SCENE = Scene()
-
-
-def traced(root: Path, settings: BlendSettings) -> tuple[Any, list[dict[str, Any]]]:
-    """The answer, and the events of its trace as a file has them."""
-    model = make_model(hf.Qwen3Config(**_BASE, head_dim=16))
-    with engine_for(model, SCENE, store=DiskStore(root / "kv"), rank="now") as engine:
-        engine.precompute(SCENE.chunks)
-        engine.trace = Trace()
-        answer = engine.generate(SCENE.prompt, SamplingParams(max_tokens=3), settings)
-        engine.trace.write(root / "trace.json")
-    return answer, json.loads((root / "trace.json").read_text())["traceEvents"]
-
-
-def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["ph"] == "X" and event["cat"] == kind]
-
-
-@pytest.mark.parametrize(
-    ("policy", "passes"),
-    [("hkvd", ["dense", "sparse"]), ("static", ["sparse"]), ("static-query", ["question", "sparse"])],
-)
-def test_every_layer_is_loaded_before_it_is_computed(tmp_path: Path, policy: str, passes: list[str]) -> None:
-    answer, events = traced(tmp_path, BlendSettings(ratio=0.3, policy=policy, check_layers=(2,)))
-    loads, computed = of(events, "loading"), [e for e in of(events, "computing") if "pass" in e["args"]]
-    layers = _BASE["num_hidden_layers"]
-    assert [e["args"]["pass"] for e in computed if e["args"]["layer"] == 0] == passes
-    assert sorted(e["args"]["layer"] for e in computed if e["args"]["pass"] == "sparse") == list(range(layers))
-    for event in computed:
-        of_layer = [load for load in loads if load["args"]["layer"] == event["args"]["layer"]]
-        assert of_layer
-        assert all(load["ts"] + load["dur"] <= event["ts"] for load in of_layer)
-    # Each chunk that the answer says was loaded, as often as it says by its bytes; all from the tier that it says.
-    want = {load.chunk_id or "header": (load.tier, load.nbytes) for load in answer.loads}
-    assert {load["args"]["chunk"] for load in loads} == set(want)
-    for chunk, (tier, nbytes) in want.items():
-        own = [load["args"] for load in loads if load["args"]["chunk"] == chunk]
-        assert {args["tier"] for args in own} == {tier}
-        assert abs(sum(args["bytes"] for args in own) - nbytes) < layers
-
-
-def test_events_of_one_track_follow_each_other_or_lie_in_each_other(tmp_path: Path) -> None:
-    _, events = traced(tmp_path, BlendSettings(ratio=0.3, policy="hkvd"))
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert names[0] == "computing"
-    assert len(names) >= 2
-    for track in names:
-        open_until: list[float] = []
-        for event in (event for event in events if event["ph"] == "X" and event["tid"] == track):
-            while open_until and open_until[-1] <= event["ts"]:
-                open_until.pop()
-            assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 1e-3
-            open_until.append(event["ts"] + event["dur"])
-
-
-def test_a_prefill_and_the_answers_tokens_are_recorded_too(tmp_path: Path) -> None:
-    _, events = traced(tmp_path, BlendSettings(reuse="off"))
-    found = [event["name"] for event in of(events, "computing")]
-    assert found == ["prefill", "token of the answer", "token of the answer"]
-    assert of(events, "loading") == []
 
 
 def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot be written to .*none/trace\.json"):
         Trace().write(tmp_path / "none" / "trace.json")
+
+
+def test_what_another_process_recorded_stands_where_it_happened_on_tracks_of_its_own() -> None:
+    mine = Trace()
+    began = mine.recorded().began
+    mine.add_until(began + 2.0, "loading", "mine", began + 1.0)
+    for _ in range(2):
+        mine.merge(
+            Recorded(
+                began + 3.0,
+                [
+                    {"name": "pass", "cat": "computing", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 5e5},
+                    {"name": "a", "cat": "loading", "ph": "X", "pid": 0, "tid": 1, "ts": 1e6, "dur": 1e6},
+                    {"name": "b", "cat": "loading", "ph": "X", "pid": 0, "tid": 1, "ts": 2e6, "dur": 1e6},
+                    {"name": "c", "cat": "loading", "ph": "X", "pid": 0, "tid": 2, "ts": 2e6, "dur": 1e6},
+                ],
+            )
+        )
+    events = [event for event in mine.as_json()["traceEvents"] if event["ph"] == "X"]
+    assert {(e["name"], round(e["ts"])) for e in events} == {
+        *(("mine", 1_000_000), ("pass", 3_000_000), ("a", 4_000_000), ("b", 5_000_000), ("c", 5_000_000))
+    }
+    tracks = {name: [e["tid"] for e in events if e["name"] == name] for name in ("mine", "pass", "a", "b", "c")}
+    assert tracks == {"mine": [1], "pass": [0, 0], "a": [2, 4], "b": [2, 4], "c": [3, 5]}
+
+
+def test_it_says_until_when_was_computed() -> None:
+    trace = Trace()
+    began = trace.recorded().began
+    assert trace.recorded().computed_until == began
+    trace.add_until(began + 2.0, "computing", "a", began)
+    trace.add_until(began + 5.0, "loading", "b", began)
+    assert trace.recorded().computed_until == pytest.approx(began + 2.0)

@@ -7,8 +7,11 @@ import socket
 
 import pytest
 
-from cacheblend_rag.store import open_store, recorded_tiers
+from cacheblend_rag.engines.tracing import traced
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store import Keyring, open_store, recorded_tiers
 from tests.cli.conftest import as_json
+from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +86,11 @@ def test_ask_writes_its_trace_and_says_before_it_answers_that_it_cannot(run, mod
     assert "cannot be written" in refused.stderr
 
 
+def test_a_server_records_nothing_and_that_is_said(tmp_path) -> None:
+    with pytest.raises(InputError, match="Leave out --server"), traced(FakeEngine(), tmp_path / "out.json"):
+        raise AssertionError("nothing is to run")
+
+
 def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tmp_path) -> None:
     run("store", "evict", "--to", "0", "--tier", "redis", "--store", store)
     assert list(open_store(redis_url).entries()) == []
@@ -129,3 +137,58 @@ def test_what_cannot_be_used_is_refused_and_not_noted(run, model_dir, documents,
     assert found.exit_code == 2
     assert why in " ".join(found.stderr.split())
     assert recorded_tiers(directory) is None
+
+
+def test_an_encrypted_store_is_told_once_and_opens_with_its_keys_alone(run, model_dir, documents, tmp_path) -> None:
+    keys, directory = tmp_path / "keys", tmp_path / "store"
+    made = as_json(run("store", "keygen", keys, "--json"))
+    assert made == {"file": str(keys / "default.key"), "tenant": "default"}
+    common = ("--store", directory, "--model", model_dir)
+    found = run("index", documents, *common, "--chunk-tokens", 40, "--encrypt", keys)
+    assert found.exit_code == 0, found.stderr
+    files = list(directory.glob("kv/*/*.safetensors"))
+    assert files
+    assert all(file.read_bytes().startswith(b"CBSEAL") for file in files)
+    answered = as_json(run("ask", QUESTION, *common, "--max-tokens", 2, "--json"))
+    assert answered["mode"] == "blend"
+    listed = as_json(run("store", "ls", "--store", directory, "--json"))
+    assert all(item["nbytes"] for item in listed)
+    assert run("store", "verify", "--store", directory).exit_code == 0
+
+    (keys / "default.key").rename(tmp_path / "kept")
+    refused = run("ask", QUESTION, *common)
+    assert refused.exit_code == 2
+    assert "holds no default.key" in " ".join(refused.stderr.split())
+    assert run("store", "keygen", keys).exit_code == 0
+    assert run("ask", QUESTION, *common).exit_code == 3
+    (tmp_path / "kept").replace(keys / "default.key")
+    assert as_json(run("ask", QUESTION, *common, "--max-tokens", 2, "--json"))["answer"] == answered["answer"]
+    assert sorted(directory.glob("kv/*/*.safetensors")) == sorted(files)
+
+
+def test_a_tenants_documents_are_its_own_and_encrypted_with_its_own_key(run, model_dir, documents, tmp_path) -> None:
+    keys, directory = tmp_path / "keys", tmp_path / "store"
+    run("store", "keygen", keys)
+    common = ("--store", directory, "--model", model_dir)
+    acme = ("--tenant", "acme")
+    refused = run("index", documents, *common, *acme, "--encrypt", keys)
+    assert refused.exit_code == 2
+    assert "no key of the tenant 'acme'" in " ".join(refused.stderr.split())
+    assert run("store", "keygen", keys, *acme).exit_code == 0
+    found = run("index", documents, *common, *acme, "--chunk-tokens", 40)
+    assert found.exit_code == 0, found.stderr
+    name = Keyring.read(keys).name("acme")
+    files = list(directory.glob("kv/*/*.safetensors"))
+    assert files
+    assert all(file.stem.endswith(name.id) for file in files)
+
+    answered = as_json(run("ask", QUESTION, *common, *acme, "--max-tokens", 2, "--json"))
+    assert answered["mode"] == "blend"
+    assert run("ask", QUESTION, *common).exit_code == 3, "the default tenant has no index"
+    listed = as_json(run("store", "ls", "--store", directory, *acme, "--json"))
+    assert all(item["nbytes"] and item["path"] for item in listed)
+    assert as_json(run("documents", "ls", "--store", directory, "--json")) == []
+    (document, *_) = as_json(run("documents", "ls", "--store", directory, *acme, "--json"))
+    removed = as_json(run("documents", "rm", document["path"], "--store", directory, *acme, "--json"))
+    assert removed[0]["nbytes"] > 0
+    assert len(list(directory.glob("kv/*/*.safetensors"))) < len(files)

@@ -295,3 +295,48 @@ def test_a_read_that_fails_says_so_at_its_layer_and_not_before(device: str, erro
         with pytest.raises(UnusableSpanError if isinstance(error, DamagedKVError) else MemoryError):
             loader.layer(2)
     gc.collect()
+
+
+def test_all_of_it_can_be_read_into_host_memory_before_anything_is_asked_for(device: str, tmp_path: Path) -> None:
+    spans = stored_spans(filled(DiskStore(tmp_path)))
+    with own_stream(device), LayerLoader((), spans, ROPE, LAYERS, torch.device(device), whole=True) as loader:
+        while not loader.ready:
+            pass
+        for span in spans:
+            span.kv.layer = unreadable  # type: ignore[method-assign]
+            span.kv.layer_in = unreadable  # type: ignore[method-assign]
+        got = [layer.kv for index in range(LAYERS) if (layer := loader.layer(index)) is not None]
+        assert_same(got, load(spans_of(entries()), "cpu"))
+
+
+def unreadable(*_: Any) -> LayerKV:
+    raise AssertionError("it was to be read by then")
+
+
+def test_what_lies_in_ram_is_ready_at_once(device: str) -> None:
+    with LayerLoader(
+        (), stored_spans(filled(pinned_ram(device))), ROPE, LAYERS, torch.device(device), whole=True
+    ) as it:
+        assert it.ready
+
+
+def test_a_layer_that_does_not_come_in_time_is_late_and_nobody_waits_for_its_read(device: str) -> None:
+    go_on = threading.Event()
+
+    class Far(ChunkKV):
+        def layer_in(self, index: int, take: Any) -> LayerKV:
+            return self.layer(index)
+
+        def layer(self, index: int) -> LayerKV:
+            assert go_on.wait(60)
+            return super().layer(index)
+
+    first, second, *_ = entries()
+    far = Far(second.layers, second.start, "far")
+    with own_stream(device):
+        loader = LayerLoader((), spans_of([first, far]), ROPE, LAYERS, torch.device(device), most_wait_s=0.0)
+        with pytest.raises(UnusableSpanError) as late, loader:
+            loader.layer(0)
+        assert late.value.late
+        assert [span.kv for span in late.value.spans] == [far]
+    go_on.set()

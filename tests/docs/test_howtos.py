@@ -39,6 +39,7 @@ PAGES = (
     "docs/howto/migrate.md",
     "docs/howto/model.md",
     "docs/howto/store.md",
+    "docs/howto/tenants.md",
     "docs/howto/tuning.md",
     "integrations/langchain-cacheblend/README.md",
     "integrations/llama-index-cacheblend/README.md",
@@ -72,6 +73,8 @@ def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "cacheblend"))
+    monkeypatch.setenv("CACHEBLEND_MODEL", str(bundled))
+    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "shared"))
     return tmp_path
 
 
@@ -112,25 +115,32 @@ def llamaindex_names(engine: TransformersEngine) -> dict[str, Any]:
     """What a LlamaIndex app has before it is moved over."""
     core = pytest.importorskip("llama_index.core", reason="the LlamaIndex package is not installed; make setup does it")
     import llama_index_cacheblend
+    from llama_index.core.ingestion import IngestionPipeline
     from llama_index.core.node_parser import SentenceSplitter
     from llama_index.core.query_engine import RetrieverQueryEngine
+    from llama_index.core.storage.docstore import SimpleDocumentStore
+    from llama_index.core.vector_stores import SimpleVectorStore
 
     core.Settings.embed_model = llama_index_cacheblend.BundledEmbedding()
     documents = [core.Document(text=text) for text in (RULE, "Offices open at nine.")]
     index = core.VectorStoreIndex.from_documents(documents)
     given = {"engine": engine, "documents": documents, "index": index, "base": index.as_retriever()}
     given |= {"SentenceSplitter": SentenceSplitter, "RetrieverQueryEngine": RetrieverQueryEngine}
+    given |= {"StorageContext": core.StorageContext, "VectorStoreIndex": core.VectorStoreIndex}
+    given |= {"IngestionPipeline": IngestionPipeline, "SimpleDocumentStore": SimpleDocumentStore}
+    given |= {"your_store": SimpleVectorStore(), "your_transformations": [SentenceSplitter()]}
     return given | {name: getattr(llama_index_cacheblend, name) for name in llama_index_cacheblend.__all__}
 
 
 @contextlib.contextmanager
-def program_runner(bundled: Path, place: Path) -> Iterator[Callable[[str], str]]:
-    """Yield what runs a block of Python after those before it, and returns what it prints."""
+def program_runner(bundled: Path, place: Path, page: str) -> Iterator[Callable[[str], str]]:
+    """Yield what runs a block of Python of a page after those before it, and returns what it prints."""
     with TransformersEngine(bundled, store=place / "before") as engine:
         names: dict[Any, dict[str, Any]] = {}
 
         def run_program(code: str) -> str:
-            in_llamaindex = any(word in code for word in ("use_engine", "llama_index", "query_engine"))
+            words = ("use_engine", "llama_index", "query_engine")
+            in_llamaindex = "llama-index" in page or any(word in code for word in words)
             kind = llamaindex_names if in_llamaindex else langchain_names
             if kind not in names:
                 names[kind] = kind(engine) | {"TransformersEngine": TransformersEngine}
@@ -149,7 +159,7 @@ def program_runner(bundled: Path, place: Path) -> Iterator[Callable[[str], str]]
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_works_as_it_stands(page: str, place: Path, bundled: Path) -> None:
     ran = 0
-    with program_runner(bundled, place) as run_program:
+    with program_runner(bundled, place, page) as run_program:
         for block in PARSER.parse((ROOT / page).read_text("utf-8")):
             if block.type == "fence" and block.info == "python":
                 run_program(block.content)

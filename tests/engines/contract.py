@@ -33,6 +33,14 @@ def _skip_without_scoring(engine: BlendEngine) -> None:
         pytest.skip("this engine refuses to score")
 
 
+def _tenant(engine: BlendEngine, name: str) -> BlendEngine:
+    try:
+        return engine.for_tenant(name)
+    except InputError as refusal:
+        assert "api_key" in str(refusal)
+        pytest.skip("on a server the key says which tenant: tests/server/test_tenant_server.py")
+
+
 class EngineContract:
     """Subclass and override :meth:`make`; every engine gets the same model and tokenizer."""
 
@@ -112,6 +120,41 @@ class EngineContract:
         assert (full.mode, full.usage.reused_tokens) == ("prefill", 0)
         assert prefix.usage.reused_tokens == len(engine.header_ids) + len(chunks[0].token_ids)
         assert prefix.token_ids == full.token_ids
+
+    def test_tenants_share_the_model_and_neither_chunks_nor_kv(self, engine, chunks, prompt) -> None:
+        acme, globex = (_tenant(engine, name) for name in ("acme", "globex"))
+        assert engine.for_tenant("acme") is acme is globex.for_tenant("acme")
+        assert acme.for_tenant("default") is engine
+        want = acme.precompute(chunks)
+        assert (want.computed, want.present) == (len(chunks), 0)
+        full, blended = acme.generate(prompt, SHORT, FULL), acme.generate(prompt, SHORT, BlendSettings(ratio=1.0))
+        assert (blended.mode, blended.token_ids) == ("blend", full.token_ids)
+        text = "\n\n".join(chunk.text for chunk in chunks)
+        for other in (engine, globex):
+            assert len(other.registry) == 0
+            assert other.generate(text, SHORT).reason == "no known chunk in the prompt"
+            with pytest.raises(UnknownChunkError):
+                other.generate(BlendPrompt((ChunkRef(chunks[0].id), "Who?")), SHORT)
+            assert not any(other.entries.contains(chunk.token_ids) for chunk in chunks)
+        assert globex.precompute(chunks).computed == len(chunks)
+        globex.forget(chunks)
+        globex.close()
+        again = acme.generate(prompt, SHORT, BlendSettings(ratio=0.0))
+        assert (again.mode, again.missing) == ("blend", ())
+        assert acme.forget(chunks) == len(chunks)
+
+    def test_chunks_that_a_tenants_prompt_brings_are_written_back_for_it_alone(self, engine, prompt) -> None:
+        acme, globex = (_tenant(engine, name) for name in ("acme", "globex"))
+        for tenant in (acme, globex):
+            assert tenant.generate(prompt, SHORT).mode == "prefill"
+            tenant.flush()
+            assert tenant.generate(prompt, SHORT, BlendSettings(ratio=0.5)).missing == ()
+            tenant.forget(list(tenant.registry))
+
+    @pytest.mark.parametrize("name", ["", "Acme", "a:b", "../a"])
+    def test_what_cannot_name_a_tenant_is_refused(self, engine, name: str) -> None:
+        with pytest.raises(InputError, match="cannot name a tenant"):
+            engine.for_tenant(name)
 
     @pytest.mark.parametrize("layers", [(99,), (1, 99), (10**30,)])
     def test_a_check_layer_beyond_the_model_is_refused_by_name(self, engine, prompt, layers) -> None:

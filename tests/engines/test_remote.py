@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("openai", reason="the openai package is not installed; make setup installs it")
 
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.remote import RemoteEngine
-from tests.engines.contract import EngineContract
+from tests.engines.contract import SHORT, EngineContract
 from tests.server.running import KEY, RunningServer
 
 
@@ -30,6 +31,23 @@ class TestRemoteEngine(EngineContract):
     @pytest.fixture
     def root(self, server: RunningServer) -> Path:
         return server.store
+
+    def test_the_servers_controller_decides_where_auto_leaves_it_the_ratio(
+        self, engine, chunks, prompt, server: RunningServer
+    ) -> None:
+        engine.precompute(chunks)
+        before = {n: server.metric(n) for n in ("decisions_total", "decided_first_token_seconds_sum")}
+        # What it decides depends on what this machine took so far; that it does, and says so, does not.
+        done = engine.generate(prompt, SHORT, BlendSettings("auto", "hkvd", (1,)))
+        assert "stored KV for 4 of 4 chunks" in done.reason
+        assert f"(expected in {done.expected_s:.3g} s, an ordinary prefill in {done.prefill_s:.3g} s)" in done.reason
+        decided = "prefilled" if done.mode == "prefill" else "partly_in_place" if done.in_place else "blended"
+        assert server.metric("decisions_total", decision=decided) >= 1
+        assert server.metric("decisions_total") == before["decisions_total"] + 1
+        assert server.metric("decided_first_token_seconds_sum") > before["decided_first_token_seconds_sum"]
+        given = engine.generate(prompt, SHORT, BlendSettings(ratio=0.3))
+        assert given.expected_s is None
+        assert server.metric("decisions_total") == before["decisions_total"] + 1
 
     def test_chunks_that_do_not_fit_the_budget_are_reported_and_still_answered(self) -> None:
         pytest.skip("the budget is the server's, which has one for all tests")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,3 +225,53 @@ def test_chunks_are_precomputed_in_batches_below_the_size_limit_and_reports_add_
     assert (report.computed, report.tokens, len(report.failed)) == (147, 21, 3)
     assert sum(seen) == 151
     assert engine.registry.get(chunks[-1].id) == chunks[-1]
+
+
+def test_an_answer_begins_as_its_tokens_do(fake: FakeServer) -> None:
+    """vLLM decodes an answer behind the prompt, where a word boundary becomes a space."""
+    tokenizer = tokenizer_named("byte_level")
+    ids = tokenizer("fine", add_special_tokens=False).input_ids
+    spaced = tokenizer(" fine", add_special_tokens=False).input_ids
+    with connect(fake) as engine:
+        for tokens, want in ((ids, "fine"), (spaced, " fine")):
+            answer = [piece(" fi", *tokens), piece("ne", finish="length"), usage(), "[DONE]"]
+            fake.handle = lambda request, answer=answer: stream(*answer)
+            events = list(engine.stream("Who?", SHORT))
+            assert "".join(event.text for event in events) == want
+            assert events[-1].generation is not None
+            assert events[-1].generation.text == want
+
+
+def test_it_asks_for_top_k_and_penalties(fake: FakeServer) -> None:
+    fake.handle = lambda request: stream(piece("fine", 1, finish="length"), usage(), "[DONE]")
+    with connect(fake) as engine:
+        engine.generate("Who?", SamplingParams(8, top_k=5, presence_penalty=0.5, frequency_penalty=-1.0))
+    body = fake.requests[-1][2]
+    assert (body["top_k"], body["presence_penalty"], body["frequency_penalty"]) == (5, 0.5, -1.0)
+
+
+def test_another_process_gets_a_connection_of_its_own_to_the_same_server(fake: FakeServer) -> None:
+    with connect(fake, api_key="of mine") as engine, pickle.loads(pickle.dumps(engine)) as other:
+        assert other is not engine
+        assert other.fingerprint == engine.fingerprint
+        assert copy.deepcopy(engine) is engine
+        fake.handle = lambda request: stream(piece("fine", 1, finish="length"), usage(), "[DONE]")
+        assert other.generate("Who?", SHORT).text == "fine"
+
+
+def test_it_registers_and_forgets_in_its_holders_name(fake: FakeServer) -> None:
+    def handle(request: Any) -> Response:
+        report = {"computed": 1, "present": 0, "tokens": 3, "failed": {}, "ranked": 0, "rank_s": 0.0}
+        held.append(request.query_params.get("holder"))
+        return JSONResponse({"report": report, "data": []})
+
+    held: list[str | None] = []
+    fake.handle = handle
+    for holder in ("the app", ""):
+        with connect(fake, holder=holder) as engine:
+            chunk = make_chunk("A text that another application has, too.", engine.tokenizer)
+            engine.precompute([chunk])
+            assert fake.requests[-1][2].get("holder", "") == holder
+            assert engine.forget([chunk]) == 0
+            assert held[-1] == holder
+            assert pickle.loads(pickle.dumps(engine))._holder == holder

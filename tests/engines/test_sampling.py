@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams, sampling_of, with_usual_names
+from cacheblend_rag.engines.transformers.decoding import Sampler
 from cacheblend_rag.errors import InputError
 
 WRONG: list[tuple[str, Any]] = [
@@ -39,3 +41,57 @@ def test_a_wrong_value_or_type_is_named(name: str, value: Any) -> None:
 
 def test_whole_numbers_will_do_for_fractions() -> None:
     assert SamplingParams(temperature=1, top_p=1, stop=["end"]).temperature == 1  # type: ignore[arg-type]
+
+
+PENALTIES = [
+    ("top_k", -1),
+    ("top_k", 1.5),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", "1"),
+    ("frequency_penalty", True),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), PENALTIES)
+def test_penalties_and_top_k_out_of_range_are_named(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{name} is {value!r}"):
+        SamplingParams(**{name: value})
+
+
+def sampled(steps: list[list[float]], **options: Any) -> list[int]:
+    sampler = Sampler(SamplingParams(**options), torch.device("cpu"))
+    return [sampler(torch.tensor(logits)) for logits in steps]
+
+
+def test_penalties_are_taken_off_what_the_answer_has() -> None:
+    steps = [[1.0, 0.8, 0.0]] * 4
+    assert sampled(steps) == [0, 0, 0, 0]
+    assert sampled(steps, presence_penalty=0.5) == [0, 1, 0, 0]  # once each, however often it comes
+    assert sampled(steps, frequency_penalty=0.5) == [0, 1, 0, 1]
+    assert sampled(steps, frequency_penalty=-1.0) == [0, 0, 0, 0]
+
+
+def test_top_k_leaves_the_likeliest() -> None:
+    steps = [[3.0, 2.9, 2.8, 2.7]] * 60
+    assert set(sampled(steps, temperature=2.0, seed=1)) == {0, 1, 2, 3}
+    assert set(sampled(steps, temperature=2.0, seed=1, top_k=2)) == {0, 1}
+
+
+def test_other_names_for_the_same_are_understood_and_not_given_twice() -> None:
+    assert with_usual_names({"max_completion_tokens": 5, "stop_sequences": ["x"], "request_timeout": 3, "seed": 1}) == {
+        "max_tokens": 5,
+        "stop": ["x"],
+        "timeout": 3,
+        "seed": 1,
+    }
+    assert with_usual_names({"logprobs": True, "top_logprobs": 3}) == {"logprobs": 3}
+    assert with_usual_names({"logprobs": False}) == {"logprobs": None}
+    with pytest.raises(InputError, match="max_completion_tokens and max_tokens are the same"):
+        with_usual_names({"max_completion_tokens": 5, "max_tokens": 5})
+    with pytest.raises(InputError, match="logprobs=True"):
+        with_usual_names({"top_logprobs": 3})
+
+
+def test_an_answer_is_512_tokens_long_at_most_or_what_the_window_leaves() -> None:
+    assert [sampling_of({}, room).max_tokens for room in (4000, 100, -3)] == [512, 100, 1]
+    assert sampling_of({"stop": "end", "max_tokens": 3, "seed": None}, 100) == SamplingParams(3, stop=("end",))

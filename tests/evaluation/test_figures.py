@@ -29,6 +29,7 @@ from tests.evaluation.test_run import SAMPLES
 
 pytestmark = pytest.mark.slow
 
+MADE = [2, 4, 6, 7, 8, 10, 12, 13, 14, 16, 17]
 SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens=2))
 
 
@@ -100,7 +101,8 @@ def test_a_queue_waits_longer_the_busier_it_is_and_has_no_answer_beyond_its_capa
     assert ttft[1] == pytest.approx(0.1 + 0.5 / (2 * 2 * 0.5), rel=0.15)
 
 
-def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine):
+def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine, monkeypatch):
+    monkeypatch.setattr(engine, "rank", "now")
     usual, settings = engine.store, SAMPLES
     set_header(engine, settings)
     case = Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0])
@@ -111,7 +113,9 @@ def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine):
         engine.precompute(case.chunks)
         got = engine.generate(case.prompt)
         assert got.token_ids == want.token_ids
-        assert got.mode == "blend"
+        assert (got.mode, got.policy, got.ratio) == ("blend", want.policy, want.ratio)
+        by_rank = engine.generate(case.prompt, settings=BlendSettings(0.1, "static"))
+        assert by_rank.policy == "static"
         assert got.timings.load_s >= 0
     finally:
         engine.store = usual
@@ -153,13 +157,13 @@ def test_sweeps_time_every_method_at_every_point(engine):
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [(None, list(FIGURES)), ("2", [2]), ("12-17", [12, 13, 14, 15, 16, 17]), ("6, 2,7-8", [2, 6, 7, 8])],
+    [(None, list(FIGURES)), ("2", [2]), ("9-17", [10, 12, 13, 14, 15, 16, 17]), ("6, 2,7-8", [2, 6, 7, 8])],
 )
 def test_figures_are_named_by_number(text, want):
     assert parse_numbers(text) == want
 
 
-@pytest.mark.parametrize("text", ["", "x", "3", "9-11", "2-"])
+@pytest.mark.parametrize("text", ["", "x", "3", "9", "2-"])
 def test_figures_that_do_not_exist_are_refused(text):
     if text == "2-":
         assert parse_numbers(text) == [2]
@@ -191,30 +195,52 @@ def test_what_a_run_found_is_said_in_numbers_of_its_rows():
     )
 
 
+def test_figure_10_says_where_loading_hides_and_what_the_controller_loses():
+    def at(rate: float, full: float, blend: float, controller: float, computed: int) -> list[dict[str, object]]:
+        shared = {"bytes_per_s": rate, "recompute_s": 0.5, "load_s": 1e9 / rate, "prompt_tokens": 100}
+        return [
+            {**shared, "method": "full", "ttft_s": full, "computed_tokens": 100},
+            {**shared, "method": "blend", "ttft_s": blend, "computed_tokens": 10},
+            {**shared, "method": "controller", "ttft_s": controller, "computed_tokens": computed},
+        ]
+
+    rows = at(5e8, 3.0, 2.1, 2.31, 40) + at(4e9, 3.0, 0.6, 0.63, 12)
+    assert FINDINGS[10](rows) == (
+        "From 4 GB/s on a device adds no delay; the blend takes at most 1.20 times the longer of loading and recomputing. The "
+        "controller computes 40% to 12% of the prompt, and takes at most 1.10 times the sooner of blend and full recompute."
+    )
+    assert FINDINGS[10](rows[:3]).startswith("Every device adds delay; ")
+
+
 def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
-    for module in ("quality", "attention", "deviation", "speed"):
+    for module in ("quality", "attention", "deviation", "speed", "devices"):
         monkeypatch.setattr(f"cacheblend_rag.evaluation.figures.{module}.figure", _small(module))
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._COUNTS", (1, 3))
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._POOL", 3)
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.quality._RATIOS", (0.1, 0.5))
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.attention._RATIOS", (0.0, 0.3))
     monkeypatch.setattr("cacheblend_rag.evaluation.figures.base._INSPECTED", 2)
+    monkeypatch.setattr("cacheblend_rag.evaluation.figures.devices._RATES", (1e4, 1e9))
+    monkeypatch.setattr("cacheblend_rag.bench.sweeps.CHUNK_TOKENS", 24)
     monkeypatch.setattr("cacheblend_rag.evaluation.prepare.Embedder.load", lambda name: _Flat())
     seen: list[float] = []
-    page = make_figures(
-        Context(engine, SMALL, tmp_path, repeat=1), [2, 4, 6, 7, 8, 12, 13, 14, 16], lambda done, *_: seen.append(done)
-    )
+    page = make_figures(Context(engine, SMALL, tmp_path, repeat=1), MADE, lambda done, *_: seen.append(done))
     assert seen == sorted(seen)
     text = page.read_text()
-    for number in (2, 4, 6, 7, 8, 12, 13, 14, 16):
+    for number in MADE:
         name = f"figure-{number:02}"
         with (tmp_path / f"{name}.csv").open() as file:
             assert len(list(csv.DictReader(file))) > 1
         assert (tmp_path / f"{name}.png").read_bytes()[1:4] == b"PNG"
         assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
         assert f'id="figure-{number}"' in text
-    assert len(re.findall("<svg", text)) >= 9
-    assert text.count("Here:") == 8  # figure 4 is to be looked at
+    assert len(re.findall("<svg", text)) >= len(MADE)
+    assert text.count("Here:") == len(MADE) - 1  # figure 4 is to be looked at
+    with (tmp_path / "figure-10.csv").open() as file:
+        chosen = [row for row in csv.DictReader(file) if row["method"] == "controller"]
+    slow, fast = (int(row["computed_tokens"]) for row in chosen)
+    assert slow == int(chosen[0]["prompt_tokens"])  # nothing is loaded at 10 kB a second
+    assert fast < slow
     assert "Worst disagreements" in text
 
     def again(*_: object) -> None:

@@ -172,7 +172,7 @@ def test_an_answer_has_sources_usage_and_the_documented_json(pipeline: RagPipeli
     assert answer.answer == "two words"
     assert any("Ada Brenmoor" in source.text for source in answer.sources)
     shown = json.loads(json.dumps(answer.to_dict()))
-    keys = "answer sources mode reason policy ratio usage loads prefill_s timings notes"
+    keys = "answer sources mode reason policy ratio usage loads prefill_s expected_s timings notes"
     assert list(shown) == keys.split()
     assert set(shown["sources"][0]) == {"id", "path", "page", "score", "text"}
     assert set(shown["usage"]) == {

@@ -185,11 +185,13 @@ def test_a_page_that_cannot_be_read_does_not_cost_the_others(tmp_path: Path, mon
         return text
 
     monkeypatch.setattr(pypdf.PageObject, "extract_text", failing)
-    document = loaded(tmp_path / "a.pdf")
-    assert document.text == "The harbour." and document.metadata["unreadable_pages"] == [2]
+    data = (tmp_path / "a.pdf").read_bytes()
+    text, metadata = pdf_text(data)
+    assert text == "The harbour." and metadata["unreadable_pages"] == [2]
     monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda self: 1 / 0)
-    failed = skipped(tmp_path / "a.pdf")
-    assert "not a readable PDF" in failed.reason and not failed.blank
+    with pytest.raises(UnusableFileError, match="not a readable PDF") as failed:
+        pdf_text(data)
+    assert not failed.value.blank
 
 
 def test_any_damage_to_a_pdf_is_text_or_a_skip(tmp_path: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import re
 import zipfile
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_rag.retrieval import office
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
+from cacheblend_rag.retrieval.extraction import UnusableFileError
+from cacheblend_rag.retrieval.office import slides_text, word_text
 from cacheblend_rag.retrieval.structured import json_text, table_text
 
 
@@ -80,9 +81,9 @@ def test_what_only_looks_like_an_office_file_is_skipped_with_the_reason(
     assert isinstance(document, SkippedDocument) and reason in document.reason
 
 
-@pytest.mark.parametrize(("name", "library"), [("a.docx", "docx"), ("a.pptx", "pptx")])
-def test_without_its_library_a_file_is_skipped_with_the_extra_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
+@pytest.mark.parametrize(("read", "library"), [(word_text, "docx"), (slides_text, "pptx")])
+def test_without_its_library_a_file_is_refused_with_the_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch, read: Any, library: str
 ) -> None:
     real = builtins.__import__
 
@@ -91,22 +92,23 @@ def test_without_its_library_a_file_is_skipped_with_the_extra_to_install(
             raise ImportError(module)
         return real(module, *rest)
 
-    (tmp_path / name).write_bytes(b"x")
     monkeypatch.setattr(builtins, "__import__", without)
-    document = load_document(tmp_path / name)
-    assert isinstance(document, SkippedDocument)
-    assert f"python-{library}" in document.reason and "'cacheblend-rag[documents]'" in document.reason
+    with pytest.raises(UnusableFileError, match=rf"python-{library}; .*'cacheblend-rag\[documents\]'"):
+        read(b"x")
 
 
-def test_a_file_that_unpacks_to_too_much_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("claimed", "reason"),
+    [(513 << 20, "unpacks to more than 512 MiB"), (100 << 20, "unpacks to 8[0-9]{2} times its size")],
+)
+def test_an_archive_that_unpacks_to_too_much_is_skipped(tmp_path: Path, claimed: int, reason: str) -> None:
     pytest.importorskip("docx")
-    packed = BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("word/document.xml", b" " * 2_000_000)
-    (tmp_path / "bomb.docx").write_bytes(packed.getvalue())
-    monkeypatch.setattr(office, "_MOST_UNPACKED", 1 << 20)
+    with zipfile.ZipFile(tmp_path / "bomb.docx", "w") as archive:
+        archive.writestr("word/document.xml", bytes(120_000))
+        archive.infolist()[0].file_size = claimed  # of what is unpacked no more than that is ever read
     document = load_document(tmp_path / "bomb.docx")
-    assert isinstance(document, SkippedDocument) and "unpacks to more than 1 MiB" in document.reason
+    assert isinstance(document, SkippedDocument)
+    assert re.search(reason, document.reason), document.reason
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])

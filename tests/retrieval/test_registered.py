@@ -135,6 +135,42 @@ def test_a_file_of_format_2_gets_checksums_and_keeps_its_order(tmp_path: Path) -
     assert registry.find("".join(c.text for c in made)) == made
 
 
+def test_a_file_of_format_3_is_the_default_tenants(tmp_path: Path) -> None:
+    made = [chunk(f"Chunk {number}, registered before there were tenants.") for number in (3, 1, 2)]
+    kept = RegisteredChunks(tmp_path, "one")
+    kept.add(made)
+    kept.close()
+    change(tmp_path, "DROP INDEX signatures")
+    change(tmp_path, "ALTER TABLE chunks RENAME TO newer")
+    change(
+        tmp_path,
+        "CREATE TABLE chunks (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, "
+        "token_ids BLOB NOT NULL, metadata TEXT NOT NULL, signature BLOB NOT NULL, checksum BLOB NOT NULL, UNIQUE (model, name))",
+    )
+    columns = "id, name, model, text, token_ids, metadata, signature, checksum"
+    change(tmp_path, f"INSERT INTO chunks SELECT {columns} FROM newer")
+    change(tmp_path, "DROP TABLE newer")
+    change(tmp_path, "CREATE INDEX signatures ON chunks (model, id, signature)")
+    change(tmp_path, "PRAGMA user_version = 3")
+    kept = RegisteredChunks(tmp_path, "one")
+    assert [kept.chunk_at(row) for row in (1, 2, 3)] == made
+    other = RegisteredChunks(tmp_path, "one", "acme")
+    assert (everything(other), other.count(), other.known([made[0].id])) == ([], 0, set())
+
+
+def test_tenants_have_nothing_in_common_but_the_file(tmp_path: Path) -> None:
+    one, two = RegisteredChunks(tmp_path, "one", "acme"), RegisteredChunks(tmp_path, "one", "globex")
+    mine, other = Chunk("policy", "What acme calls its policy.", (1,)), Chunk("policy", "What globex calls it.", (2,))
+    one.add([mine])
+    assert (two.named("policy"), two.chunk_at(1), two.count()) == (None, None, 0)
+    two.add([other])
+    two.remove(["policy", "nothing"])
+    assert (one.named("policy"), one.chunk_at(1), one.chunk_at(2), two.named("policy")) == (mine, mine, None, None)
+    change(tmp_path, "UPDATE chunks SET tenant = 'globex'")
+    with pytest.raises(StoreError, match="checksum"):
+        two.named("policy")
+
+
 def test_a_chunk_registered_in_place_of_the_newest_is_seen_by_others(tmp_path: Path) -> None:
     one, two = RegisteredChunks(tmp_path, "one"), RegisteredChunks(tmp_path, "one")
     registry = ChunkRegistry()
@@ -144,3 +180,30 @@ def test_a_chunk_registered_in_place_of_the_newest_is_seen_by_others(tmp_path: P
     one.add(chunks("The text that took its place."))
     registry.follow()
     assert registry.find("The text that took its place.") == chunks("The text that took its place.")
+
+
+def test_a_chunk_is_let_go_of_by_its_last_holder(tmp_path: Path) -> None:
+    first, second, unheld = made = [chunk(f"Chunk {number}, which somebody holds.") for number in range(3)]
+    kept = RegisteredChunks(tmp_path, "one")
+    kept.add(made[:2], holder="a")
+    kept.add(made[:1], holder="b")
+    ids = [piece.id for piece in made]
+    assert kept.release(ids, "a") == [second.id, unheld.id]
+    assert kept.release([first.id], "nobody") == []
+    assert kept.release([first.id], "b") == [first.id]
+    kept.add([first], holder="a")
+    kept.remove([first.id])
+    kept.add([first], holder="b")
+    assert kept.release([first.id], "b") == [first.id]  # who held it before it was removed holds it no more
+
+
+def test_a_file_of_format_4_has_no_holders_yet(tmp_path: Path) -> None:
+    made = chunk("A chunk, registered before there were holders.")
+    kept = RegisteredChunks(tmp_path, "one")
+    kept.add([made])
+    kept.close()
+    change(tmp_path, "DROP TABLE holders")
+    change(tmp_path, "PRAGMA user_version = 4")
+    kept = RegisteredChunks(tmp_path, "one")
+    assert everything(kept) == [made]
+    assert kept.release([made.id], "anybody") == [made.id]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.server import forked
 
 KEY = "the-key-of-the-tests"
 BODY_LIMIT = 200_000
@@ -23,34 +24,33 @@ class RunningServer:
     Attributes:
         url: Its address, without ``/v1``.
         store: Its store directory.
+        home: Where it has the user's files.
     """
 
     def __init__(self, model: Path | None, store: Path, *flags: str, key: str | None = KEY):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        self.home = store.parent / "home"
         self.url, self.store, self._log = f"http://127.0.0.1:{port}", store, store.parent / f"log-{port}"
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._command = [sys.executable, "-m", "cacheblend_rag", "serve", "--store", str(store), "--ram-budget", "0"]
+        self._command = ["serve", "--store", str(store), "--ram-budget", "0"]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
         self._command += ["--max-request-size", str(BODY_LIMIT), *flags]
         self._command += (["--model", str(model)] if model else []) + (["--api-key", key] if key else [])
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: BaseProcess | None = None
 
     def __enter__(self) -> RunningServer:
         settings = {
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-            "CACHEBLEND_HOME": str(self.store.parent / "home"),
+            "CACHEBLEND_HOME": str(self.home),
         }
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command, env={**os.environ, **settings}, stdout=log, stderr=log, start_new_session=True
-            )
+        self.process = forked.start(self._command, self._log, settings)
         deadline = time.monotonic() + 300
         while not self.healthy():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.exitcode is not None or time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(f"The server did not start:\n{self.log()[-6000:]}")
             time.sleep(0.5)
@@ -93,19 +93,21 @@ class RunningServer:
     def stop(self) -> int:
         """Ask it to stop; return its exit code."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=120)
+        self.process.terminate()
+        self.process.join(120)
+        if self.process.exitcode is None:
+            self.kill()
+            raise AssertionError(f"The server did not stop:\n{self.log()[-6000:]}")
+        return self.process.exitcode
 
     def kill(self) -> None:
         assert self.process is not None
-        if self.process.poll() is None:
+        assert self.process.pid is not None
+        if self.process.exitcode is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.process.join()
 
     def __exit__(self, *exc: object) -> None:
         assert self.process is not None
-        if self.process.poll() is None:
-            try:
-                self.stop()
-            except subprocess.TimeoutExpired:
-                self.kill()
+        if self.process.exitcode is None:
+            self.stop()

@@ -231,14 +231,16 @@ async def test_the_keys_of_both_environment_variables_open_vllms_own_routes(
 
 @pytest.mark.usefixtures("no_keys")
 def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend_rag.server.keys import Key, role_of
+    from cacheblend_rag.server.keys import Key, key_of
     from cacheblend_rag.server.launch import guard
 
     file = tmp_path / "keys.toml"
     file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\n")
     args, _ = parsed(tmp_path, "--host", "0.0.0.0", keys=file)
     limits = guard(ServeOptions(tmp_path, keys=file), args)
-    assert (role_of("asks", limits.keys), args.api_key, limits.local) == ("ask", [], False)
+    key = key_of("asks", limits.keys)
+    assert key is not None
+    assert (key.role, args.api_key, limits.local) == ("ask", [], False)
     with pytest.raises(InputError, match="one of them"):
         parsed(tmp_path, "--api-key", "another", keys=file)
     monkeypatch.setenv("CACHEBLEND_API_KEY", "another")
@@ -248,6 +250,19 @@ def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatc
     file.write_text("[[key]]\nvalue = 'asks'\n")
     monkeypatch.delenv("CACHEBLEND_API_KEY")
     with pytest.raises(InputError, match="role"):
+        parsed(tmp_path, keys=file)
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_tenants_are_refused_where_vllm_keeps_answers_for_whoever_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\n")
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+    parsed(tmp_path, keys=file)
+    file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\ntenant = 'acme'\n")
+    with pytest.raises(InputError, match="RESPONSES_API_STORE"):
         parsed(tmp_path, keys=file)
 
 

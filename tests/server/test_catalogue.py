@@ -18,6 +18,7 @@ from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.retrieval.registered import FILE_NAME
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.tenants import home_of
 from tests.conftest import tokenizer_named
 
 MODEL = ModelFingerprint("a" * 32, "one")
@@ -100,6 +101,18 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"no database at all" * 100)
     with pytest.raises(StoreError, match=r"registered\.sqlite.*delete it"):
         catalogue(tmp_path)
+
+
+def test_each_tenant_knows_its_own_index(tmp_path: Path) -> None:
+    for tenant in ("default", "acme"):
+        with ChunkIndex.open(home_of(tmp_path, tenant), IndexConfig(MODEL)) as index:
+            index.add("a.md", "1", [chunk(f"The index of {tenant} holds this text.")])
+    for tenant, expected in (("default", 1), ("acme", 1), ("globex", 0)):
+        registry = ChunkRegistry()
+        mine = ChunkCatalogue(tmp_path, registry, MODEL, tenant=tenant)
+        assert [each.text for each in registry] == [f"The index of {tenant} holds this text."] * expected
+        assert all(mine.origin(each.id) == "index" for each in registry)
+        mine.close()
 
 
 def test_an_index_that_breaks_under_a_running_server_does_not_stop_it(

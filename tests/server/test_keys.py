@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.server.keys import Key, may, read_keys, role_of
+from cacheblend_rag.server.keys import Key, Role, key_of, may, read_keys
+from cacheblend_rag.server.quotas import Quota
 from tests.server.test_middleware import App
 
 FILE = f"""
@@ -33,10 +34,24 @@ def written(directory: Path, text: str) -> Path:
 
 
 def test_keys_are_read_with_their_roles_as_they_are_or_hashed(tmp_path: Path) -> None:
-    keys = read_keys(written(tmp_path, FILE))
-    assert [role_of(value, keys) for value in ("asks", "writes", "runs it")] == ["ask", "write", "admin"]
-    assert [role_of(value, keys) for value in ("", "ask", hashlib.sha256(b"writes").hexdigest())] == [None] * 3
+    keys = read_keys(written(tmp_path, FILE)).keys
+    found = [key_of(value, keys) for value in ("asks", "writes", "runs it")]
+    assert [(key.role, key.tenant) for key in found if key] == [(r, "default") for r in ("ask", "write", "admin")]
+    assert [key_of(value, keys) for value in ("", "ask", hashlib.sha256(b"writes").hexdigest())] == [None] * 3
     assert "asks" not in repr(keys)
+
+
+def test_the_file_of_the_guide_has_the_tenants_that_it_speaks_of(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/tenants.md").read_text("utf-8")
+    first, quotas = (block.split("```")[0] for block in page.split("```toml")[1:])
+    found = read_keys(written(tmp_path, first))
+    assert [tenant.name for tenant in found.tenants] == ["default", "acme", "globex", "public"]
+    assert {tenant.name: tenant.reads for tenant in found.tenants if tenant.reads} == {"acme": ("public",)}
+    operator, key = key_of("the operator's key", found.keys), key_of("the key of globex", found.keys)
+    assert operator is not None and operator.operator
+    assert key is not None and (key.tenant, key.role) == ("globex", "write")
+    limited = read_keys(written(tmp_path, quotas)).quotas["acme"]
+    assert limited == Quota(100_000, 50 << 30, 200_000, 16, 30 * 86400.0)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +63,15 @@ def test_keys_are_read_with_their_roles_as_they_are_or_hashed(tmp_path: Path) ->
         ("[[key]]\nrole = 'ask'", "either value or sha256"),
         (f"[[key]]\nvalue = 'secret'\nsha256 = '{'0' * 64}'\nrole = 'ask'", "either value or sha256"),
         ("[[key]]\nsha256 = 'secret'\nrole = 'ask'", "key.0.sha256"),
-        ("[[key]]\nvalue = 'secret'\nrole = 'ask'\ntenant = 'acme'", "key.0.tenant"),
+        ("[[key]]\nvalue = 'secret'\nrole = 'ask'\ntenant = 'Acme Inc'", "key.0.tenant"),
+        ("[[key]]\nvalue = 'secret'\nrole = 'ask'\ntenant = ''", "key.0.tenant"),
+        ("[[key]]\nvalue = 'secret'\nrole = 'ask'\n[[tenant]]\nname = 'a'\nread = ['b']", "tenant.0.read"),
+        (
+            "[[key]]\nvalue = 'secret'\nrole = 'ask'\n[[tenant]]\nname = 'a'\nreads = ['b']",
+            "reads 'b', which has no key",
+        ),
+        ("[[key]]\nvalue = 'secret'\nrole = 'ask'\n[[tenant]]\nname = 'a'\nreads = ['a']", "other tenants"),
+        ("[[key]]\nvalue = 'secret'\nrole = 'ask'\n" + "[[tenant]]\nname = 'a'\n" * 2, "two tables"),
         ("[[key]]\nvalue = 'secret'\nrole = 'ask'\n" * 2, "twice"),
         ("value = secret", "TOML"),
     ],
@@ -88,14 +111,23 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("POST /invocations", "admin"),
     ],
 )
-def test_a_role_may_what_is_listed_and_what_the_lesser_may(request_line: str, roles: str) -> None:
+def test_a_role_may_what_is_listed_and_what_the_lesser_may_and_a_tenants_admin_nothing_of_the_servers(
+    request_line: str, roles: str
+) -> None:
     method, _, target = request_line.partition(" ")
     path, _, query = target.partition("?")
-    assert [role for role in ("ask", "write", "admin") if may(role, method, path, query.encode())] == roles.split()  # type: ignore[arg-type]
+
+    def allowed(tenant: str) -> list[str]:
+        every: tuple[Role, ...] = ("ask", "write", "admin")
+        return [role for role in every if may(Key(b"", role, tenant), method, path, query.encode())]
+
+    assert allowed("default") == roles.split()
+    servers = roles == "admin" and path != "/v1/chunks"
+    assert allowed("acme") == ([] if servers else roles.split())
 
 
 async def test_a_key_of_too_small_a_role_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    app = App(read_keys(written(tmp_path, FILE)))
+    app = App(read_keys(written(tmp_path, FILE)).keys)
     transport = httpx.ASGITransport(app.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         for key, chunks, metrics in [
@@ -114,4 +146,6 @@ async def test_a_key_of_too_small_a_role_is_refused_before_anything_is_read(tmp_
 
 
 def test_a_key_that_is_given_alone_is_good_for_everything() -> None:
-    assert role_of("only", [Key.of("only")]) == "admin"
+    key = key_of("only", [Key.of("only")])
+    assert key is not None
+    assert key.operator

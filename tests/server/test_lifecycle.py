@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -45,7 +49,7 @@ def test_sigterm_lets_streams_end_and_a_restart_knows_the_chunks(server_model: P
         pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         assert pieces[-1]["usage"]["completion_tokens"] == 400
         assert server.process is not None
-        assert server.process.returncode == 0
+        assert server.process.exitcode == 0
     # Started again on the same store, and killed while it precomputes.
     many = [
         f"Entry {i}: the {word} of the harbour was counted again, and found to be {i * 7}."
@@ -74,6 +78,25 @@ def test_sigterm_lets_streams_end_and_a_restart_knows_the_chunks(server_model: P
         assert report["present"] > 0
         assert report["present"] + report["computed"] == len(many)
         assert ask(server, ratio=1.0)["choices"][0]["token_ids"] == want
+
+
+def test_the_command_starts_says_where_it_serves_and_stops_when_told(server_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cacheblend_rag", "serve", "--model", str(server_model), "--port", "0"]
+    command += ["--store", str(tmp_path / "store"), "--enforce-eager", "--kv-memory", "64MiB", "--max-model-len", "512"]
+    settings = {"CACHEBLEND_HOME": str(tmp_path / "home"), "VLLM_LOGGING_LEVEL": "INFO"}
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"} | settings
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "Serving" in line:
+                break
+        assert f"Serving {server_model}" in said[-1], "".join(said)
+        assert re.search(r"on http://127.0.0.1:\d+: 0 chunks known", said[-1])
+        process.terminate()
+        left = process.stdout.read()
+    assert process.returncode == 0, left
 
 
 def test_two_tensor_parallel_ranks_serve_blend_and_forget(

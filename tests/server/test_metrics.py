@@ -25,8 +25,8 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
         loaded_bytes=4096,
         loads=(ChunkLoad("a", "redis", 3000, 0.5), ChunkLoad("b", "redis", 1000, 0.25), ChunkLoad("", "ram", 96, 0.0)),
     )
-    metrics.finished(blend)
-    metrics.finished(blend)
+    metrics.finished(blend, "default")
+    metrics.finished(blend, "default")
     plain = ReuseReport(
         mode="prefill",
         reason="no stored KV for any of the 12 chunks",
@@ -34,11 +34,13 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
         recomputed_tokens=0,
         computed_tokens=70,
     )
-    metrics.finished(plain)
-    metrics.precomputed(PrecomputeReport(2, 3, 700, 0.1, {"x": "no room"}))
+    metrics.finished(plain, "default")
+    metrics.precomputed(PrecomputeReport(2, 3, 700, 0.1, {"x": "no room"}), "default")
 
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(f"cacheblend_{name}", labels)
+    def value(name: str, tenant: str | None = "default", **labels: str) -> float | None:
+        return registry.get_sample_value(
+            f"cacheblend_{name}", labels if tenant is None else {"tenant": tenant, **labels}
+        )
 
     assert value("requests_total", mode="blend") == 2
     assert value("reused_tokens_total") == 1700
@@ -50,13 +52,46 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
     assert value("tier_loaded_bytes_total", tier="ram") == 192
     assert value("tier_read_seconds_total", tier="redis") == 1.5
     assert value("missing_chunks_total") == 2
-    assert value("blend_seconds_count") == 2
-    assert value("blend_seconds_sum") == 0.4
+    assert value("blend_seconds_count", None) == 2
+    assert value("blend_seconds_sum", None) == 0.4
     assert value("fallbacks_total", reason="no stored KV for any of the N chunks") == 1
     assert value("precomputed_chunks_total", result="failed") == 1
     assert value("precomputed_tokens_total") == 700
+    metrics.finished(plain, "acme")
+    assert (value("computed_tokens_total"), value("computed_tokens_total", "acme")) == (570, 70)
+
+
+def test_what_the_controller_decided_is_counted_and_held_against_what_it_took() -> None:
+    registry = CollectorRegistry()
+    metrics = ReuseMetrics(registry)
+    tokens = {"reused_tokens": 0, "recomputed_tokens": 0, "computed_tokens": 70}
+    for mode, in_place, expected, took in (
+        ("blend", (), 0.25, 0.5),
+        ("blend", ("a",), 0.25, 0.5),
+        ("blend", ("a", "b"), 0.5, None),  # without statistics nothing is compared
+        ("prefill", ("a", "b"), 1.0, 1.5),
+        ("prefill", (), None, 9.0),  # nothing was decided
+    ):
+        report = ReuseReport(mode=mode, reason="", in_place=in_place, expected_s=expected, **tokens)  # type: ignore[arg-type]
+        metrics.finished(report, "acme", took)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"cacheblend_{name}", labels)
+
+    decided = {
+        name: value("decisions_total", tenant="acme", decision=name)
+        for name in ("blended", "partly_in_place", "prefilled")
+    }
+    assert decided == {"blended": 1, "partly_in_place": 2, "prefilled": 1}
+    assert value("expected_first_token_seconds_sum") == 1.5
+    assert value("decided_first_token_seconds_sum") == 2.5
+    assert value("decided_first_token_seconds_count") == 3
 
 
 def test_labels_do_not_grow_with_what_differs_between_prompts() -> None:
     labels = {reason_label(f"no stored KV for any of the {n} chunks: {n} of them") for n in range(50)}
     assert len(labels) == 1
+    decided = "stored KV for 4 of 4 chunks; none of it is used (expected in {} s, an ordinary prefill in {} s)"
+    assert {reason_label(decided.format(s, s)) for s in ("0.5", "3", "1e-05")} == {
+        "stored KV for N of N chunks; none of it is used"
+    }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
@@ -16,15 +18,18 @@ from prometheus_client import CollectorRegistry
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.server.metrics import ReuseMetrics
+from cacheblend_rag.server.middleware import NAMES, Limits
 from cacheblend_rag.server.routes import chunk_router
+from cacheblend_rag.server.tenants import ServedTenants
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
+from cacheblend_rag.store.tenants import DEFAULT, Tenant
 from tests.conftest import tokenizer_named
+from tests.store.samples import sample_keys
 
 MODEL = ModelFingerprint("a" * 32, "one")
 TEXTS = [f"Entry number {i} of the harbour log." for i in range(4)]
@@ -37,8 +42,16 @@ class Client:
         self.tokenizer, self.fingerprint, self.header_ids = tokenizer_named("byte_level"), MODEL, (1, 2)
         self.registry, self.store, self.context_window = ChunkRegistry(), MemoryStore(1 << 30), 500
         self.entries = Entries(self.store, MODEL, self.header_ids, 0, 1)
-        self.gate = SimpleNamespace(passed=True)
+        self.gate, self.tenant = SimpleNamespace(passed=True), DEFAULT
         self.fails: set[str] = set()
+
+    def for_tenant(self, tenant: Tenant) -> Client:
+        other = copy.copy(self)
+        other.registry, other.tenant, other.entries = ChunkRegistry(), tenant, self.entries.of(tenant)
+        return other
+
+    async def drain(self) -> None:
+        """Nothing is done in the background."""
 
     async def store_kv(self, chunks: list[Chunk]) -> PrecomputeReport:
         for chunk in chunks:
@@ -50,14 +63,18 @@ class Client:
 
 
 class Server:
-    def __init__(self, directory: Path, most: int = 1_000_000) -> None:
+    def __init__(self, directory: Path | None, most: int = 1_000_000, model: Any = None) -> None:
         self.client = Client()
         self.registry = self.client.registry
-        self.catalogue = ChunkCatalogue(directory, self.registry, MODEL, most)
-        model: Any = SimpleNamespace(model_dump=lambda mode: {})
+        tenants = ServedTenants.open(self.client, directory, [DEFAULT], most)  # type: ignore[arg-type]
+        self.catalogue = tenants.each["default"].catalogue
+        model = model or SimpleNamespace(model_dump=lambda mode: {})
         self.app = FastAPI()
-        router = chunk_router(self.client, self.catalogue, ReuseMetrics(CollectorRegistry()), model)  # type: ignore[arg-type]
+        router = chunk_router(tenants, ReuseMetrics(CollectorRegistry()), model)
         self.app.include_router(router)
+        self.app.state.limits = Limits()
+        for name in NAMES:
+            self.app.add_middleware(resolve_name(name))
 
     async def __call__(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app)
@@ -81,7 +98,7 @@ def server(tmp_path: Path) -> Server:
 
 
 async def test_a_refused_post_leaves_nothing_registered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(chunks: Any) -> None:
+    def full(*_: Any) -> None:
         raise StoreError("the disk is full")
 
     monkeypatch.setattr(server.catalogue._registered, "add", full)
@@ -102,6 +119,16 @@ async def test_a_model_that_is_not_blended_knows_what_is_registered(server: Serv
     server.client.gate.passed, server.client.fails = False, set(TEXTS)
     assert (await server.register(*TEXTS)).status_code == 200
     assert len(server.registry) == 4
+
+
+@pytest.mark.parametrize("chunk_id", ["a\nb", "a\n", "\n", "a\r\n", "a/b\n/c"])
+async def test_an_id_with_line_breaks_names_its_own_chunk_and_no_other(server: Server, chunk_id: str) -> None:
+    await server.register({"id": chunk_id, "text": TEXTS[0]}, {"id": "a", "text": TEXTS[1]})
+    path = "/" + quote(chunk_id, safe="")
+    assert (await server("GET", path)).json()["text"] == TEXTS[0]
+    assert (await server("DELETE", path)).status_code == 200
+    assert (await server("GET", path)).status_code == 404
+    assert (await server("GET", "/a")).json()["text"] == TEXTS[1]
 
 
 async def test_more_chunks_than_may_be_registered_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
@@ -183,8 +210,8 @@ def blend_client(server: Server, store_kv: Callable[[Any], Any]) -> Any:
     from cacheblend_rag.engines.vllm.client import BlendClient
 
     client: Any = BlendClient.__new__(BlendClient)
-    client.registry, client.entries = server.registry, server.client.entries
-    client._write_back, client.rank, client._background = True, "off", set()
+    client.registry, client.entries, client.tenant = server.registry, server.client.entries, DEFAULT
+    client._write_back, client.rank, client._background, client.costs = True, "off", set(), None
     client.store_kv = store_kv
     return client
 
@@ -212,3 +239,13 @@ async def test_chunks_that_prompts_bring_are_bounded_in_characters_too(
     for text in TEXTS:
         server.catalogue.note(make_chunk(text, server.client.tokenizer))
     assert [bool(server.found(text)) for text in TEXTS] == [False, False, True, True]
+
+
+def test_an_encrypted_store_serves_no_tenant_without_a_key() -> None:
+    client = Client()
+    client.store.keys = sample_keys()  # of the tenants default and acme
+    client.entries = Entries(client.store, MODEL, client.header_ids, 0, 1)
+    opened = ServedTenants.open(client, None, [DEFAULT, Tenant("acme")], 10)  # type: ignore[arg-type]
+    opened.close()
+    with pytest.raises(InputError, match="no key of the tenant 'globex'"):
+        ServedTenants.open(client, None, [DEFAULT, Tenant("globex")], 10)  # type: ignore[arg-type]

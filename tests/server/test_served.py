@@ -19,8 +19,10 @@ from cacheblend_rag.engines.results import Usage
 from cacheblend_rag.engines.vllm.client import Outcome
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.served_engine import ServedEngine
+from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
 from cacheblend_rag.server.ticket import Ticket, with_ticket
 from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.tenants import DEFAULT
 
 ATTACK = {"kv_transfer_params": {"cacheblend": {"save": 0}}, "session_id": "s"}
 
@@ -54,7 +56,7 @@ class Client:
 
     def __init__(self) -> None:
         self.done: list[Outcome] = []
-        self.fingerprint = ModelFingerprint("f" * 32, "x")
+        self.fingerprint, self.tenant = ModelFingerprint("f" * 32, "x"), DEFAULT
         self.gate = SimpleNamespace(passed=True)
 
     def outcome(self, params: Any, prompt: int, cached: int, completion: int, asked: bool) -> Outcome:
@@ -63,6 +65,9 @@ class Client:
             return Outcome("blend", "stored KV", Usage(prompt, 6, 3, 4, completion), 0.1, 0.2, 512, ("m",))
         return Outcome("prefill", "no known chunk in the prompt", Usage(prompt, cached, 0, prompt - cached, completion))
 
+    def prefill_s(self, tokens: int) -> float:
+        return 0.01 * tokens
+
     def finished(self, outcome: Outcome) -> None:
         self.done.append(outcome)
 
@@ -70,7 +75,9 @@ class Client:
 @pytest.fixture
 def parts() -> tuple[ServedEngine, Engine, Client]:
     engine, client = Engine(), Client()
-    return ServedEngine(engine, client, ReuseMetrics(CollectorRegistry())), engine, client
+    calling.set(Caller())
+    tenants: Any = ServedTenants({"default": Served(client, None)})  # type: ignore[arg-type]
+    return ServedEngine(engine, tenants, ReuseMetrics(CollectorRegistry())), engine, client
 
 
 async def outputs(served: ServedEngine, prompt: Any, **extra: Any) -> list[RequestOutput]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 import threading
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Mode = Literal["well", "503", "silent", "stalls"]
+Mode = Literal["well", "503", "silent", "stalls", "moody"]
 
 
 class FaultyS3:
     """Objects by path, and how to answer: ``silent`` never does, ``stalls`` stops in the middle of an object's bytes.
+
+    ``moody`` is any of them, another one for each request.
 
     Attributes:
         mode: See above.
@@ -29,6 +32,12 @@ class FaultyS3:
         self.requests: list[str] = []
         self.endpoint = ""
         self.over = threading.Event()
+        self.chance = random.Random(3)
+
+    def mood(self) -> Mode:
+        """How to answer the next request."""
+        moods: tuple[Mode, ...] = ("well", "503", "silent", "stalls")
+        return self.chance.choices(moods, (90, 6, 2, 2))[0] if self.mode == "moody" else self.mode
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -49,6 +58,7 @@ class FaultyS3:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     s3: FaultyS3
+    mood: Mode
 
     def do_GET(self) -> None:
         self._answer(body=True)
@@ -81,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         part = data[int(found[1]) : int(found[2]) + 1] if found else data
         if found:
             headers["Content-Range"] = f"bytes {found[1]}-{int(found[1]) + len(part) - 1}/{len(data)}"
-        if self.s3.mode == "stalls" and body:
+        if self.mood == "stalls" and body:
             self._say(206 if found else 200, part[: len(part) // 2], length=len(part), **headers)
             self.s3.over.wait()
             self.close_connection = True
@@ -90,11 +100,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _fails(self) -> bool:
         self.s3.requests.append(self.command)
-        if self.s3.mode == "silent":
+        self.mood = self.s3.mood()
+        if self.mood == "silent":
             self.s3.over.wait()
             self.close_connection = True
             return True
-        if self.s3.mode == "503":
+        if self.mood == "503":
             self._say(503)
             return True
         return False

@@ -5,16 +5,30 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
+from cacheblend_rag.store import kvfile
+from cacheblend_rag.store.keyring import Keyring
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, kv_key
 
 
 def key_of(number: int) -> KVKey:
     return KVKey(hashlib.sha256(str(number).encode()).hexdigest()[:40])
+
+
+def sample_keys(seed: int = 1) -> Keyring:
+    """Keys of the default tenant and of the tenant acme."""
+    keys = {tenant: hashlib.sha256(f"{tenant} {seed}".encode()).digest() for tenant in ("default", "acme")}
+    return Keyring(keys, Path(f"/keys/{seed}"))
+
+
+def encrypted_key_of(number: int, keys: Keyring, tenant: str = "default") -> KVKey:
+    return kv_key(ModelFingerprint("0" * 32, "sample"), [], [number], tenant=tenant, encrypted=keys.name(tenant))
 
 
 def numbers(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -46,6 +60,20 @@ def same(stored: StoredKV, expected: ChunkKV) -> bool:
         for index in range(expected.num_layers)
         for a, b in zip(stored.layer(index), expected.layer(index), strict=True)
     )
+
+
+def sign(header: dict[str, Any], data: bytes) -> None:
+    """Make the checksums of an entry's header good, as far as what it says of the ``data`` behind it makes sense."""
+    metadata, states = header["__metadata__"], {}
+    for name in sorted(header):
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            entry = header[name]
+            begin, end = entry["data_offsets"]
+            state = states.setdefault(name if name == "static" else name.split(".", 2)[1], xxhash.xxh3_128())
+            state.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode() + data[begin:end])
+    metadata.update({f"checksum.{layer}": state.hexdigest() for layer, state in states.items()})
+    metadata.pop("checksum", None)
+    metadata["checksum"] = kvfile._metadata_checksum(metadata)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import obstore.store
 import pytest
@@ -18,7 +19,7 @@ from cacheblend_rag.store.block import flat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
-from tests.store.samples import key_of, kv_of, memory_directory, numbers, ranked, same
+from tests.store.samples import key_of, kv_of, memory_directory, numbers, ranked, same, sample_keys
 
 Open = Callable[[int | None], KVStore]
 """Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
@@ -26,37 +27,43 @@ Open = Callable[[int | None], KVStore]
 
 PLAIN = ["memory", "disk", "tiered", "tiered_disk_only", "redis", "objects", "s3", "tiered_redis"]
 ENCODED = ["disk:int8", "disk:fp8", "tiered:int8", "redis:k16v8", "objects:int8", "tiered_redis:fp8"]
+ENCRYPTED = [f"{kind}@keys" for kind in ("disk", "disk:int8", "tiered", "redis", "objects", "s3", "tiered_redis")]
 
 
-@pytest.fixture(params=PLAIN + ENCODED)
+@pytest.fixture(params=PLAIN + ENCODED + ENCRYPTED)
 def open_with(request: pytest.FixtureRequest) -> Iterator[Open]:
-    kind, _, codec = request.param.partition(":")
+    described, _, encrypted = request.param.partition("@")
+    kind, _, codec = described.partition(":")
     codec = codec or "none"
+    keys = sample_keys() if encrypted else None
 
     def remote() -> dict[str, Callable[[int | None], KVStore]]:
         if kind in {"redis", "tiered_redis"}:
             url = request.getfixturevalue("redis_url")
-            return {"redis": lambda budget: RedisStore(url, budget, codec=codec)}
+            return {"redis": lambda budget: RedisStore(url, budget, codec=codec, keys=keys)}
         if kind == "s3":
             url = request.getfixturevalue("s3_url")
             endpoint = request.getfixturevalue("s3_endpoint")
-            return {"s3": lambda budget: ObjectStore.at(url, budget, endpoint=endpoint, timeout_s=30, codec=codec)}
+            options = {"endpoint": endpoint, "timeout_s": 30, "codec": codec, "keys": keys}
+            return {"s3": lambda budget: ObjectStore.at(url, budget, **options)}
         bucket = obstore.store.MemoryStore()
-        return {"objects": lambda budget: ObjectStore(bucket, budget, codec=codec)}
+        return {"objects": lambda budget: ObjectStore(bucket, budget, codec=codec, keys=keys)}
 
     with memory_directory() as root:
-        yield from _opener(kind, codec, root, remote())
+        yield from _opener(kind, {"codec": codec, "keys": keys}, root, remote())
 
 
-def _opener(kind: str, codec: str, root: Path, remote: dict[str, Callable[[int | None], KVStore]]) -> Iterator[Open]:
+def _opener(
+    kind: str, options: dict[str, Any], root: Path, remote: dict[str, Callable[[int | None], KVStore]]
+) -> Iterator[Open]:
     opened: list[KVStore] = []
-    measured = DiskStore(root / "measured", codec=codec)
+    measured = DiskStore(root / "measured", **options)
     measured.put(key_of(0), kv_of(0))
     file_size = measured.stats().nbytes
 
     def open_it(entries: int | None = None) -> KVStore:
         ram = MemoryStore(None if entries is None else entries * kv_of(0).nbytes)
-        disk = DiskStore(root / "store", None if entries is None else entries * file_size, codec=codec)
+        disk = DiskStore(root / "store", None if entries is None else entries * file_size, **options)
         budget = None if entries is None else entries * file_size
         stores: dict[str, KVStore] = {
             "memory": ram,

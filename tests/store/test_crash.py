@@ -1,6 +1,6 @@
 """Writers that die, at random and at every step, and stores that several processes use at once.
 
-``CACHEBLEND_FAULTS=full`` runs as many kills as the issue asks for.
+``make faults`` runs more of them, for longer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from cacheblend_rag.store import DiskStore, disk, kvfile
 from cacheblend_rag.store.directory import EntryDirectory
+from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.spool import Spool
 from tests.store import workers
 from tests.store.samples import key_of, kv_of, memory_directory, same
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 FULL = os.environ.get("CACHEBLEND_FAULTS") == "full"
 KILLS = 200 if FULL else 25
+PROCESSES, SECONDS = (8, 60.0) if FULL else (3, 0.0)
 
 
 @pytest.fixture
@@ -41,22 +44,28 @@ def real_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in root.glob("kv/*/*"))
 
 
+def kill_within(seconds: float, process: Any, connection: Any, chance: random.Random) -> list[int]:
+    """Kill a process at some moment after its first entry; return the entries it has told of."""
+    acknowledged = [connection.recv()]
+    process.join(timeout=chance.uniform(0, seconds))
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    while connection.poll():
+        try:
+            acknowledged.append(connection.recv())
+        except EOFError:
+            break
+    return acknowledged
+
+
 @pytest.mark.parametrize("budget", [None, 400_000])
 def test_killed_writers_lose_nothing_that_was_stored(root: Path, budget: int | None) -> None:
     chance = random.Random(7)
     number = 0
     for _ in range(KILLS):
         process, connection = workers.start(workers.put_until_killed, root, number, budget)
-        acknowledged = [connection.recv()]
-        process.join(timeout=chance.uniform(0, 0.03))
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        while connection.poll():
-            try:
-                acknowledged.append(connection.recv())
-            except EOFError:
-                break
+        acknowledged = kill_within(0.03, process, connection, chance)
         number = acknowledged[-1] + 2
 
         assert counted_bytes(root) >= real_bytes(root)
@@ -75,6 +84,28 @@ def test_killed_writers_lose_nothing_that_was_stored(root: Path, budget: int | N
         assert unfinished is None or same(unfinished, kv_of(acknowledged[-1] + 1, layers=4, tokens=300))
         store.close()
     assert DiskStore(root).verify().damaged == ()
+
+
+def test_whoever_is_killed_in_any_tier_loses_nothing_of_the_durable_one(root: Path) -> None:
+    chance = random.Random(11)
+    acknowledged: list[int] = []
+    number = 0
+    for kill in range(KILLS):
+        process, connection = workers.start(workers.use_tiers_until_killed, root, number, 60_000, kill)
+        acknowledged += kill_within(0.2, process, connection, chance)
+        number = acknowledged[-1] + 2
+
+        with closing(workers.tiers_at(root, 60_000)) as store:
+            for tier in store.tiers:
+                assert tier.verify(repair=False).damaged == ()
+            assert store.tiers[0].stats().nbytes <= 60_000
+            slow = store.tiers[1]
+            assert all(slow.contains(key_of(known)) for known in acknowledged)
+            for known in chance.sample(acknowledged, min(10, len(acknowledged))):
+                found = store.get(key_of(known))
+                assert found is not None
+                assert same(found, kv_of(known, layers=4, tokens=300))
+        assert not [path for path in root.glob("*/tmp/**/*") if path.is_file()]
 
 
 def test_a_writer_may_die_at_any_step(root: Path) -> None:
@@ -151,8 +182,8 @@ def test_two_writers_of_one_key_leave_one_entry(root: Path, monkeypatch: pytest.
     slower, faster = DiskStore(root), DiskStore(root)
     write = kvfile.write
 
-    def overtaken(encoded: kvfile.EncodedKV, path: Path) -> None:
-        write(encoded, path)
+    def overtaken(encoded: kvfile.EncodedKV, path: Path, keys: Keyring | None) -> None:
+        write(encoded, path, keys)
         monkeypatch.setattr(kvfile, "write", write)
         assert faster.put(key_of(1), kv_of(1))
 
@@ -168,7 +199,7 @@ def test_several_processes_write_read_and_evict_at_once(root: Path) -> None:
     measured.put(key_of(1), kv_of(1))
     budget = 5 * real_bytes(root)
     measured.close()
-    running = [workers.start(workers.mingle, root, seed, budget, 400) for seed in range(3)]
+    running = [workers.start(workers.mingle, root, seed, budget, 400, SECONDS) for seed in range(PROCESSES)]
     read = [connection.recv() for _, connection in running]
     for process, _ in running:
         process.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +159,23 @@ def test_a_broken_count_of_bytes_is_made_anew(root: Path, garbage: bytes) -> Non
     (root / "kv" / "usage").write_bytes(garbage)
     store.put(key_of(2), kv_of(2))
     assert store._directory.used() == store.stats().nbytes
+
+
+def test_a_clock_that_was_set_back_evicts_what_was_used_least_recently_all_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = DiskStore(root)
+    for number in range(3):
+        measured.put(key_of(number), kv_of(number))
+    budget = measured.stats().nbytes
+    measured.close()
+    real = time.time_ns
+    monkeypatch.setattr("cacheblend_rag.store.directory.time.time_ns", lambda: real() - 86_400 * 10**9)
+    for number in range(3, 6):
+        store = DiskStore(root, budget)  # a process of its own knows no stamp but those on the disk
+        assert store.put(key_of(number), kv_of(number))
+        store.close()
+    assert {entry.key for entry in store.entries()} == {key_of(number) for number in range(3, 6)}
 
 
 def test_an_unknown_codec_is_refused(root: Path) -> None:

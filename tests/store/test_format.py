@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +20,7 @@ from cacheblend_rag.errors import DamagedKVError, InputError
 from cacheblend_rag.store import DiskStore, TieredStore
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.memory import MemoryStore
-from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
+from tests.store.samples import key_of, kv_of, memory_directory, ranked, same, sign
 
 FAULTS = 1000
 NEIGHBOUR = 2
@@ -240,3 +243,26 @@ def test_damage_to_the_static_deviation_costs_the_rank_alone(store: DiskStore) -
         assert found.static_deviation() is None
         assert same(found, kv_of(1))
     assert store.verify(repair=False).damaged == (key_of(1),)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.update({"layer.00000.q": header.pop("layer.00000.k")}),
+        lambda header: header.update({"layer.00000.q": header["layer.00000.k"]}),
+        lambda header: header["layer.00000.k"].update(shape=[0, 2**62, 2**62], data_offsets=[0, 0]),
+    ],
+)
+def test_a_layer_of_other_tensors_is_damage_even_with_good_checksums(
+    store: DiskStore, change: Callable[[dict[str, Any]], None]
+) -> None:
+    path = file_of(store, 1)
+    whole = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", whole)
+    header = json.loads(whole[8 : 8 + length])
+    change(header)
+    sign(header, whole[8 + length :])
+    made = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(made)) + made + whole[8 + length :])
+    assert outcome(store, 1) in {"miss", "damage"}
+    assert outcome(store, NEIGHBOUR) == "right"

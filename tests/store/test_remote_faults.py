@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from tests.store.samples import key_of, kv_of, memory_directory, same
 
 LARGE = {"layers": 4, "tokens": 400}  # several times what a look-up brings along
 BRIEF_S = 0.3
+ROUNDS = 50 if os.environ.get("CACHEBLEND_FAULTS") == "full" else 4
 
 
 @pytest.fixture
@@ -139,6 +142,95 @@ def test_a_server_killed_between_and_during_reads_loses_nothing(tmp_path: Path, 
         assert "answers again" in caplog.text
     finally:
         server.terminate()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tried_again_at_once")
+def test_a_server_killed_at_any_moment_loses_nothing_it_had_acknowledged(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    options = {"appendonly": "yes", "appendfsync": "always"}
+    server = ValkeyServer(data_dir=tmp_path, **options)
+    server.start()
+    store = RedisStore(server.connection_url, timeout_s=10)
+    acknowledged: list[int] = []
+    try:
+        for kill in range(ROUNDS):
+            until = len(acknowledged) + chance.randrange(1, 20)
+            enough, over = threading.Event(), threading.Event()
+            with ThreadPoolExecutor(1) as pool:
+                client = pool.submit(put_and_read, store, acknowledged, until, enough, over, kill)
+                try:
+                    assert enough.wait(60)
+                    port = server.port
+                    server.terminate()  # with SIGKILL, in the middle of whatever it does
+                    server = ValkeyServer(port=port, data_dir=tmp_path, **options)
+                    server.start()
+                finally:
+                    over.set()
+                client.result(60)
+        for known in acknowledged:
+            found = store.get(key_of(known))
+            assert found is not None
+            assert same(found, kv_of(known))
+        assert store.stats().damaged == 0
+    finally:
+        server.terminate()
+
+
+def put_and_read(
+    store: RedisStore, stored: list[int], until: int, enough: threading.Event, over: threading.Event, seed: int
+) -> None:
+    """Put entries and read some back until it is ``over``; say when there are ``enough``. Failures are the server's."""
+    chance = random.Random(seed)
+    number = 1000 * seed
+    while not over.is_set():
+        number += 1
+        try:
+            if store.put(key_of(number), kv_of(number)):
+                stored.append(number)
+            known = chance.choice(stored)
+            found = store.get(key_of(known))
+            assert found is None or same(found, kv_of(known))
+        except StoreUnavailableError:
+            pass
+        except StoreError as error:
+            assert "expired before" in str(error), error
+        if len(stored) >= until:
+            enough.set()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tried_again_at_once")
+def test_a_bucket_that_fails_now_and_then_gives_no_wrong_byte_and_keeps_all_it_has(s3: FaultyS3) -> None:
+    store = tier_in(s3)
+    for number in range(6):
+        store.put(key_of(number), kv_of(number, **LARGE))
+    kept = dict(s3.objects)
+    s3.mode = "moody"
+    read: list[int] = []
+    with ThreadPoolExecutor(3) as pool:
+        for reader in [pool.submit(read_at_random, store, read, seed) for seed in range(3)]:
+            reader.result(60 + 10 * ROUNDS)
+    assert len(read) > ROUNDS
+    assert s3.objects == kept
+    assert "DELETE" not in s3.requests
+    s3.mode = "well"
+    s3.over.set()
+    assert all(same(store.get(key_of(number)), kv_of(number, **LARGE)) for number in range(6))
+    assert store.stats().damaged == 0
+
+
+def read_at_random(store: ObjectStore, read: list[int], seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(5 * ROUNDS):
+        number = chance.randrange(6)
+        try:
+            found = store.get(key_of(number))
+            if found is not None:
+                assert same(found, kv_of(number, **LARGE))
+                read.append(number)
+        except StoreUnavailableError:
+            pass
 
 
 @pytest.mark.usefixtures("tried_again_at_once")

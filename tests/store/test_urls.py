@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store import TieredStore, open_store, record_tiers, recorded_tiers
-from cacheblend_rag.store.urls import parse_duration, parse_tiers
+from cacheblend_rag.store.urls import parse_duration, parse_tiers, with_keys
 from tests.store.samples import key_of, kv_of, same
 
 FOUR = "ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0?budget=64GiB&timeout=500ms,s3://bucket/a/b?ttl=7d&region=eu"
@@ -42,6 +42,8 @@ def test_an_option_that_is_the_clients_own_is_left_in_its_address() -> None:
         ("file:///kv?timeout=1s", "timeout is no option of this tier"),
         ("redis:///0", "lacks a host"),
         ("s3:///prefix", "lacks a bucket"),
+        ("ram://[", "is no address"),
+        ("file:///kv#here?encrypt=/keys", "write it as %23"),
         ("redis://host?timeout=soon", "'soon' is not a time"),
         ("redis://host?ttl=0s", "'0s' is not a time"),
     ],
@@ -134,3 +136,10 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, url: str, packag
     )
     with pytest.raises(InputError, match=rf"{package}.*pip install 'cacheblend-rag\[{extra}\]'"):
         open_store(url)
+
+
+def test_keys_are_added_to_every_tier_but_ram_in_place_of_others() -> None:
+    given = "RAM://1MiB, file:///kv?encrypt=/old&budget=1MiB,redis://host,"
+    assert with_keys(given, Path("/the keys")) == (
+        "RAM://1MiB,file:///kv?budget=1MiB&encrypt=/the+keys,redis://host?encrypt=/the+keys"
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError
-from cacheblend_rag.store import DiskStore
+from cacheblend_rag.store import DiskStore, TieredStore
 from tests.forking import preload
 from tests.store.samples import key_of, kv_of, same
 
@@ -87,14 +89,49 @@ def die_at_step(connection: Connection, root: Path, number: int, budget: int, st
     connection.send(seen)
 
 
-def mingle(connection: Connection, root: Path, seed: int, budget: int, steps: int) -> None:
-    """Do everything at random to a store that others do everything to as well; send how many entries were read."""
+def tiers_at(root: Path, budget: int) -> TieredStore:
+    """A quick disk with little room in front of a slow one with all of it."""
+    return TieredStore([DiskStore(root / "quick", budget), DiskStore(root / "slow")])
+
+
+def use_tiers_until_killed(connection: Connection, root: Path, first: int, budget: int, seed: int) -> None:
+    """Put entries, bring others up, evict from the quick disk and drop entries there; tell of each that is stored."""
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    store = tiers_at(root, budget)
+    quick, number = store.tiers[0], first
+    while True:
+        action = chance.choice(["put", "put", "read", "read", "read", "evict", "delete"])
+        if action == "put":
+            assert store.put(key_of(number), kv_of(number, layers=4, tokens=300))
+            connection.send(number)
+            number += 1
+        elif action == "read" and number:
+            found = store.get(key_of(chance.randrange(number)))
+            if found is not None:
+                for index in range(found.num_layers):
+                    found.layer(index)
+                found.finish()
+        elif action == "evict":
+            quick.evict(budget // 2)
+        elif action == "delete" and number:
+            quick.delete(key_of(chance.randrange(number)))
+
+
+def mingle(connection: Connection, root: Path, seed: int, budget: int, steps: int, seconds: float = 0.0) -> None:
+    """Do everything at random to a store that others do everything to as well; send how many entries were read.
+
+    For ``steps`` steps, and for ``seconds`` at least.
+    """
     torch.set_num_threads(1)
     chance = random.Random(seed)
     store = DiskStore(root, budget)
     handles: list[tuple[int, Any]] = []
     read = 0
-    for _ in range(steps):
+    until = time.monotonic() + seconds
+    for step in itertools.count():
+        if step >= steps and time.monotonic() >= until:
+            break
         number = chance.randrange(12)
         action = chance.choice(["put", "put", "put", "get", "get", "get", "read", "delete", "evict", "list"])
         if action == "put":

@@ -7,21 +7,23 @@ from typing import Any
 
 from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, TokenLogprob, Usage, likeliest
 from cacheblend_rag.errors import ServerError
+from cacheblend_rag.prompts.tokens import begins_with_space
 from cacheblend_rag.protocol import ReuseReport
 
 
 class Answer:
     """Collects one answer. Feed it every piece of the stream, then ask for the end."""
 
-    def __init__(self, url: str, fingerprint: str, top_logprobs: int = 0):
+    def __init__(self, url: str, fingerprint: str, tokenizer: Any, top_logprobs: int = 0):
         """Begin now: time to first token counts from here.
 
         Args:
             url: The server, for messages.
             fingerprint: The model that is expected to answer.
+            tokenizer: The model's.
             top_logprobs: How many of the likeliest tokens to keep for every token.
         """
-        self._url, self._fingerprint, self._top = url, fingerprint, top_logprobs
+        self._url, self._fingerprint, self._tokenizer, self._top = url, fingerprint, tokenizer, top_logprobs
         self._begin = time.perf_counter()
         self._ttft_s = 0.0
         self._pieces = 0
@@ -53,6 +55,8 @@ class Answer:
             text += choice.text
             if choice.finish_reason is not None:
                 self._finish, self._stop = choice.finish_reason, fields.get("stop_reason")
+        if not self._text and text.startswith(" ") and not begins_with_space(self._tokenizer, self._token_ids):
+            text = text[1:]
         self._text += text
         return text
 
@@ -97,9 +101,12 @@ class Answer:
                 usage=usage,
                 timings=Timings(report.load_s, self._ttft_s or total, total),
                 missing=report.missing,
+                in_place=report.in_place,
                 policy=report.policy,
                 ratio=report.ratio,
                 loads=report.loads,
+                prefill_s=report.prefill_s,
+                expected_s=report.expected_s,
                 logprobs=tuple(self._logprobs[: len(ids)]),
             ),
         )

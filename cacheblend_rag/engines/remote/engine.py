@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -31,6 +32,7 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
 from cacheblend_rag.protocol import ModelInfo
 from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.tenants import Tenant
 
 _DELETE_BATCH = 100
 
@@ -59,6 +61,7 @@ class RemoteEngine(BlendEngine):
         timeout_s: float = 600.0,
         connect_timeout_s: float = 5.0,
         max_retries: int = 2,
+        holder: str = "",
     ):
         """Connect, and see which model the server has.
 
@@ -73,11 +76,23 @@ class RemoteEngine(BlendEngine):
             connect_timeout_s: Longest wait for a connection.
             max_retries: How often a request is sent again after a failed connection, 408, 409, 429 or 5xx. Nothing is sent
                 again once an answer has begun.
+            holder: Name under which this application registers chunks. Those of one tenant are shared by all its clients, and
+                :meth:`forget` leaves what another holder has registered; clients of the same name count as one.
 
         Raises:
             ServerError: No server answers there, it is none of ours or serves another model, or it refuses.
             ModelError: The tokenizer cannot be loaded, or is not the server's.
         """
+        self._arguments = {
+            "api_key": api_key,
+            "model": model,
+            "tokenizer": tokenizer,
+            "timeout_s": timeout_s,
+            "connect_timeout_s": connect_timeout_s,
+            "max_retries": max_retries,
+            "holder": holder,
+        }
+        self._holder = holder
         key = api_key or os.environ.get("CACHEBLEND_API_KEY")
         self._wire = Wire(with_version(url), key, timeout_s, connect_timeout_s, max_retries)
         self.model = self._model_info()
@@ -101,6 +116,18 @@ class RemoteEngine(BlendEngine):
         self.profile = self.model.profile()
         self.registry = ChunkRegistry()
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Say how another process connects to the same server; chunks that this one knows are not known there."""
+        if self._opened_as is not None:
+            return super().__reduce__()
+        return partial(RemoteEngine, self._wire.url, **self._arguments, fingerprint=self.fingerprint), ()
+
+    def _become(self, tenant: Tenant) -> None:
+        raise InputError(
+            f"The server decides by its key whose an engine is: make a RemoteEngine with api_key= of the tenant {tenant.name!r} "
+            "instead."
+        )
+
     @property
     def rank(self) -> Rank:
         """See :class:`BlendEngine`; when chunks are ranked is the server's business."""
@@ -111,6 +138,11 @@ class RemoteEngine(BlendEngine):
         raise InputError(
             f"rank is {when!r}, but the server decides when chunks are ranked: leave it out with a server."
         )
+
+    @property
+    def controlled(self) -> bool:
+        """See :class:`BlendEngine`; the controller is the server's."""
+        return self.model.controlled
 
     def _model_info(self) -> ModelInfo:
         try:
@@ -130,14 +162,18 @@ class RemoteEngine(BlendEngine):
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; the server computes, stores and registers them, in batches."""
+        self.check_open()
         begin = time.perf_counter()
         total = PrecomputeReport()
         waiting = {chunk.id: chunk for chunk in chunks}
+        held = {"holder": self._holder} if self._holder else {}
         if progress is not None and len(chunks) > len(waiting):
             progress(len(chunks) - len(waiting))
         for batch in batches(waiting.values()):
             with self._wire.explained():
-                answer = self._wire.sync.post("/chunks", cast_to=dict[str, Any], body={"chunks": chunk_bodies(batch)})
+                answer = self._wire.sync.post(
+                    "/chunks", cast_to=dict[str, Any], body={"chunks": chunk_bodies(batch), **held}
+                )
             total = added(total, answer["report"])
             self.registry.add(batch)
             if progress is not None:
@@ -160,7 +196,7 @@ class RemoteEngine(BlendEngine):
         return completion_request(self._name, request, prefix)
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
-        answer = Answer(self._wire.url, self.fingerprint.digest, request["logprobs"] or 0)
+        answer = Answer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
         with self._wire.explained(answer.begun), self._wire.sync.completions.create(**request) as pieces:
             for piece in pieces:
                 text = answer.push(piece)
@@ -174,7 +210,7 @@ class RemoteEngine(BlendEngine):
         """Async twin of :meth:`stream`; a cancelled consumer ends the work on the server."""
         asked = await asyncio.to_thread(self.request, prompt, sampling, settings)
         request = self._completion(asked)
-        answer = Answer(self._wire.url, self.fingerprint.digest, request["logprobs"] or 0)
+        answer = Answer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
         with self._wire.explained(answer.begun):
             async with await self._wire.asynchronous().completions.create(**request) as pieces:
                 async for piece in pieces:
@@ -213,7 +249,9 @@ class RemoteEngine(BlendEngine):
         return answer
 
     def forget(self, chunks: Iterable[str | Chunk]) -> int:
-        """Drop chunks here and on the server, and delete their KV; unknown ids and chunks of the server's own index are left.
+        """Drop chunks here and on the server, and delete their KV.
+
+        Unknown ids, chunks of the server's own index and those that another ``holder`` has registered are left.
 
         Returns:
             How many chunks the server has dropped.
@@ -222,6 +260,7 @@ class RemoteEngine(BlendEngine):
         gone = 0
         for begin in range(0, len(names), _DELETE_BATCH):
             query = "&".join(f"id={quote(name, safe='')}" for name in names[begin : begin + _DELETE_BATCH])
+            query += f"&holder={quote(self._holder, safe='')}"
             with self._wire.explained():
                 answer = self._wire.sync.delete(f"/chunks?{query}", cast_to=dict[str, Any])
             gone += len(answer["data"])
@@ -238,4 +277,5 @@ class RemoteEngine(BlendEngine):
 
     def close(self) -> None:
         """Close the connections; the server goes on."""
+        self._closed = True
         self._wire.close()

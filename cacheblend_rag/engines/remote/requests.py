@@ -34,7 +34,7 @@ def completion_request(model: str, request: Request, prefix: str = "") -> dict[s
         ]
     extra: dict[str, Any] = {"cacheblend": blend, "return_token_ids": True}
     # The server may have other defaults, from the model's generation_config.json.
-    extra |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    extra |= {"top_k": sampling.top_k, "min_p": 0.0, "repetition_penalty": 1.0}
     if sampling.json_schema is not None:
         extra["structured_outputs"] = {"json": _schema(sampling.json_schema)}
     if sampling.logprobs is not None:
@@ -48,8 +48,8 @@ def completion_request(model: str, request: Request, prefix: str = "") -> dict[s
         "seed": sampling.seed,
         "logprobs": sampling.logprobs,
         "stop": list(sampling.stop) or None,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "stream": True,
         "stream_options": {"include_usage": True},
         "extra_body": extra,

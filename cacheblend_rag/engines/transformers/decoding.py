@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 import torch
 from tokenizers.decoders import DecodeStream
-from transformers import TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from cacheblend_rag.engines.results import TokenLogprob
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -18,7 +19,10 @@ class Sampler:
     def __init__(self, params: SamplingParams, device: torch.device):
         """Seed the generator (afresh from the system if no seed is given)."""
         self._temperature = params.temperature
+        self._top_k = TopKLogitsWarper(params.top_k) if params.top_k else None
         self._top_p = TopPLogitsWarper(params.top_p) if params.top_p < 1 else None
+        self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
+        self._counts: Counter[int] = Counter()
         self._generator: torch.Generator | None = None
         if self._temperature == 0:
             return
@@ -29,10 +33,27 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """Return the next token for ``logits``, ``[vocab]``."""
+        """Return the next token for ``logits``, ``[vocab]``; those returned before are penalised as was asked for."""
+        token = self._sampled(self._penalised(logits))
+        self._counts[token] += 1
+        return token
+
+    def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self._counts or not (self._presence or self._frequency):
+            return logits
+        tokens, counts = (
+            torch.tensor(list(each), device=logits.device) for each in zip(*self._counts.items(), strict=True)
+        )
+        scores = logits.float().clone()
+        scores[tokens] -= self._presence + self._frequency * counts
+        return scores
+
+    def _sampled(self, logits: torch.Tensor) -> int:
         if self._temperature == 0:
             return int(logits.argmax())
         scores = logits[None].float() / self._temperature
+        if self._top_k is not None:
+            scores = self._top_k(None, scores)
         if self._top_p is not None:
             scores = self._top_p(None, scores)
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from cacheblend_rag.blending.controller import control
-from cacheblend_rag.blending.costs import Costs, load_costs
+from cacheblend_rag.blending.auto import raised
+from cacheblend_rag.blending.controller import Choice, Terms, control
+from cacheblend_rag.blending.costs import Computed, Costs, Measured, load_costs
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.meter import ChunkLoad
@@ -26,12 +27,11 @@ from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids
-from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.blendable import why_not_blendable
 from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.lookups import entries_of, side_by_side
+from cacheblend_rag.engines.lookups import SideBySide, entries_of
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, Score, StreamEvent, Timings, Usage
@@ -52,6 +52,7 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import StoredKV
+from cacheblend_rag.store.tenants import Tenant
 
 
 class TransformersEngine(BlendEngine):
@@ -63,10 +64,10 @@ class TransformersEngine(BlendEngine):
         runner: The model's own forward.
         rope: Its rotation; None where the gate found none.
         on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
-        trace: Where to record when each layer of a blend is loaded and computed; None for nowhere.
     """
 
     supports_scoring: ClassVar[bool] = True
+    supports_trace: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -121,7 +122,6 @@ class TransformersEngine(BlendEngine):
         self._lock, self._storing = threading.Lock(), threading.Lock()
         self._closed = False
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
-        self.trace: Trace | None = None
         self._end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
         self._judge()
 
@@ -143,7 +143,7 @@ class TransformersEngine(BlendEngine):
     def beside(self, store: KVStore) -> Self:
         """Return an engine in front of another store; they share the model, and the lock that lets requests take turns."""
         sibling = copy.copy(self)
-        sibling.store, sibling.registry = store, ChunkRegistry()
+        sibling.store, sibling.registry, sibling._views = store, ChunkRegistry(), {}
         store.pin_for(self.runner.device)
         if set(store.codecs) != set(self.store.codecs):
             sibling._judge()
@@ -152,7 +152,11 @@ class TransformersEngine(BlendEngine):
     @property
     def entries(self) -> Entries:
         """See :class:`BlendEngine`; made for each use, since evaluations change header and store."""
-        return Entries(self.store, self.fingerprint, self.header_ids)
+        return Entries(self.store, self.fingerprint, self.header_ids, tenant=self.tenant)
+
+    def _become(self, tenant: Tenant) -> None:
+        """See :class:`BlendEngine`: all there is to do is to see that an encrypted store has the tenant's key."""
+        self.store.key_name(tenant.name)
 
     def subject(self) -> TransformersSubject:
         """Return the model as the parity gate and calibration drive it."""
@@ -160,6 +164,7 @@ class TransformersEngine(BlendEngine):
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; ``[header] + chunk`` is computed, batched, and the chunk's slice kept."""
+        self.check_open()
         return self._precompute(chunks, progress, self.rank == "now")
 
     def _precompute(
@@ -236,11 +241,10 @@ class TransformersEngine(BlendEngine):
     def _observe(self, prefill: _Prefill) -> None:
         """Let what a prompt took keep the controller's costs current; its first token is there, so its work is done."""
         if self.costs is not None:
-            took = time.perf_counter() - prefill.began - prefill.load_s
-            costs = self.costs.computed(prefill.computed + prefill.selection, prefill.plan.num_tokens, took)
-            for tier, reads in prefill.reads.items():
-                costs = costs.loaded(tier, reads.nbytes, reads.count, reads.seconds)
-            self.costs = costs
+            plan, took = prefill.plan, time.perf_counter() - prefill.began - prefill.load_s
+            tokens = prefill.computed + prefill.selection
+            computed = Computed(tokens, plan.num_tokens, took, plan.stored_tokens)
+            self.costs = self.costs.after(Measured((computed,), prefill.reads, prefill.load_s))
 
     def _decode(self, token: int, prefill: _Prefill) -> torch.Tensor:
         with self._lock, self._traced("token of the answer", 1):
@@ -276,25 +280,30 @@ class TransformersEngine(BlendEngine):
 
     def _prefill(self, request: Request) -> _Prefill:
         unusable: set[tuple[int, ...]] = set()
+        late: set[tuple[int, ...]] = set()
         with self._lock:
             while True:
-                plan, free = self._controlled(request, self._plan(request, unusable))
+                plan = self._plan(request, unusable | late).after_late(late)
+                choice = self._choose(request, plan)
+                plan = plan if choice is None else choice.applied_to(plan)
                 began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
                 if not plan.uses_stored_kv:
-                    return self._full_prefill(request.prompt, plan, began)
+                    return replace(self._full_prefill(request.prompt, plan, began), choice=choice)
                 try:
                     if not self.gate.passed:
                         return self._go_on(request, plan, began)
-                    return self._blend(request, plan, free, began)
+                    return self._blend(request, plan, choice, began)
                 except UnusableSpanError as error:
                     # Missing, as far as this prompt goes: the next plan computes its chunk in place. Its tier has dropped
                     # what is damaged; what cannot be read now stays, and so does what other tiers have.
-                    unusable.add(error.token_ids or ())
+                    (late if error.late else unusable).update(error.entries)
+                    if self.costs is not None:
+                        self.costs = self.costs.after(Measured((), error.reads, error.waited_s))
 
     def _plan(self, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
         reuse = request.settings.reuse
         wanted = entries_of(request.prompt) if reuse == "chunks" else ()
-        look = side_by_side(self._lookup, (ids for ids in wanted if ids not in unusable), self.store.remote)
+        look = SideBySide(self._lookup, (ids for ids in wanted if ids not in unusable), self.store.remote)
 
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
             return None if tuple(token_ids) in unusable else look(token_ids)
@@ -311,20 +320,13 @@ class TransformersEngine(BlendEngine):
     def _lookup(self, token_ids: Sequence[int]) -> StoredKV | None:
         return self.entries.get(token_ids, self._snapshots.num_layers if self._snapshots else self.num_layers)
 
-    def _controlled(self, request: Request, plan: BlendPlan) -> tuple[BlendPlan, float]:
+    def _choose(self, request: Request, plan: BlendPlan) -> Choice | None:
         """Let the loading controller choose what to load, and the ratio that costs no time, where the request leaves it both."""
         settings, costs = request.settings, self.costs
         if settings.ratio != "auto" or costs is None or not (plan.uses_stored_kv and self.gate.passed):
-            return plan, 0.0
-        return control(plan, costs, self.profile.ratio, self.dense_share(settings.policy, settings.check_layers))
-
-    def dense_share(self, name: str, check_layers: tuple[int, ...] | None = None) -> float:
-        """Return the share of the layers that a dense pass of the policy ``name`` goes through; 0 for a policy without one."""
-        return (
-            self.profile.schedule(check_layers).check_layers[0] / self.num_layers
-            if policy(name).needs_deviation
-            else 0.0
-        )
+            return None
+        terms = Terms.of(costs, self.profile, settings, self.num_layers)
+        return control(plan, terms, self.profile.ratio_of(settings))
 
     def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan, began: float) -> _Prefill:
         # A model that failed the gate may keep something else than KV: it gets its own kind of cache.
@@ -343,13 +345,15 @@ class TransformersEngine(BlendEngine):
         ids = torch.tensor([request.prompt.token_ids[plan.exact_tokens :]], device=self.runner.device)
         return _Prefill(plan, began, self.runner.append(ids, cache)[0], cache, ids.shape[1], load_s=load_s)
 
-    def _blend(self, request: Request, plan: BlendPlan, free: float, began: float) -> _Prefill:
+    def _blend(self, request: Request, plan: BlendPlan, choice: Choice | None, began: float) -> _Prefill:
         assert self.rope is not None
         settings = request.settings
         target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids)
         schedule = self.profile.schedule(settings.check_layers)
-        ratio = self.profile.ratio_of(settings, free)
-        result = fuse(plan, target, policy(settings.policy), ratio, schedule, self.trace)
+        ratio = self.profile.ratio_of(settings)
+        ratio = ratio if choice is None else raised(ratio, choice.ratio)
+        most_wait_s = None if choice is None else choice.most_wait_s
+        result = fuse(plan, target, policy(settings.policy), ratio, schedule, self.trace, most_wait_s)
         assert target.logits is not None
         return _Prefill(
             plan,
@@ -365,14 +369,19 @@ class TransformersEngine(BlendEngine):
             result.unranked,
             result.reads,
             result.loads,
+            choice,
         )
 
     def close(self) -> None:
         """Close the store and drop the model; closing twice is allowed."""
+        if self._root is not None:
+            return
         self.store.close()
         if not self._closed:
             self._closed = True
-            del self.runner
+            every: list[TransformersEngine] = [self, *self._views.values()]
+            for each in every:
+                del each.runner
 
 
 @dataclass
@@ -392,6 +401,7 @@ class _Prefill:
     unranked: bool = False
     reads: Mapping[str, TierReads] = field(default_factory=dict)
     loads: tuple[ChunkLoad, ...] = ()
+    choice: Choice | None = None
 
     @property
     def mode(self) -> Mode:
@@ -423,5 +433,6 @@ def _generation(
         ratio=prefill.ratio,
         loads=prefill.loads,
         prefill_s=None if costs is None else costs.compute.seconds(prompt_tokens, prompt_tokens),
+        expected_s=None if prefill.choice is None else prefill.choice.expected_s,
         logprobs=tuple(answer.logprobs),
     )

@@ -5,27 +5,33 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from cacheblend_rag.blending.fusor import FuseResult, Segment, fuse_stepwise
+from cacheblend_rag.blending.fusor import Awaited, FuseResult, Segment, fuse_stepwise
+from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.target import BlendTarget
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.lookups import entries_of, side_by_side
+from cacheblend_rag.engines.lookups import SideBySide, entries_of
 from cacheblend_rag.engines.vllm.messages import Blended, Load, WorkerMeta
-from cacheblend_rag.engines.vllm.pace import Allowance, StepClock
+from cacheblend_rag.engines.vllm.pace import Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks
+from cacheblend_rag.store.events import TierReads, added
 from cacheblend_rag.store.kv import StoredKV
 
 _log = logging.getLogger(__name__)
 _Steps = Generator[Segment, int | None, None]
+_LOADING = 4
+"""Blends whose stored KV is brought to host memory at one time, while streams run."""
 
 
 class BlendQueue:
@@ -50,20 +56,26 @@ class BlendQueue:
         self._waiting.append(_Blend(load, self._paged, self._rope, self._entries, self.clock))
 
     def advance(self, allowance: Allowance | None) -> None:
-        """Go on with the blends: as far as ``allowance`` goes, or if it is None until one is complete."""
-        while self._waiting:
-            blend = self._waiting[0]
+        """Go on with the blends: as far as ``allowance`` goes, or if it is None until one is complete.
+
+        While streams run, those whose stored KV is on its way are passed over, and as many of them are loading as there may be.
+        """
+        loading = 0
+        for blend in tuple(self._waiting):
             try:
                 complete = blend.advance(allowance)
             except Exception as error:
                 # Whatever went wrong, the engine must live on: vLLM prefills this prompt as any other.
                 _log.exception("The blend of request %s failed", blend.load.request_id)
-                self._close(self._waiting.popleft())
+                self._drop(blend)
                 self.refuse(blend.load.request_id, f"the blend failed ({type(error).__name__}: {error})")
                 continue
             if not complete:
+                loading += blend.loading
+                if blend.loading and loading < _LOADING:
+                    continue
                 return
-            self._close(self._waiting.popleft())
+            self._drop(blend)
             assert blend.result is not None
             self._results.done[blend.load.request_id] = blend.result
             self._ended.add(blend.load.request_id)
@@ -79,12 +91,12 @@ class BlendQueue:
     def abort(self, request_ids: set[str]) -> None:
         """End the blends of requests that are gone, at once: vLLM waits for them to free the blocks."""
         for blend in [b for b in self._waiting if b.load.request_id in request_ids]:
-            self._waiting.remove(blend)
-            self._close(blend)
+            self._drop(blend)
             self._ended.add(blend.load.request_id)
 
-    def _close(self, blend: _Blend) -> None:
+    def _drop(self, blend: _Blend) -> None:
         """Let go of a blend. What its entries' tiers do with them now, reading and writing as they like, holds up no step."""
+        self._waiting.remove(blend)
         for kv in blend.close():
             self._finisher.submit(kv.finish)
 
@@ -98,11 +110,11 @@ class BlendQueue:
         self._ended, self._failed = set(), set()
         return ended, failed
 
-    def take_results(self) -> WorkerMeta | None:
+    def take_results(self) -> WorkerMeta:
         """Return what the ended blends did and what work took, once."""
         results, self._results = self._results, WorkerMeta()
-        results.times = self.clock.take()
-        return results if results else None
+        results.times, results.computed = self.clock.take(), self.clock.take_computed()
+        return results
 
 
 class _Blend:
@@ -110,23 +122,43 @@ class _Blend:
 
     def __init__(self, load: Load, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
         self.load = load
-        self._paged, self._rope, self._entries, self._clock = paged, rope, entries, clock
+        self._paged, self._rope, self._clock = paged, rope, clock
+        self._entries = entries.of(load.job.tenant)
         self.result: Blended | None = None
-        self._begin = time.perf_counter()
+        self._begin, self._watch = time.perf_counter(), Stopwatch()
+        self._trace = Trace() if load.job.trace else None
         self._spans: list[StoredKV] = []
         self._unusable: set[tuple[int, ...]] = set()
+        self._late: set[tuple[int, ...]] = set()
+        self._reads: Mapping[str, TierReads] = {}
+        self._waited_s = 0.0
+        self._streams = False
         self._steps: _Steps = self._run()
         self._ahead: Segment | None = None
+
+    @property
+    def loading(self) -> bool:
+        """Whether it waits for its stored KV, while streams run."""
+        return self._ahead is not None and self._ahead.kind == "load"
 
     def advance(self, allowance: Allowance | None) -> bool:
         """Run segments as far as ``allowance`` goes, None for all; return whether the blend is complete."""
         with torch.inference_mode():
+            self._streams = allowance is not None
             if self._ahead is None and not self._go_on(None):
                 return True
             while True:
                 ahead = self._ahead
                 assert ahead is not None
-                if ahead.kind == "fetch":
+                if ahead.awaited is not None:
+                    # Waiting for it would hold up the streams' tokens.
+                    if allowance is not None and not all_ranks(ahead.awaited.ready):
+                        if (late := self._late_in(ahead.awaited)) is None:
+                            return False
+                        self._ahead = self._steps.throw(late)
+                        continue
+                    most = None
+                elif ahead.kind == "fetch":
                     # Waiting for the device would hold up the streams' tokens; in the next step it has arrived.
                     waits = allowance is not None and self._paged.device.type != "cpu" and not ahead.done
                     ahead.done = 1
@@ -139,12 +171,17 @@ class _Blend:
                     return False
                 begin = self._clock.mark()
                 more = self._go_on(most)
-                if ahead.kind != "fetch":
-                    self._clock.add(ahead.kind, ahead.done * ahead.share, begin)
+                if ahead.kind not in ("fetch", "load"):
+                    self._clock.add(ahead.kind, ahead.done * ahead.share, begin, self._watch)
                     if allowance is not None:
                         allowance.spend(ahead.kind, ahead.share, ahead.done)
                 if not more:
                     return True
+
+    def _late_in(self, awaited: Awaited) -> UnusableSpanError | None:
+        """Return what the blend is to be told if stored KV is late, on any rank."""
+        late = awaited.too_late() if isinstance(awaited, LayerLoader) and awaited.overdue else None
+        return None if all_ranks(late is None) else late or UnusableSpanError(late=True)
 
     def _go_on(self, most: int | None) -> bool:
         """Do what was announced, up to the next announcement; return whether there is one."""
@@ -161,50 +198,72 @@ class _Blend:
 
     def _run(self) -> _Steps:
         while True:
-            plan = self._plan()
+            plan, self._watch = (yield from self._plan()), Stopwatch()
             try:
                 fused = yield from self._fuse(plan)
             except UnusableSpanError as error:
                 # Missing, as far as this prompt goes: the next plan computes it in place.
-                if error.token_ids is not None:
-                    self._unusable.add(error.token_ids)
+                (self._late if error.late else self._unusable).update(error.entries)
+                self._reads = added(self._reads, error.reads)
+                self._waited_s += error.waited_s
                 continue
+            load, tokens = self.load, fused.computed_tokens + fused.selection_tokens
+            placed = plan.within(load.start, load.end).stored_tokens
+            self._clock.complete(self._watch, tokens, len(load.token_ids), placed, fused.load_wait_s)
             self.result = Blended(
                 fused.computed_tokens,
                 len(fused.recomputed),
                 fused.selection_tokens,
                 fused.policy,
                 fused.ratio,
-                fused.load_wait_s,
+                self._waited_s + fused.load_wait_s,
                 fused.loaded_bytes,
                 time.perf_counter() - self._begin,
                 tuple(chunk.id for chunk in plan.missing),
                 tuple(s.chunk.id for s in plan.stale if s.chunk is not None) if fused.unranked else (),
                 plan.reason,
                 fused.loads,
+                tuple(chunk.id for chunk in plan.in_place),
+                added(self._reads, fused.reads),
+                None if self._trace is None else self._trace.recorded(),
             )
             return
 
     def _fuse(self, plan: BlendPlan) -> Generator[Segment, int | None, FuseResult]:
         load, job = self.load, self.load.job
+        part, choice = plan.within(load.start, load.end), load.choice
+        return fuse_stepwise(
+            part,
+            self._target(),
+            policy(job.settings.policy),
+            load.ratio,
+            job.schedule,
+            self._trace,
+            None if choice is None else choice.most_wait_s,
+            whole=self._streams,
+        )
+
+    def _target(self) -> BlendTarget:
+        load = self.load
         pages = Pages(self._paged, load.pages, len(load.token_ids))
         pages.check(load.start, load.end)
-        target = PagedTarget(self._paged, self._rope, load.token_ids, pages)
-        part = plan.within(load.start, load.end)
-        return fuse_stepwise(part, target, policy(job.settings.policy), job.ratio, job.schedule)
+        return PagedTarget(self._paged, self._rope, load.token_ids, pages)
 
-    def _plan(self) -> BlendPlan:
+    def _plan(self) -> Generator[Segment, int | None, BlendPlan]:
         def get(token_ids: Sequence[int]) -> StoredKV | None:
             return self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
 
         prompt = self.load.job.prompt(self.load.token_ids)
-        wanted = [ids for ids in entries_of(prompt) if ids not in self._unusable]
-        look = side_by_side(get, wanted, self._entries.store.remote)
+        unusable = self._unusable | self._late
+        wanted = [ids for ids in entries_of(prompt) if ids not in unusable]
+        look = SideBySide(get, wanted, self._entries.store.remote)
+        if self._entries.store.remote:
+            yield Segment("load", awaited=look)
 
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
             kv = None
             try:
-                if tuple(token_ids) not in self._unusable:
+                if tuple(token_ids) not in unusable:
                     kv = look(token_ids)
             except Exception:  # the other ranks wait for this one's vote
                 _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
@@ -212,4 +271,5 @@ class _Blend:
                 self._spans.append(kv)
             return kv if all_ranks(kv is not None) else None
 
-        return make_plan(prompt, self._entries.header_ids, lookup, self.load.job.settings.reuse)
+        plan = make_plan(prompt, self._entries.header_ids, lookup, self.load.job.settings.reuse).after_late(self._late)
+        return plan if self.load.choice is None else self.load.choice.applied_to(plan)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,12 +17,15 @@ import xxhash
 from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from cacheblend_rag.blending.controller import Terms
+from cacheblend_rag.blending.costs import Computed, Measured, load_costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.blending.trace import Recorded, Trace
 from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
@@ -44,7 +48,10 @@ from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.tokens import begins_with_space
 from cacheblend_rag.store import KVStore
+from cacheblend_rag.store.events import TierReads
+from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -55,7 +62,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a prompt, read from a finished request's ``kv_transfer_params``."""
+    """What became of a prompt, read from a finished request's ``kv_transfer_params``.
+
+    ``measured`` is what the workers have measured since the last one.
+    """
 
     mode: Mode
     reason: str
@@ -68,6 +78,10 @@ class Outcome:
     policy: str | None = None
     ratio: float | None = None
     loads: tuple[ChunkLoad, ...] = ()
+    in_place: tuple[str, ...] = ()
+    expected_s: float | None = None
+    trace: Recorded | None = None
+    measured: Measured = field(default_factory=Measured)
 
 
 class BlendClient:
@@ -80,9 +94,12 @@ class BlendClient:
         fingerprint: The model's identity in store keys.
         header_ids: Tokens that chunks are precomputed behind.
         store: The store that the workers read and write, as this process sees it.
-        entries: The model's entries in it.
+        entries: The model's entries in it, of the client's tenant.
+        tenant: Whose chunks, stored KV and prefix cache its prompts use.
         gate: What the parity gate found in the workers.
         profile: The blend options that a request leaves open.
+        costs: What loading and computing cost, for the loading controller; None where it was not measured. Answers correct them.
+        trace: Where to record when each layer of a blend is loaded and computed; None for nowhere.
         num_layers: Number of transformer layers.
         context_window: Most tokens of prompt and completion together.
         probe: What chunks are ranked behind (:mod:`cacheblend_rag.blending.static`).
@@ -102,8 +119,12 @@ class BlendClient:
         """Use :meth:`connect`."""
         self.llm, self.store, self.gate = llm, store, gate
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
-        self.registry = ChunkRegistry()
+        self.registry, self.tenant = ChunkRegistry(), DEFAULT
         self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio)
+        # A device is named here as the transformers engine names it, by which they were measured.
+        device = str(llm.vllm_config.device_config.device_type)
+        self.costs = load_costs(launch.fingerprint.digest, "cuda:0" if device == "cuda" else device)
+        self.trace: Trace | None = None
         self.context_window = int(llm.model_config.max_model_len)
         self.num_layers = int(llm.model_config.hf_text_config.num_hidden_layers)
         self._write_back = write_back
@@ -144,9 +165,16 @@ class BlendClient:
             )
         return cls(llm, launch, store, gate, ratio=ratio, write_back=write_back, rank=rank)
 
+    def for_tenant(self, tenant: Tenant) -> BlendClient:
+        """Return a client of another tenant to the same engine: with an empty registry, and work in the background of its own."""
+        other = copy.copy(self)
+        other.registry, other.tenant, other.entries = ChunkRegistry(), tenant, self.entries.of(tenant)
+        other._background = set()
+        return other
+
     def resolve(self, settings: BlendSettings) -> ResolvedSettings:
-        """Return ``settings`` with nothing left open; raises InputError for a check layer beyond the model."""
-        return self.profile.resolve(settings, self.num_layers)
+        """Return ``settings`` with nothing left open; raises InputError as :meth:`ModelProfile.resolve` does."""
+        return self.profile.resolve(settings, self.num_layers, self.costs is not None)
 
     def tokens_prompt(
         self, prompt: TokenizedPrompt, settings: BlendSettings | None = None, salt: str | None = None
@@ -166,17 +194,22 @@ class BlendClient:
         """
         resolved = self.resolve(settings or BlendSettings())
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
-        if salt is not None:
-            tokens["cache_salt"] = salt
+        if (kept_apart := self.tenant.salt(salt)) is not None:
+            tokens["cache_salt"] = kept_apart
         if not prompt.spans or resolved.reuse == "off" or not self.gate.passed:
             return tokens, {}
         spans = tuple((span.start, span.end, span.chunk.id) for span in prompt.spans)
         widths = self.profile.schedule(resolved.check_layers).widths
-        job = BlendJob(spans, resolved, widths, self.profile.ratio_of(resolved)).to_params()
+        terms = None
+        if resolved.ratio == "auto" and self.costs is not None:
+            terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
+        ratio = self.profile.ratio_of(resolved)
+        job = BlendJob(spans, resolved, widths, ratio, terms, self.trace is not None, self.tenant)
+        params = job.to_params()
         # What the question attends to shapes the KV of the chunks before it, too.
         shaping = prompt.token_ids if policy(resolved.policy).needs_attention else ()
-        tokens["cache_salt"] = _salt(job, salt, shaping)
-        return tokens, {PARAMS: job}
+        tokens["cache_salt"] = _salt(params, salt, shaping)
+        return tokens, {PARAMS: params}
 
     def outcome(
         self, params: dict[str, Any] | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int, asked: bool
@@ -216,6 +249,14 @@ class BlendClient:
             ours.get("policy"),
             ours.get("ratio"),
             tuple(ChunkLoad(*load) for load in ours.get("loads", ())),
+            tuple(ours.get("in_place", ())),
+            ours.get("expected_s"),
+            Recorded(*ours["trace"]) if ours.get("trace") else None,
+            Measured(
+                tuple(Computed(*took) for took in ours.get("measured", ())),
+                {tier: TierReads(*reads) for tier, reads in ours.get("reads", {}).items()},
+                float(ours.get("load_s", 0.0)),
+            ),
         )
 
     async def precompute(
@@ -231,7 +272,7 @@ class BlendClient:
         """Do the same without registering the chunks."""
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
-        return await self._precompute.run(chunks, progress, self.rank == "now")
+        return await self._precompute.run(chunks, progress, self.rank == "now", self.tenant)
 
     async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         """See :meth:`BlendEngine.astream`; closing the iterator aborts the request."""
@@ -240,16 +281,18 @@ class BlendClient:
         tokens, params = self.tokens_prompt(prompt, settings)
         wanted = self._sampling(sampling, settings, params)
         text, ttft = "", 0.0
+        arrived: list[tuple[float, int]] = []
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         last: RequestOutput | None = None
         async for output in self.llm.generate(tokens, wanted, next(self._names)):  # type: ignore[arg-type]
-            ttft = ttft or time.perf_counter() - begin
             last = output
             piece = output.outputs[0]
+            arrived.append((time.perf_counter(), len(piece.token_ids)))
+            ttft = ttft or arrived[0][0] - begin
             ids.extend(piece.token_ids)
             logprobs.extend(_logprobs(piece, sampling.logprobs))
-            if not text and piece.text.startswith(" ") and not self._begins_with_space(ids):
+            if not text and piece.text.startswith(" ") and not begins_with_space(self.tokenizer, ids):
                 piece.text = piece.text[1:]
             text += piece.text
             if output.finished:
@@ -266,6 +309,9 @@ class BlendClient:
             last.kv_transfer_params, len(prompt.token_ids), last.num_cached_tokens or 0, len(ids), asked=bool(params)
         )
         reason = "reuse was switched off" if settings.reuse == "off" and self.gate.passed else outcome.reason
+        if self.trace is not None:
+            _record(self.trace, outcome, begin, arrived)
+        prefill_s = self.prefill_s(len(prompt.token_ids))  # as expected before this prompt corrects it
         self.finished(outcome, prompt)
         yield StreamEvent(
             final.text,
@@ -278,9 +324,12 @@ class BlendClient:
                 usage=outcome.usage,
                 timings=Timings(outcome.load_s, ttft, time.perf_counter() - begin),
                 missing=outcome.missing,
+                in_place=outcome.in_place,
                 policy=outcome.policy,
                 ratio=outcome.ratio,
                 loads=outcome.loads,
+                prefill_s=prefill_s,
+                expected_s=outcome.expected_s,
                 logprobs=tuple(logprobs[: len(ids)]),
             ),
         )
@@ -315,18 +364,14 @@ class BlendClient:
         found = [row[token].logprob for row, token in zip(rows, completion, strict=True) if row is not None]
         return Score(tuple(found))
 
-    def _begins_with_space(self, ids: Sequence[int]) -> bool:
-        """Say whether an answer of these tokens begins with a space by itself, as every engine decodes it.
-
-        vLLM decodes it behind the prompt's last token, where some tokenizers turn their word boundary into a space.
-        """
-        return bool(self.tokenizer.decode(list(ids), skip_special_tokens=True).startswith(" "))
-
     def finished(self, outcome: Outcome, prompt: TokenizedPrompt | None = None) -> None:
         """After an answer: chunks that had no stored KV, or no rank, are precomputed in the background, for the next one.
 
-        Chunks that are not registered are known from ``prompt`` alone; without one, nothing is registered by this.
+        What was measured corrects the loading controller's costs. Chunks that are not registered are known from ``prompt``
+        alone; without one, nothing is registered by this.
         """
+        if self.costs is not None:
+            self.costs = self.costs.after(outcome.measured)
         known = {span.chunk.id: span.chunk for span in prompt.spans} if prompt is not None else {}
 
         def chunks(names: Iterable[str]) -> list[Chunk]:
@@ -336,7 +381,11 @@ class BlendClient:
         if self._write_back and (missing := chunks(outcome.missing)):
             self._in_background(self._write_back_known(missing) if prompt is None else self.precompute(missing))
         if self._write_back and self.rank != "off" and (unranked := chunks(outcome.unranked)):
-            self._in_background(self._precompute.run(unranked, None, rank=True))
+            self._in_background(self._precompute.run(unranked, None, rank=True, tenant=self.tenant))
+
+    def prefill_s(self, tokens: int) -> float | None:
+        """Return the seconds that an ordinary prefill of ``tokens`` is expected to take; None where that was not measured."""
+        return None if self.costs is None else self.costs.compute.seconds(tokens, tokens)
 
     async def _write_back_known(self, chunks: Sequence[Chunk]) -> None:
         """Store the KV of chunks; that of those that are forgotten in the meantime goes again."""
@@ -368,6 +417,9 @@ class BlendClient:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
             seed=sampling.seed,
             stop=list(sampling.stop),
             # vLLM knows those of the generation config and the tokenizer alone.
@@ -384,8 +436,26 @@ class BlendClient:
         )
 
 
+def _record(trace: Trace, outcome: Outcome, begin: float, arrived: Sequence[tuple[float, int]]) -> None:
+    """Record an answer: what its worker has recorded, and what vLLM computed itself until each of its pieces arrived.
+
+    ``arrived`` has when that was, by ``time.perf_counter``, and how many tokens it had.
+    """
+    since = arrived[0][0]
+    if outcome.trace is None:
+        trace.add_until(since, "computing", "prefill", begin, tokens=outcome.usage.prompt_tokens)
+    else:
+        trace.merge(outcome.trace)
+        trace.add_until(since, "computing", "rest of the prompt", outcome.trace.computed_until)
+    for until, tokens in arrived[1:]:
+        trace.add_until(until, "computing", "token of the answer", since, tokens=tokens)
+        since = until
+
+
 def _salt(job: dict[str, Any], salt: str | None, token_ids: Sequence[int]) -> str:
-    kept = {**job, "spans": [[a, b] for a, b, _ in job["spans"]]}
+    # Of the loading controller's costs nothing is in it: whatever it decides recomputes as much as was asked for, or more.
+    kept = {name: value for name, value in job.items() if name not in {"terms", "trace"}}
+    kept["spans"] = [[a, b] for a, b, _ in job["spans"]]
     text = json.dumps([kept, salt, *token_ids], sort_keys=True)
     return f"cacheblend-{xxhash.xxh3_128_hexdigest(text.encode())}"
 

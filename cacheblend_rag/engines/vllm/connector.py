@@ -19,6 +19,7 @@ from cacheblend_rag.engines.vllm.groups import page_groups
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.versions import connector_output
+from cacheblend_rag.engines.vllm.whereabouts import RAMLog
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -67,6 +68,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config,
                 kv_cache_config,
                 float(extra("step_tokens", 0) or vllm_config.scheduler_config.max_num_batched_tokens),
+                None if rank else RAMLog(self._store),
             )
 
     @property
@@ -138,7 +140,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
     def step_begins(self, output: SchedulerOutput) -> None:
         """Called by :class:`BlendWorker` before it computes a step."""
         self._worker_steps = True
-        self.worker.step_begins(output.total_num_scheduled_tokens)
+        self.worker.step_begins(output)
 
     def step_ended(self, output: Any) -> Any:
         """Go on with the blends behind a step: called by :class:`BlendWorker` with what the step gave.

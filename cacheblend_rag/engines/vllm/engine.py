@@ -15,7 +15,9 @@ import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
@@ -29,6 +31,7 @@ from cacheblend_rag.engines.vllm.starting import StartError
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.tenants import Tenant
 from cacheblend_rag.store.urls import is_urls
 
 T = TypeVar("T")
@@ -45,6 +48,7 @@ class VLLMEngine(BlendEngine):
 
     supports_json_schema: ClassVar[bool] = True
     supports_scoring: ClassVar[bool] = True
+    supports_trace: ClassVar[bool] = True
     device: torch.device
     dtype: torch.dtype
 
@@ -134,6 +138,10 @@ class VLLMEngine(BlendEngine):
             raise StartError(launch.fingerprint.name, error, str(error)) from error
         return await BlendClient.connect(self._llm, launch, self.store, ratio=ratio, write_back=write_back, rank=rank)
 
+    def _become(self, tenant: Tenant) -> None:
+        self.client = self.client.for_tenant(tenant)
+        self._show(self.client)
+
     @property
     def entries(self) -> Entries:
         """See :class:`BlendEngine`; with tensor parallelism every rank's shards."""
@@ -148,11 +156,30 @@ class VLLMEngine(BlendEngine):
     def rank(self, when: Rank) -> None:
         self.client.rank = when
 
+    @property
+    def costs(self) -> Costs | None:
+        """See :class:`BlendEngine`."""
+        return self.client.costs
+
+    @costs.setter
+    def costs(self, costs: Costs | None) -> None:
+        self.client.costs = costs
+
+    @property
+    def trace(self) -> Trace | None:
+        """See :class:`BlendEngine`; what the first rank's worker did, and between its blend and each token vLLM itself."""
+        return self.client.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self.client.trace = trace
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; ordinary requests ``[header] + chunk``, batched by vLLM's scheduler."""
+        self.check_open()
         return self._run(self.client.precompute(chunks, progress))
 
     async def aprecompute(
@@ -221,7 +248,7 @@ class VLLMEngine(BlendEngine):
 
     def close(self) -> None:
         """Stop vLLM, finish what is being written and close the store."""
-        if self._closed:
+        if self._closed or self._root is not None:
             return
         self._closed = True
         self._run(self._shutdown())
@@ -230,7 +257,9 @@ class VLLMEngine(BlendEngine):
         self._remove_temporary()
 
     async def _shutdown(self) -> None:
-        await self.client.drain()
+        every: list[VLLMEngine] = [self, *self._views.values()]
+        for each in every:
+            await each.client.drain()
         # Blocks on the processes it stops; nothing else needs the loop any more.
         self._llm.shutdown()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -238,7 +267,8 @@ class VLLMEngine(BlendEngine):
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
         # It shuts down once more when it is collected, which must not wait for the interpreter's end.
-        del self._llm, self.client.llm
+        for each in every:
+            del each._llm, each.client.llm
 
     def _stop_loop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -8,14 +8,19 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from cacheblend_rag.blending.auto import AutoRatio
+from cacheblend_rag.blending.auto import AutoRatio, raised
+from cacheblend_rag.blending.controller import Choice, Terms
+from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
+from cacheblend_rag.blending.trace import Recorded
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import KVKey
+from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 PARAMS = "cacheblend"
 """Our key in a request's ``kv_transfer_params``, on the way in and out."""
@@ -30,12 +35,18 @@ class BlendJob:
         settings: How to treat stored KV, nothing left open.
         widths: Of the set at each check layer, as multiples of the ratio.
         ratio: The settings' ratio, or the rule that chooses it: workers know no profile.
+        terms: What the loading controller reckons by, where the request leaves the ratio to it.
+        trace: Whether to record when each layer is loaded and computed.
+        tenant: Whose stored KV it uses.
     """
 
     spans: tuple[tuple[int, int, str], ...]
     settings: ResolvedSettings
     widths: tuple[float, ...]
     ratio: float | AutoRatio
+    terms: Terms | None = None
+    trace: bool = False
+    tenant: Tenant = DEFAULT
 
     @property
     def schedule(self) -> BlendSchedule:
@@ -44,9 +55,10 @@ class BlendJob:
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :meth:`from_params` reads."""
-        spans = [list(span) for span in self.spans]
-        params = {"spans": spans, "settings": self.settings.to_params(), "widths": list(self.widths)}
-        return {**params, "auto": self.ratio.to_params()} if isinstance(self.ratio, AutoRatio) else params
+        ratio = self.ratio.to_params() if isinstance(self.ratio, AutoRatio) else self.ratio
+        params: dict[str, Any] = {"spans": [list(span) for span in self.spans], "settings": self.settings.to_params()}
+        params |= {"widths": list(self.widths), "ratio": ratio, "trace": self.trace, **self.tenant.to_params()}
+        return params if self.terms is None else {**params, "terms": self.terms.to_params()}
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any], prompt_tokens: int) -> BlendJob:
@@ -56,12 +68,18 @@ class BlendJob:
             KeyError, TypeError, ValueError, InputError: It is malformed.
         """
         settings = ResolvedSettings.from_params({name: params["settings"][name] for name in OPTION_NAMES})
+        ratio = params["ratio"]
         job = cls(
             tuple((int(a), int(b), str(name)) for a, b, name in params["spans"]),
             settings,
             tuple(float(width) for width in params["widths"]),
-            AutoRatio(**params["auto"]) if settings.ratio == "auto" else settings.ratio,
+            AutoRatio(**ratio) if isinstance(ratio, Mapping) else float(ratio),
+            Terms.from_params(params["terms"]) if "terms" in params else None,
+            bool(params["trace"]),
+            Tenant.from_params(params),
         )
+        if not (isinstance(job.ratio, AutoRatio) or 0 <= job.ratio <= 1):
+            raise ValueError("the ratio is no share")
         if len(job.widths) != len(job.settings.check_layers):
             raise ValueError("widths and check_layers differ in number")
         edges = [edge for a, b, _ in job.spans for edge in (a, b)]
@@ -84,14 +102,16 @@ class SaveJob:
     """A request whose prompt is ``header + chunk``, to be stored; a ``start`` of 0 stores the header itself.
 
     With ``rank`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored entry.
+    The entry is the ``tenant``'s.
     """
 
     start: int
     rank: bool = False
+    tenant: Tenant = DEFAULT
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :func:`read_params` reads."""
-        return {"save": self.start, "rank": self.rank}
+        return {"save": self.start, "rank": self.rank, **self.tenant.to_params()}
 
 
 def receipt(key: KVKey, rank: bool) -> str:
@@ -117,7 +137,7 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
             start = ours["save"]
             if not isinstance(start, int) or not 0 <= start < prompt_tokens:
                 raise ValueError("save is outside the prompt")
-            return SaveJob(start, bool(ours.get("rank")))
+            return SaveJob(start, bool(ours.get("rank")), Tenant.from_params(ours))
         return BlendJob.from_params(ours, prompt_tokens)
     except (CacheBlendError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"kv_transfer_params[{PARAMS!r}] is malformed: {error}") from error
@@ -125,7 +145,10 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
 
 @dataclass(frozen=True)
 class Load:
-    """Fill the positions ``start`` to ``end`` of a request's pages by blending; ``token_ids`` is the whole prompt."""
+    """Fill the positions ``start`` to ``end`` of a request's pages by blending; ``token_ids`` is the whole prompt.
+
+    ``choice`` is what the loading controller has decided, for all ranks alike.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -133,6 +156,12 @@ class Load:
     end: int
     pages: tuple[tuple[int, ...], ...]
     job: BlendJob
+    choice: Choice | None = None
+
+    @property
+    def ratio(self) -> float | AutoRatio:
+        """The ratio to blend by, or the rule that chooses it."""
+        return self.job.ratio if self.choice is None else raised(self.job.ratio, self.choice.ratio)
 
 
 @dataclass(frozen=True)
@@ -147,6 +176,7 @@ class Save:
         rank: Whether to rank.
         begin: First position of this part; the parts of a prompt follow each other without a gap.
         end: Behind its last position; the last part ends with the prompt.
+        tenant: Whose entry it is.
     """
 
     request_id: str
@@ -156,6 +186,7 @@ class Save:
     rank: bool
     begin: int
     end: int
+    tenant: Tenant = DEFAULT
 
     @property
     def complete(self) -> bool:
@@ -197,6 +228,9 @@ class Blended:
         unranked: Ids of chunks that need static deviations, if another policy had to choose for lack of them.
         reason: What was found, in words.
         loads: Where each chunk's stored KV came from, on this rank.
+        in_place: Ids of chunks that were computed although they are stored.
+        reads: What reading took, by tier other than RAM, on this rank.
+        trace: What was recorded on this rank, where that was asked for.
     """
 
     computed: int
@@ -211,24 +245,33 @@ class Blended:
     unranked: tuple[str, ...]
     reason: str
     loads: tuple[ChunkLoad, ...] = ()
+    in_place: tuple[str, ...] = ()
+    reads: Mapping[str, TierReads] = field(default_factory=dict)
+    trace: Recorded | None = None
 
 
 @dataclass
 class WorkerMeta(KVConnectorWorkerMetadata):
     """Results of the blends that ended in this step, by request, and why others failed; what work took.
 
-    ``times`` holds tokens and seconds of each kind of work measured since the last report.
+    ``times`` holds tokens and seconds of each kind of work measured since the last report, ``computed`` the blends and steps of
+    prefill that were measured whole. ``held`` has the bytes of every entry that has come into the first rank's RAM, 0 for one
+    that has left it.
     """
 
     done: dict[str, Blended] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
+    computed: list[Computed] = field(default_factory=list)
+    held: dict[KVKey, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Say whether there is anything to report."""
-        return bool(self.done or self.failed or self.times)
+        return bool(self.done or self.failed or self.times or self.computed or self.held)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         """Take the first rank's results: all ranks choose and compute the same tokens."""
         assert isinstance(other, WorkerMeta)
-        return WorkerMeta({**other.done, **self.done}, {**other.failed, **self.failed}, {**other.times, **self.times})
+        done, failed = {**other.done, **self.done}, {**other.failed, **self.failed}
+        times, held = {**other.times, **self.times}, {**other.held, **self.held}
+        return WorkerMeta(done, failed, times, self.computed or other.computed, held)

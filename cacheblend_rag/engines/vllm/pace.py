@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+from cacheblend_rag.blending.costs import Computed
+
 PREFILL: Final = "prefill"
 """The kind of work that ordinary steps are."""
 LEAST_PREFILL: Final = 256
@@ -68,6 +70,19 @@ class Allowance:
         return max(share, 1e-3) * self._pace.get(kind, self._pace[PREFILL])
 
 
+class Stopwatch:
+    """Adds up what several pieces of work took.
+
+    Attributes:
+        seconds: So far.
+        pending: Pieces that the device has not passed yet.
+    """
+
+    def __init__(self) -> None:
+        """Begin at nothing."""
+        self.seconds, self.pending = 0.0, 0
+
+
 class StepClock:
     """In the workers: measures work on the device without waiting for it, and on a CPU by the clock.
 
@@ -78,7 +93,8 @@ class StepClock:
     def __init__(self, device: torch.device):
         """Measure on ``device``."""
         self._device = device
-        self._pending: deque[tuple[str, float, Any, Any]] = deque()
+        self._pending: deque[tuple[str, float, Any, Any, Stopwatch]] = deque()
+        self._whole: list[tuple[Stopwatch, float, float, int, float]] = []
         self._times: dict[str, tuple[float, float]] = {}
         self.totals: dict[str, tuple[float, float]] = {}
 
@@ -90,22 +106,47 @@ class StepClock:
         event.record()
         return event
 
-    def add(self, kind: str, tokens: float, begin: Any) -> None:
-        """Note that ``tokens`` tokens, times the share of layers, were worked on from ``begin`` to now."""
+    def add(self, kind: str, tokens: float, begin: Any, watch: Stopwatch | None = None) -> None:
+        """Note that ``tokens`` tokens, times the share of layers, were worked on from ``begin`` to now; add it to ``watch``."""
+        watch = watch or Stopwatch()
         if self._device.type == "cpu":
-            self._sum(kind, tokens, time.perf_counter() - begin)
+            self._sum(kind, tokens, time.perf_counter() - begin, watch)
         else:
-            self._pending.append((kind, tokens, begin, self.mark()))
+            watch.pending += 1
+            self._pending.append((kind, tokens, begin, self.mark(), watch))
+
+    def complete(self, watch: Stopwatch, tokens: float, context: float, placed: int = 0, waited_s: float = 0.0) -> None:
+        """Note that what ``watch`` adds up was all of a computation.
+
+        Args:
+            watch: Nothing more is added to it.
+            tokens: See :class:`Computed`.
+            context: See there.
+            placed: See there.
+            waited_s: What of it was waiting for stored KV.
+        """
+        self._whole.append((watch, tokens, context, placed, waited_s))
+
+    def take_computed(self) -> list[Computed]:
+        """Return the computations that were completed and measured since the last call; :meth:`take` looks what has ended."""
+        done = [whole for whole in self._whole if not whole[0].pending]
+        self._whole = [whole for whole in self._whole if whole[0].pending]
+        found = (
+            Computed(tokens, context, watch.seconds - waited, placed) for watch, tokens, context, placed, waited in done
+        )
+        return [took for took in found if took.tokens > 0 and took.seconds > 0]
 
     def take(self) -> dict[str, tuple[float, float]]:
         """Return tokens and seconds by kind of what has ended since the last call; waits for nothing."""
         while self._pending and self._pending[0][3].query():
-            kind, tokens, begin, end = self._pending.popleft()
-            self._sum(kind, tokens, begin.elapsed_time(end) / 1000)
+            kind, tokens, begin, end, watch = self._pending.popleft()
+            watch.pending -= 1
+            self._sum(kind, tokens, begin.elapsed_time(end) / 1000, watch)
         times, self._times = self._times, {}
         return times
 
-    def _sum(self, kind: str, tokens: float, seconds: float) -> None:
+    def _sum(self, kind: str, tokens: float, seconds: float, watch: Stopwatch) -> None:
+        watch.seconds += seconds
         for sums in (self._times, self.totals):
             before = sums.get(kind, (0.0, 0.0))
             sums[kind] = before[0] + tokens, before[1] + seconds

@@ -14,6 +14,7 @@ from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -37,21 +38,26 @@ class Precompute:
     ):
         """Ask ``llm``, under request ids from ``names``; chunks are ranked behind ``probe``."""
         self._llm, self._entries, self._context_window, self._names = llm, entries, context_window, names
-        self._probe, self._probed = probe, False
+        self._probe, self._probed = probe, set[str]()
         self._written: dict[str, str] = {}
         self._slots = asyncio.Semaphore(IN_FLIGHT)
         self._collecting: asyncio.Future[None] | None = None
-        self._computing: dict[tuple[int, ...], asyncio.Future[str]] = {}
+        self._computing: dict[str, asyncio.Future[str]] = {}
 
     async def run(
-        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
+        self,
+        chunks: Sequence[Chunk],
+        progress: Callable[[int], None] | None,
+        rank: bool,
+        tenant: Tenant = DEFAULT,
     ) -> PrecomputeReport:
-        """See :meth:`BlendEngine.precompute`; with ``rank``, static deviations are measured, too."""
+        """See :meth:`BlendEngine.precompute`; with ``rank``, static deviations are measured, too; all for ``tenant``."""
         begin = time.perf_counter()
+        entries = self._entries.of(tenant)
         plan = await asyncio.to_thread(
             plan_precompute,
             chunks,
-            self._entries,
+            entries,
             self._context_window,
             progress,
             len(self._probe) if rank else None,
@@ -61,9 +67,10 @@ class Precompute:
 
         async def one(token_ids: tuple[int, ...]) -> None:
             async with self._slots:
-                why = "" if token_ids in unranked else await self._once(token_ids, self._compute)
+                key = entries.own_key(token_ids)
+                why = "" if token_ids in unranked else await self._once(key, lambda: self._compute(entries, token_ids))
                 if not why and 0 < len(token_ids) <= plan.most_ranked:
-                    await self._once((*token_ids, -1), lambda _: self._rank(token_ids))
+                    await self._once(receipt(key, rank=True), lambda: self._rank(entries, token_ids))
             if not token_ids or token_ids in unranked:
                 return
             if why:
@@ -72,52 +79,52 @@ class Precompute:
                 progress(1)
 
         if rank and (plan.chunks or unranked):
-            await self._compute_probe()
+            await self._compute_probe(tenant)
         async with asyncio.TaskGroup() as group:
             for token_ids in (*plan.token_ids, *unranked):
                 group.create_task(one(token_ids))
         return plan.report(failed, time.perf_counter() - begin)
 
-    async def _once(
-        self, token_ids: tuple[int, ...], compute: Callable[[tuple[int, ...]], Coroutine[Any, Any, str]]
-    ) -> str:
+    async def _once(self, name: str, compute: Callable[[], Coroutine[Any, Any, str]]) -> str:
         """Return why an entry is not in the store, or an empty string."""
-        running = self._computing.get(token_ids)
+        running = self._computing.get(name)
         if running is None:
-            running = self._computing[token_ids] = asyncio.ensure_future(compute(token_ids))
-            running.add_done_callback(lambda _: self._computing.pop(token_ids, None))
+            running = self._computing[name] = asyncio.ensure_future(compute())
+            running.add_done_callback(lambda _: self._computing.pop(name, None))
         return await asyncio.shield(running)  # one caller that goes away does not end it for the others
 
-    async def _compute_probe(self) -> None:
+    async def _compute_probe(self, tenant: Tenant) -> None:
         """Have vLLM's prefix cache hold header and probe, so that each ranking computes its chunk alone."""
-        if not self._probed:
-            await self._prefill([*self._entries.header_ids, *self._probe], None)
-            self._probed = True
+        if tenant.name not in self._probed:
+            await self._prefill([*self._entries.header_ids, *self._probe], None, tenant)
+            self._probed.add(tenant.name)
 
-    async def _compute(self, token_ids: tuple[int, ...]) -> str:
-        header = self._entries.header_ids
-        return await self._saved(token_ids, [*header, *token_ids], SaveJob(len(header) if token_ids else 0))
+    async def _compute(self, entries: Entries, token_ids: tuple[int, ...]) -> str:
+        header = entries.header_ids
+        job = SaveJob(len(header) if token_ids else 0, tenant=entries.tenant)
+        return await self._saved(entries, token_ids, [*header, *token_ids], job)
 
-    async def _rank(self, token_ids: tuple[int, ...]) -> str:
-        before = [*self._entries.header_ids, *self._probe]
-        return await self._saved(token_ids, [*before, *token_ids], SaveJob(len(before), rank=True))
+    async def _rank(self, entries: Entries, token_ids: tuple[int, ...]) -> str:
+        before = [*entries.header_ids, *self._probe]
+        job = SaveJob(len(before), rank=True, tenant=entries.tenant)
+        return await self._saved(entries, token_ids, [*before, *token_ids], job)
 
-    async def _saved(self, token_ids: tuple[int, ...], prompt: list[int], job: SaveJob) -> str:
+    async def _saved(self, entries: Entries, token_ids: tuple[int, ...], prompt: list[int], job: SaveJob) -> str:
         """Have the workers do ``job`` on a prompt; return why the entry of ``token_ids`` was not written, or nothing."""
         why = ""
         for attempt in range(_TRIES):
-            for key in self._entries.written_keys(token_ids):
-                self._written.pop(receipt(key, job.rank), None)  # of a write that was given up
-            if not await self._prefill(prompt, job):
+            keys = [receipt(key, job.rank) for key in entries.written_keys(token_ids)]
+            for key in keys:
+                self._written.pop(key, None)  # of a write that was given up
+            if not await self._prefill(prompt, job, job.tenant):
                 return "vLLM ended its request before its KV was complete"
-            why = await self._receipt(token_ids, job)
+            why = await self._receipt(keys)
             if why != BUSY:
                 break
             await asyncio.sleep(_PAUSE_S * 2**attempt)
         return why
 
-    async def _receipt(self, token_ids: tuple[int, ...], job: SaveJob) -> str:
-        keys = [receipt(key, job.rank) for key in self._entries.written_keys(token_ids)]
+    async def _receipt(self, keys: Sequence[str]) -> str:
         try:
             async with asyncio.timeout(_WRITTEN_WITHIN_S):
                 while not all(key in self._written for key in keys):
@@ -136,10 +143,13 @@ class Precompute:
         for rank in await self._llm.collective_rpc("cacheblend_written"):
             self._written.update(rank)
 
-    async def _prefill(self, prompt: list[int], job: SaveJob | None) -> bool:
+    async def _prefill(self, prompt: list[int], job: SaveJob | None, tenant: Tenant) -> bool:
+        tokens: Any = {"prompt_token_ids": prompt}
+        if (salt := tenant.salt()) is not None:
+            tokens["cache_salt"] = salt
         params = None if job is None else {"kv_transfer_params": {PARAMS: job.to_params()}}
         sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args=params)
         last: RequestOutput | None = None
-        async for output in self._llm.generate({"prompt_token_ids": prompt}, sampling, next(self._names)):
+        async for output in self._llm.generate(tokens, sampling, next(self._names)):
             last = output
         return last is not None and last.outputs[0].finish_reason in {"length", "stop"}

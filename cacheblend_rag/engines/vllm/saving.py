@@ -55,7 +55,7 @@ class Saver:
         """
         for save in saves:
             tokens = save.token_ids[save.start :] if save.start or not self._entries.header_ids else ()
-            name = receipt(self._entries.own_key(tokens), save.rank)
+            name = receipt(self._entries.of(save.tenant).own_key(tokens), save.rank)
             if refusal or self._paged is None:
                 self._written[name] = f"not blended: {refusal}"
                 continue
@@ -79,7 +79,7 @@ class Saver:
                 continue
             with self._lock:
                 self._unwritten += 1
-            self._writer.submit(self._write, name, tokens, kv, save.rank)
+            self._writer.submit(self._write, name, tokens, kv, save)
 
     def drop(self, request_id: str) -> None:
         """Forget the parts of a prompt that will not be complete."""
@@ -128,7 +128,7 @@ class Saver:
         assert self._rope is not None
         alone, parts = None, None
         try:
-            stored = self._entries.get(tokens, self._paged.num_layers, self._paged.kv_heads)
+            stored = self._entries.of(save.tenant).get(tokens, self._paged.num_layers, self._paged.kv_heads)
             alone = None if stored is None else read_whole(stored)
             if alone is not None:
                 parts = static_parts(alone, self._layers(save), save.start, self._rope)
@@ -141,9 +141,9 @@ class Saver:
         found = ChunkKV(alone.layers, alone.start, static=Distances.of(sum_over_ranks(parts)).mean())
         return lambda: found
 
-    def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], replace: bool) -> None:
+    def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], save: Save) -> None:
         try:
-            stored = self._entries.put(tokens, kv(), replace)
+            stored = self._entries.of(save.tenant).put(tokens, kv(), replace=save.rank)
             self._written[name] = "" if stored else "it does not fit the store's budget"
         except StoreError as error:
             self._written[name] = str(error)

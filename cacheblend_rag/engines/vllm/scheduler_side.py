@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.blending.controller import Choice, control
+from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.lookups import entries_of, side_by_side
+from cacheblend_rag.engines.lookups import SideBySide, entries_of
 from cacheblend_rag.engines.vllm.groups import PageGroup
 from cacheblend_rag.engines.vllm.lending import PageLender
 from cacheblend_rag.engines.vllm.messages import (
@@ -25,6 +28,7 @@ from cacheblend_rag.engines.vllm.messages import (
     read_params,
 )
 from cacheblend_rag.engines.vllm.pace import Pace
+from cacheblend_rag.engines.vllm.whereabouts import Whereabouts
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ChunkKV, StoredKV
 
@@ -39,6 +43,8 @@ _log = logging.getLogger(__name__)
 _PRESENT = ChunkKV((), 0)  # stands for an entry that only the workers will read
 # Looks at a request, about one in each engine step, after which it waits for pages no longer.
 _PATIENCE = 1000
+# Computations whose measurements wait for a request's end to travel with; the oldest tell least.
+_MEASURED = 64
 
 
 class _Tracked:
@@ -47,7 +53,10 @@ class _Tracked:
     def __init__(self, job: BlendJob | SaveJob | None, reason: str = ""):
         self.job, self.reason = job, reason
         self.looking: Future[BlendPlan] | None = None
+        self.found: BlendPlan | None = None
         self.plan: BlendPlan | None = None
+        self.choice: Choice | None = None
+        self.chosen_behind, self.blend_s = -1, 0.0
         self.failed = False
         self.blended: Blended | None = None
         self.end = 0
@@ -67,6 +76,9 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._saving: dict[str, tuple[Request, SaveJob]] = {}
         self._pace = Pace()
+        self._where = Whereabouts()
+        self._computed: deque[Computed] = deque(maxlen=_MEASURED)
+        self._under_way: dict[str, float] = {}
         self._uncached: list[Request] = []
         # A look-up on another machine takes a round trip, or a deadline: meanwhile the engine goes on with its steps.
         remote = entries.store.remote
@@ -101,11 +113,13 @@ class SchedulerSide:
             return None, False
         if not isinstance(tracked.job, BlendJob):
             return 0, False
-        if tracked.plan is None:
-            tracked.plan = self._planned(request, tracked, tracked.job)
-            if tracked.plan is None:
+        if tracked.found is None:
+            tracked.found = self._planned(request, tracked, tracked.job)
+            if tracked.found is None:
                 return None, False
-            tracked.reason = tracked.plan.reason
+        if tracked.chosen_behind != computed:
+            self._choose(tracked, tracked.found, tracked.job, computed)
+        assert tracked.plan is not None
         spans = (*tracked.plan.exact, *tracked.plan.stale)
         # vLLM computes the last token itself: it wants its logits.
         tracked.end = min(max((span.end for span in spans), default=0), request.num_prompt_tokens - 1)
@@ -113,6 +127,17 @@ class SchedulerSide:
         if count and (waits := self._without_pages(tracked, computed, request.num_prompt_tokens)) is not None:
             return (None if waits else 0), False
         return count, count > 0
+
+    def _choose(self, tracked: _Tracked, found: BlendPlan, job: BlendJob, computed: int) -> None:
+        """Let the loading controller decide about what is stored behind the first ``computed`` tokens, if it is asked to."""
+        tracked.plan, tracked.choice, tracked.chosen_behind = found, None, computed
+        rest = found.within(computed, found.num_tokens)
+        if job.terms is not None and rest.uses_stored_kv:
+            waits_s = sum(self._under_way.values())
+            tracked.choice = control(rest, job.terms, job.ratio, waits_s)
+            tracked.blend_s = tracked.choice.expected_s - waits_s
+            tracked.plan = tracked.choice.applied_to(found)
+        tracked.reason = tracked.plan.reason
 
     def _without_pages(self, tracked: _Tracked, start: int, prompt_tokens: int) -> bool | None:
         """Return whether to wait for the pages of a blend from ``start`` on, or not to blend; None if there are enough."""
@@ -142,12 +167,16 @@ class SchedulerSide:
         return tracked.looking.result() if tracked.looking.done() else None
 
     def _plan(self, request: Request, job: BlendJob) -> BlendPlan:
+        entries = self._entries.of(job.tenant)
+
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
-            return _PRESENT if self._entries.contains(token_ids) else None
+            if job.terms is not None:
+                return self._where.find(entries, token_ids, job.terms.wants_static(job.ratio))
+            return _PRESENT if entries.contains(token_ids) else None
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
-        look = side_by_side(lookup, entries_of(prompt), self._entries.store.remote)
-        return make_plan(prompt, self._entries.header_ids, look, job.settings.reuse, self._longest)
+        look = SideBySide(lookup, entries_of(prompt), entries.store.remote)
+        return make_plan(prompt, entries.header_ids, look, job.settings.reuse, self._longest)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take note of the blocks that a blend is to fill, or that a precompute will be read from."""
@@ -159,7 +188,9 @@ class SchedulerSide:
         elif external > 0 and tracked.job is not None:
             ids, start = tuple(request.prompt_token_ids or ()), tracked.end - external
             pages = self._lender.complete(request.request_id, blocks.get_block_ids(), start)
-            self._loads.append(Load(request.request_id, ids, start, tracked.end, pages, tracked.job))
+            self._loads.append(Load(request.request_id, ids, start, tracked.end, pages, tracked.job, tracked.choice))
+            if tracked.choice is not None:
+                self._under_way[request.request_id] = tracked.blend_s
 
     def step(self, output: SchedulerOutput, blocks: KVCacheManager) -> StepMeta:
         """Return the workers' tasks: new blends, and precomputed prompts that this step completes, or whose pages may go."""
@@ -177,7 +208,7 @@ class SchedulerSide:
             # Layers with a window lose pages while the prompt is computed: then each step's part is copied out.
             if begin < end and (end == len(ids) or self._loses_pages):
                 pages = tuple(map(tuple, blocks.get_block_ids(request_id)))
-                meta.saves.append(Save(request_id, ids, job.start, pages, job.rank, begin, end))
+                meta.saves.append(Save(request_id, ids, job.start, pages, job.rank, begin, end, job.tenant))
                 self._tracked[request_id].saved = end
             if end == len(ids):
                 del self._saving[request_id]
@@ -189,10 +220,14 @@ class SchedulerSide:
     def worker_output(self, output: KVConnectorOutput) -> None:
         """Take the workers' results. A blend that failed is not tried again: vLLM prefills that request itself."""
         self._lender.take_back(output.finished_recving or ())
+        for request_id in output.finished_recving or ():
+            self._under_way.pop(request_id, None)
         meta = output.kv_connector_worker_meta
         if not isinstance(meta, WorkerMeta):
             return
         self._pace.take(meta.times)
+        self._where.take(meta.held)
+        self._computed.extend(meta.computed)
         for request_id, blended in meta.done.items():
             if tracked := self._tracked.get(request_id):
                 tracked.blended, tracked.reason = blended, blended.reason
@@ -208,6 +243,7 @@ class SchedulerSide:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what its output shall say."""
         self._saving.pop(request.request_id, None)
+        self._under_way.pop(request.request_id, None)
         if any(load.request_id == request.request_id for load in self._loads):
             self._loads = [load for load in self._loads if load.request_id != request.request_id]
             self._lender.take_back([request.request_id])
@@ -215,8 +251,13 @@ class SchedulerSide:
         if tracked is None or isinstance(tracked.job, SaveJob):
             return None
         outcome: dict[str, Any] = {"reason": tracked.reason, "end": 0}
+        outcome["measured"] = [astuple(took) for took in self._computed]
+        self._computed.clear()
+        if tracked.choice is not None and not tracked.failed:
+            outcome["expected_s"] = tracked.choice.expected_s
         if tracked.plan is not None:
             outcome["missing"] = [chunk.id for chunk in tracked.plan.missing]
+            outcome["in_place"] = [chunk.id for chunk in tracked.plan.in_place]
             if tracked.plan.uses_stored_kv and not tracked.failed:
                 outcome["end"] = tracked.end
         if tracked.blended is not None:
@@ -233,5 +274,8 @@ class SchedulerSide:
                 "missing": list(b.missing),
                 "unranked": list(b.unranked),
                 "loads": [astuple(load) for load in b.loads],
+                "in_place": list(b.in_place),
+                "reads": {tier: astuple(reads) for tier, reads in b.reads.items()},
+                "trace": None if b.trace is None else [b.trace.began, list(b.trace.events)],
             }
         return {PARAMS: outcome}

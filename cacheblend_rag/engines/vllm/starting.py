@@ -73,6 +73,8 @@ class StartLog:
         self._hidden: list[tuple[int, bytes]] = []
         self._in_traceback: set[int] = set()
         self._thread: threading.Thread | None = None
+        self._shown = threading.Event()
+        self._end = -1
         self.file = Path()
 
     def __enter__(self) -> StartLog:
@@ -90,7 +92,8 @@ class StartLog:
             os.dup2(write, number)
             os.close(write)
             ends[read] = number
-        self._thread = threading.Thread(target=self._forward, args=(ends, descriptor), daemon=True)
+        asked, self._end = os.pipe()
+        self._thread = threading.Thread(target=self._forward, args=(ends, asked, descriptor), daemon=True)
         self._thread.start()
         return self
 
@@ -103,14 +106,15 @@ class StartLog:
         for number, terminal in self._terminal.items():
             os.dup2(terminal, number)
         assert self._thread is not None
+        if error is None:
+            os.write(self._end, b"\n")
+        os.close(self._end)
         if error is not None:
             # Until the last of its processes is gone; a helper of multiprocessing may outlive them.
             self._thread.join(timeout=_DRAIN_S)
             return
-        self._starting = False
-        hidden, self._hidden = self._hidden, []
-        for number, line in hidden:
-            os.write(self._terminal[number], line)
+        # Our process may end right after this, and the thread with it.
+        self._shown.wait(timeout=_DRAIN_S)
         self.file.unlink(missing_ok=True)
 
     def why(self, error: BaseException, further: str = "") -> str:
@@ -121,24 +125,41 @@ class StartLog:
         lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
         return f"{explain(lines, str(error))}\nvLLM's whole log is in {self.file}{further}."
 
-    def _forward(self, ends: dict[int, int], descriptor: int) -> None:
-        """Hand on, line by line, what arrives from vLLM's processes, until the last of them is gone."""
+    def _forward(self, ends: dict[int, int], asked: int, descriptor: int) -> None:
+        """Hand on, line by line, what arrives from vLLM's processes, until the last of them is gone.
+
+        ``asked`` says that the start is over, by a byte if it succeeded; what was written before that comes first.
+        """
         unfinished = dict.fromkeys(ends.values(), b"")
         with selectors.DefaultSelector() as arriving, os.fdopen(descriptor, "wb", buffering=0) as file:
-            for end in ends:
+            for end in (*ends, asked):
                 arriving.register(end, selectors.EVENT_READ)
             while arriving.get_map():
-                for key, _ in arriving.select():
-                    number, data = ends[key.fd], os.read(key.fd, 1 << 16)
+                ready = [key.fd for key, _ in arriving.select()]
+                if ready == [asked]:
+                    if os.read(asked, 1):
+                        self._show_all()
+                    arriving.unregister(asked)
+                    os.close(asked)
+                for end in ends.keys() & set(ready):
+                    number, data = ends[end], os.read(end, 1 << 16)
                     if not data:
-                        arriving.unregister(key.fd)
-                        os.close(key.fd)
+                        arriving.unregister(end)
+                        os.close(end)
                     # A progress bar's lines end with a carriage return.
                     *lines, unfinished[number] = re.split(rb"(?<=[\n\r])", unfinished[number] + data)
                     for line in lines if data else [*lines, unfinished[number]]:
                         if self._starting:
                             file.write(line)
                         self._show(number, line)
+
+    def _show_all(self) -> None:
+        """Show what was hidden, and hide nothing from now on."""
+        self._starting = False
+        for number, line in self._hidden:
+            os.write(self._terminal[number], line)
+        self._hidden.clear()
+        self._shown.set()
 
     def _show(self, number: int, line: bytes) -> None:
         if self._starting and not self._verbose and self._is_of_an_error(number, line.decode(errors="replace")):

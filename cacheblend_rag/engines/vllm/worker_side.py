@@ -14,14 +14,16 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
 from cacheblend_rag.engines.vllm.blends import BlendQueue
 from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta
-from cacheblend_rag.engines.vllm.pace import LEAST_PREFILL, PREFILL, Allowance, StepClock
+from cacheblend_rag.engines.vllm.pace import LEAST_PREFILL, PREFILL, Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.saving import Saver
 from cacheblend_rag.engines.vllm.subject import PagedSubject
 from cacheblend_rag.engines.vllm.target import all_ranks
+from cacheblend_rag.engines.vllm.whereabouts import RAMLog
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _log = logging.getLogger(__name__)
@@ -30,10 +32,20 @@ _log = logging.getLogger(__name__)
 class WorkerSide:
     """Owned by the connector of one worker; called from its thread alone."""
 
-    def __init__(self, entries: Entries, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, step_tokens: float):
-        """Wait for :meth:`bind`. In a step in which streams run, blends take the time that ``step_tokens`` of prefill take."""
+    def __init__(
+        self,
+        entries: Entries,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        step_tokens: float,
+        ram: RAMLog | None = None,
+    ):
+        """Wait for :meth:`bind`. In a step in which streams run, blends take the time that ``step_tokens`` of prefill take.
+
+        What ``ram`` notes is reported; the first rank has one.
+        """
         self.kv_caches: dict[str, torch.Tensor] = {}
-        self._entries, self._step_tokens = entries, step_tokens
+        self._entries, self._step_tokens, self._ram = entries, step_tokens, ram
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self.gate = GateReport(False, "the parity gate has not run")
         self._paged: PagedModel | None = None
@@ -41,7 +53,7 @@ class WorkerSide:
         self._blends: BlendQueue | None = None
         self._refused: dict[str, str] = {}
         self._step = StepMeta()
-        self._prefill: tuple[int, Any] | None = None
+        self._prefill: tuple[int, float, Any] | None = None
         self.saver = Saver(entries)
 
     def bind(self, model: Any, device: torch.device) -> None:
@@ -80,15 +92,19 @@ class WorkerSide:
             else:
                 self._refused[load.request_id] = f"this model is not blended: {self.gate.reason}"
 
-    def step_begins(self, tokens: int) -> None:
-        """Measure the step of ``tokens`` that follows, if it says what ordinary prefill takes."""
-        measured = self._blends is not None and tokens >= min(LEAST_PREFILL, self._step_tokens)
-        self._prefill = (tokens, self._blends.clock.mark()) if measured and self._blends is not None else None
+    def step_begins(self, output: SchedulerOutput) -> None:
+        """Measure the step that follows, if it says what ordinary prefill takes."""
+        tokens, self._prefill = output.total_num_scheduled_tokens, None
+        if self._blends is not None and tokens >= min(LEAST_PREFILL, self._step_tokens):
+            self._prefill = tokens, _context(output), self._blends.clock.mark()
 
     def step_ended(self) -> None:
         """Go on with the blends behind a step; its tokens are sampled and on their way."""
         if self._blends is not None and self._prefill is not None:
-            self._blends.clock.add(PREFILL, *self._prefill)
+            (tokens, context, begin), watch = self._prefill, Stopwatch()
+            self._blends.clock.add(PREFILL, tokens, begin, watch)
+            self._blends.clock.complete(watch, tokens, context)
+            self._prefill = None
         self.blend()
 
     def blend(self) -> None:
@@ -110,11 +126,15 @@ class WorkerSide:
         return self._blends.take_ended()
 
     def take_results(self) -> WorkerMeta | None:
-        """Return what the ended blends did, once."""
+        """Return what the ended blends did, once, and what came into RAM and left it."""
         if self._blends is not None:
-            return self._blends.take_results()
-        refused, self._refused = self._refused, {}
-        return WorkerMeta(failed=refused) if refused else None
+            results = self._blends.take_results()
+        else:
+            refused, self._refused = self._refused, {}
+            results = WorkerMeta(failed=refused)
+        if self._ram is not None:
+            results.held = self._ram.take()
+        return results if results else None
 
     def save(self, saves: Sequence[Save]) -> None:
         """See :meth:`Saver.save`."""
@@ -129,6 +149,19 @@ class WorkerSide:
         if self._blends is not None:
             self._blends.close()
         self.saver.close()
+
+
+def _context(output: SchedulerOutput) -> float:
+    """Return the mean length that the tokens of a step stand in, as :class:`~cacheblend_rag.blending.costs.Computed` has it.
+
+    Tokens from ``begin`` to ``end`` look at ``(begin + end) / 2`` others, those of a whole prompt at half its length.
+    """
+    begins = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    counts = output.num_scheduled_tokens
+    pairs = sum(count * (2 * begins.get(name, 0) + count) for name, count in counts.items())
+    return pairs / max(1, sum(counts.values()))
 
 
 def _gate(paged: PagedModel, codecs: Sequence[str]) -> tuple[GateReport, Rope | None]:

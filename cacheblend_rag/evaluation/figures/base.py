@@ -64,6 +64,7 @@ class Context:
     out: Path
     repeat: int = 3
     _results: dict[Any, EvalResult] = field(default_factory=dict)
+    _measured: dict[str, list[Row]] = field(default_factory=dict)
 
     @property
     def blend(self) -> ResolvedSettings:
@@ -85,12 +86,16 @@ class Context:
         self._results[(tuple(methods), tuple(sorted(changes)))] = result
         return result
 
+    def once(self, name: str, measure: Callable[[], list[Row]]) -> list[Row]:
+        """Return what ``measure`` returns, which runs once for all figures that need it."""
+        if name not in self._measured:
+            self._measured[name] = measure()
+        return self._measured[name]
+
     @property
     def workbench(self) -> Workbench:
         """The engine as sweeps over random tokens use it."""
-        engine, runner = self.engine, self.engine.runner
-        vocab_size = engine.subject().vocab_size
-        return Workbench(engine, engine.fingerprint.name, None, runner.device, runner.dtype, vocab_size)
+        return Workbench.of(self.engine)
 
     @property
     def main(self) -> EvalResult | None:

@@ -105,8 +105,27 @@ def _ratios(rows: Sequence[Row]) -> str:
     )
 
 
+def _choices(rows: Sequence[Row]) -> str:
+    points = [_by_method([row for row in rows if row["bytes_per_s"] == rate]) for rate in _rates_of(rows)]
+    blends = [point["blend"] for point in points]
+    behind = max(row["ttft_s"] / max(row["load_s"], row["recompute_s"]) for row in blends)
+    free = [row["bytes_per_s"] for row in blends if row["load_s"] <= row["recompute_s"]]
+    place = f"From {min(free) / 1e9:g} GB/s on a device adds no delay" if free else "Every device adds delay"
+    late = max(at["controller"]["ttft_s"] / min(at["blend"]["ttft_s"], at["full"]["ttft_s"]) for at in points)
+    shares = [at["controller"]["computed_tokens"] / at["controller"]["prompt_tokens"] for at in points]
+    return (
+        f"{place}; the blend takes at most {behind:.2f} times the longer of loading and recomputing. The controller computes "
+        f"{max(shares):.0%} to {min(shares):.0%} of the prompt, and takes at most {late:.2f} times the sooner of blend and full "
+        "recompute."
+    )
+
+
+def _rates_of(rows: Sequence[Row]) -> list[float]:
+    return sorted({row["bytes_per_s"] for row in rows})
+
+
 def _devices(rows: Sequence[Row]) -> str:
-    speeds = sorted({row["bytes_per_s"] for row in rows})
+    speeds = _rates_of(rows)
     ends = []
     for speed in (speeds[0], speeds[-1]):
         at = _by_method([row for row in rows if row["bytes_per_s"] == speed])
@@ -123,6 +142,7 @@ FINDINGS: Final[Mapping[int, Callable[[Sequence[Row]], str]]] = {
     6: _deviation,
     7: _kv,
     8: _correlation,
+    10: _choices,
     12: _ttft,
     13: _chunkwise,
     14: _rates,

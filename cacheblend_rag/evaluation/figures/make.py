@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from cacheblend_rag.bench.measure import describe_machine
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.evaluation.figures import attention, deviation, quality, speed
+from cacheblend_rag.evaluation.figures import attention, deviation, devices, quality, speed
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row
 from cacheblend_rag.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.evaluation.plotting import render_svg, save_figure
@@ -18,7 +18,10 @@ from cacheblend_rag.evaluation.report import Section, render_page, result_sectio
 
 FIGURES: Final = {
     f.number: f
-    for f in sorted((*quality.FIGURES, *attention.FIGURES, *deviation.FIGURES, *speed.FIGURES), key=lambda f: f.number)
+    for f in sorted(
+        (*quality.FIGURES, *attention.FIGURES, *deviation.FIGURES, *speed.FIGURES, *devices.FIGURES),
+        key=lambda f: f.number,
+    )
 }
 """Every figure by its number in the paper."""
 

@@ -1,4 +1,4 @@
-"""Figures of speed: 14 (request rate), 15 (chunk number, chunk length, batch size), 17 (storage devices)."""
+"""Figures of speed: 14 (request rate), 15 (chunk number, chunk length, batch size)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from cacheblend_rag.bench.sweeps import (
     simulate_queue,
     sweep_batch,
     sweep_chunks,
-    sweep_devices,
     sweep_lengths,
 )
-from cacheblend_rag.bench.throttled import ThrottledStore
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say
 from cacheblend_rag.evaluation.figures.quality import CORE
 from cacheblend_rag.evaluation.methods import LABELS
-from cacheblend_rag.evaluation.plotting import draw_points, figure
+from cacheblend_rag.evaluation.plotting import draw_methods, draw_points, figure, log_scale
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
 _TIMED: Final = ("full", "prefix", "reuse", "blend")
@@ -37,19 +34,12 @@ def _measure_rates(context: Context, say: Say) -> list[Row]:
 
 def _draw_rates(rows: Sequence[Row]) -> Drawing:
     with figure(6.2, 3.6) as (made, axes):
-        from matplotlib.ticker import LogLocator, NullLocator
-
         for name in _TIMED:
             mine = [row for row in rows if row["method"] == name and row["ttft_s"] is not None]
             draw_points(axes, name, _LABELS[name], [row["rate"] for row in mine], [row["ttft_s"] for row in mine])
             capacity = next(row["capacity"] for row in rows if row["method"] == name)
             axes.axvline(capacity, color=axes.lines[-1].get_color(), linewidth=0.9, linestyle=":", alpha=0.8)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_locator(NullLocator())
+        log_scale(axes, y=True)
         axes.set_xlabel("requests per second (dotted: the most a method can serve)")
         axes.set_ylabel("mean time to first token, s")
         axes.legend()
@@ -85,44 +75,13 @@ def _draw_sizes(rows: Sequence[Row]) -> Drawing:
     }
     with figure(9.2, 3.2, columns=3) as (made, all_axes):
         for axes, (panel, title) in zip(all_axes, titles.items(), strict=True):
-            _lines(axes, [row for row in rows if row["panel"] == panel], "x")
+            draw_methods(axes, _TIMED, _LABELS, [row for row in rows if row["panel"] == panel], "x")
             axes.set_xlabel(title)
             axes.set_xticks(sorted({row["x"] for row in rows if row["panel"] == panel}))
             axes.set_ylim(bottom=0)
         all_axes[0].set_ylabel("time to first token, s")
         all_axes[0].legend()
         return made
-
-
-def _measure_devices(context: Context, say: Say) -> list[Row]:
-    engine = context.engine
-    usual = engine.store
-    store = ThrottledStore(1e9)
-    engine.store = store
-    try:
-        return sweep_devices(context.workbench, repeat=context.repeat, say=lambda text: say(0.5, text))
-    finally:
-        engine.store = usual
-
-
-def _draw_devices(rows: Sequence[Row]) -> Drawing:
-    with figure(6.2, 3.6) as (made, axes):
-        _lines(axes, rows, "bytes_per_s", 1e-9)
-        axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("bandwidth of the storage device, GB/s (simulated)")
-        axes.set_ylabel("time to first token, s")
-        axes.legend()
-        return made
-
-
-def _lines(axes: Axes, rows: Sequence[Row], key: str, scale: float = 1) -> None:
-    for name in _TIMED:
-        mine = sorted((row for row in rows if row["method"] == name), key=lambda row: row[key])
-        interval = ([row["fastest_s"] for row in mine], [row["slowest_s"] for row in mine])
-        draw_points(
-            axes, name, _LABELS[name], [row[key] * scale for row in mine], [row["ttft_s"] for row in mine], interval
-        )
 
 
 FIGURES: Final = (
@@ -145,14 +104,5 @@ FIGURES: Final = (
         _measure_sizes,
         _draw_sizes,
         2.5,
-    ),
-    Figure(
-        17,
-        "Time to first token against the storage device's bandwidth",
-        "The slower the device, the more loading dominates, and the closer blend and full KV reuse come to each other.",
-        "Bandwidths are simulated by a throttled RAM tier, latency is not; the prefix cache loads for free, as in the paper.",
-        _measure_devices,
-        _draw_devices,
-        1.5,
     ),
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
+from uuid import UUID
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -17,9 +19,19 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cacheblend_rag import BlendPrompt, Generation, InputError, Request, StreamEvent, chat_prompt, reads_tools
+from cacheblend_rag import (
+    DEFAULT_MAX_TOKENS,
+    BlendEngine,
+    BlendPrompt,
+    Generation,
+    InputError,
+    StreamEvent,
+    chat_prompt,
+    reads_tools,
+)
 from langchain_cacheblend.messages import chat_messages
-from langchain_cacheblend.requests import DEFAULT_MAX_TOKENS, EngineFields, langchain_errors, usage_metadata
+from langchain_cacheblend.requests import Asked, EngineFields, langchain_errors, usage_metadata
+from langchain_cacheblend.runs import run_of
 from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name
 from langchain_cacheblend.tools import CallReader, call_schema, required_tool, unreadable
 
@@ -29,7 +41,7 @@ _OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
 class _Call(NamedTuple):
     """What the engine is asked, and what reads tool calls off the answer where it may hold any."""
 
-    request: Request
+    asked: Asked
     reader: CallReader | None
 
 
@@ -58,11 +70,22 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         params["ls_provider"] = "cacheblend"
         return params
 
+    @property
+    def engine(self) -> BlendEngine:
+        """See :class:`EngineFields`; what the model can do is known once it is open."""
+        engine = super().engine
+        if self.profile is None:
+            self.profile = self._profile_of(engine)
+        return engine
+
     def _resolve_model_profile(self) -> Any:
-        guided = self.engine.supports_json_schema
-        tools = reads_tools(self.engine.tokenizer)
+        return self._profile_of(self.given_engine) if isinstance(self.given_engine, BlendEngine) else None
+
+    def _profile_of(self, engine: BlendEngine) -> Any:
+        guided = engine.supports_json_schema
+        tools = reads_tools(engine.tokenizer)
         return {
-            "max_input_tokens": self.engine.context_window - (self.max_tokens or 1),
+            "max_input_tokens": engine.context_window - (self.max_tokens or 1),
             "max_output_tokens": self.max_tokens or DEFAULT_MAX_TOKENS,
             "text_inputs": True,
             "text_outputs": True,
@@ -87,8 +110,10 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         plain = chat_messages(messages, self.engine)
         return chat_prompt(self.engine.tokenizer, plain, self.engine.registry, chunk_ids=chunk_ids, tools=tools or None)
 
-    def _call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]) -> _Call:
-        """Resolve a call."""
+    def _call(
+        self, messages: Sequence[BaseMessage], run: UUID | None, stop: Sequence[str] | None, kwargs: dict[str, Any]
+    ) -> _Call:
+        """Resolve a call of ``run``."""
         choice = kwargs.get("tool_choice")
         tools = [] if choice == "none" else [convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ()]
         required = required_tool(choice, tools) if tools else False
@@ -98,9 +123,9 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
             schema = call_schema(tools, required)
         elif schema is not None:
             self._require_guidance("a JSON schema")
-        prompt = self._prompt(messages, kwargs.get("chunk_ids") or (), tools)
-        request = self.request(prompt, stop, {**kwargs, "json_schema": schema}, _OWN_ARGUMENTS)
-        return _Call(request, CallReader(tools, required) if tools else None)
+        build = partial(self._prompt, messages, kwargs.get("chunk_ids") or (), tools)
+        asked = self.request(build, run, stop, {**kwargs, "json_schema": schema}, _OWN_ARGUMENTS)
+        return _Call(asked, CallReader(tools, required) if tools else None)
 
     def _require_guidance(self, what: str) -> None:
         if not self.engine.supports_json_schema:
@@ -117,8 +142,8 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with langchain_errors():
-            call = self._call(messages, stop, kwargs)
-            return self._result(self._answer(call.request), call)
+            call = self._call(messages, run_of(run_manager), stop, kwargs)
+            return self._result(self._answer(call.asked.request), call)
 
     async def _agenerate(
         self,
@@ -128,14 +153,14 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with langchain_errors():
-            call = await asyncio.to_thread(self._call, messages, stop, kwargs)
-            return self._result(await self._aanswer(call.request), call)
+            call = await asyncio.to_thread(self._call, messages, run_of(run_manager), stop, kwargs)
+            return self._result(await self._aanswer(call.asked.request), call)
 
     def _result(self, done: Generation, call: _Call) -> ChatResult:
         message = AIMessage(
             content=done.text,
-            usage_metadata=usage_metadata(done, call.request),
-            response_metadata=self.answer_metadata(done),
+            usage_metadata=usage_metadata(done, call.asked.request),
+            response_metadata=self.answer_metadata(done, call.asked),
         )
         if call.reader is not None:
             text = call.reader.push(done.text)
@@ -152,8 +177,8 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         with langchain_errors():
-            call = self._call(messages, stop, kwargs)
-            with self._events(call.request) as events:
+            call = self._call(messages, run_of(run_manager), stop, kwargs)
+            with self._events(call.asked.request) as events:
                 for event in events:
                     for chunk in self._chunks(event, call):
                         if run_manager is not None:
@@ -168,8 +193,8 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with langchain_errors():
-            call = await asyncio.to_thread(self._call, messages, stop, kwargs)
-            async with self._aevents(call.request) as events:
+            call = await asyncio.to_thread(self._call, messages, run_of(run_manager), stop, kwargs)
+            async with self._aevents(call.asked.request) as events:
                 async for event in events:
                     for chunk in self._chunks(event, call):
                         if run_manager is not None:
@@ -194,8 +219,8 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         message = AIMessageChunk(
             content=text,
             tool_call_chunks=calls,
-            usage_metadata=usage_metadata(done, call.request),
-            response_metadata=self.answer_metadata(done),
+            usage_metadata=usage_metadata(done, call.asked.request),
+            response_metadata=self.answer_metadata(done, call.asked),
             chunk_position="last",
         )
         yield ChatGenerationChunk(message=message)

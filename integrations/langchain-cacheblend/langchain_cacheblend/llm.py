@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
+from uuid import UUID
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
@@ -13,8 +14,9 @@ from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
 
-from cacheblend_rag import Generation, Request, text_prompt
-from langchain_cacheblend.requests import EngineFields, langchain_errors, usage_metadata
+from cacheblend_rag import BlendPrompt, Generation, text_prompt
+from langchain_cacheblend.requests import Asked, EngineFields, langchain_errors, usage_metadata
+from langchain_cacheblend.runs import run_of
 
 
 class CacheBlendLLM(EngineFields, BaseLLM):
@@ -30,9 +32,13 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return super()._get_ls_params(stop=stop if stop is not None else self.stop, **kwargs)
 
-    def _request(self, text: str, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> Request:
-        prompt = text_prompt(self.engine.tokenizer, text, self.engine.registry, chunk_ids=kwargs.get("chunk_ids") or ())
-        return self.request(prompt, stop, kwargs, ("chunk_ids",))
+    def _request(self, text: str, run: UUID | None, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> Asked:
+        ids = kwargs.get("chunk_ids") or ()
+
+        def build() -> BlendPrompt:
+            return text_prompt(self.engine.tokenizer, text, self.engine.registry, chunk_ids=ids)
+
+        return self.request(build, run, stop, kwargs, ("chunk_ids",))
 
     def _generate(
         self,
@@ -42,8 +48,8 @@ class CacheBlendLLM(EngineFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         with langchain_errors():
-            requests = [self._request(prompt, stop, kwargs) for prompt in prompts]
-            return self._result([self._answer(request) for request in requests], requests)
+            asked = [self._request(prompt, run_of(run_manager), stop, kwargs) for prompt in prompts]
+            return self._result([self._answer(each.request) for each in asked], asked)
 
     async def _agenerate(
         self,
@@ -53,20 +59,21 @@ class CacheBlendLLM(EngineFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         with langchain_errors():
-            requests = [await asyncio.to_thread(self._request, prompt, stop, kwargs) for prompt in prompts]
-            return self._result(await asyncio.gather(*map(self._aanswer, requests)), requests)
+            run = run_of(run_manager)
+            asked = [await asyncio.to_thread(self._request, prompt, run, stop, kwargs) for prompt in prompts]
+            return self._result(await asyncio.gather(*(self._aanswer(each.request) for each in asked)), asked)
 
-    def _result(self, answers: Sequence[Generation], requests: Sequence[Request]) -> LLMResult:
+    def _result(self, answers: Sequence[Generation], asked: Sequence[Asked]) -> LLMResult:
         generations, total = [], None
-        for done, request in zip(answers, requests, strict=True):
-            generations.append([LangChainGeneration(text=done.text, generation_info=self._info(done, request))])
-            total = add_usage(total, usage_metadata(done, request))
+        for done, each in zip(answers, asked, strict=True):
+            generations.append([LangChainGeneration(text=done.text, generation_info=self._info(done, each))])
+            total = add_usage(total, usage_metadata(done, each.request))
         return LLMResult(
             generations=generations, llm_output={"model_name": self.model_name, "token_usage": _counts(total)}
         )
 
-    def _info(self, done: Generation, request: Request) -> dict[str, Any]:
-        return {**self.answer_metadata(done), "usage_metadata": usage_metadata(done, request)}
+    def _info(self, done: Generation, asked: Asked) -> dict[str, Any]:
+        return {**self.answer_metadata(done, asked), "usage_metadata": usage_metadata(done, asked.request)}
 
     def _stream(
         self,
@@ -76,10 +83,10 @@ class CacheBlendLLM(EngineFields, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         with langchain_errors():
-            request = self._request(prompt, stop, kwargs)
-            with self._events(request) as events:
+            asked = self._request(prompt, run_of(run_manager), stop, kwargs)
+            with self._events(asked.request) as events:
                 for event in events:
-                    chunk = self._chunk(event.text, event.generation, request)
+                    chunk = self._chunk(event.text, event.generation, asked)
                     if run_manager is not None:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
@@ -92,16 +99,16 @@ class CacheBlendLLM(EngineFields, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         with langchain_errors():
-            request = await asyncio.to_thread(self._request, prompt, stop, kwargs)
-            async with self._aevents(request) as events:
+            asked = await asyncio.to_thread(self._request, prompt, run_of(run_manager), stop, kwargs)
+            async with self._aevents(asked.request) as events:
                 async for event in events:
-                    chunk = self._chunk(event.text, event.generation, request)
+                    chunk = self._chunk(event.text, event.generation, asked)
                     if run_manager is not None:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
 
-    def _chunk(self, text: str, done: Generation | None, request: Request) -> GenerationChunk:
-        return GenerationChunk(text=text, generation_info=self._info(done, request) if done is not None else None)
+    def _chunk(self, text: str, done: Generation | None, asked: Asked) -> GenerationChunk:
+        return GenerationChunk(text=text, generation_info=self._info(done, asked) if done is not None else None)
 
 
 def _counts(usage: UsageMetadata | None) -> dict[str, Any]:

@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, fields, replace
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast, get_args
+from uuid import UUID
 
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
 
 from cacheblend_rag import (
+    SAMPLING_OPTIONS,
     BlendEngine,
     BlendPrompt,
     BlendSettings,
+    EngineName,
     Generation,
     InputError,
+    OnMiss,
     PromptTooLongError,
     Request,
+    RetrievalReport,
     Reuse,
-    SamplingParams,
+    checked_on_miss,
     encoder_for,
+    find_retrieved,
+    openai_logprobs,
+    sampling_of,
+    shared_engine,
+    uses_of,
+    with_usual_names,
 )
-from langchain_cacheblend.uses import uses_of
+from langchain_cacheblend.runs import RETRIEVALS
 
-DEFAULT_MAX_TOKENS = 512
-
-_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
 _BLEND = tuple(option.name for option in fields(BlendSettings))
 # Passed by LangChain to every provider; they ask for nothing that a model run in-process could do otherwise.
 _IGNORED = {"strict", "parallel_tool_calls", "stream", "streaming"}
-# LangChain's standard parameters for models behind a network; here there is nothing to time out, retry or log in to.
-_OF_OTHER_MODELS = {"timeout", "max_retries", "api_key", "base_url"}
+# What names an engine: with one that is given it would say nothing, or something else.
+_NAMING = ("model", "store", "device", "base_url")
+# LangChain gives these to every model; an engine that is given has its own, or no connection at all.
+_CONNECTION = ("api_key", "timeout", "max_retries")
 
 
 class PromptTooLong(PromptTooLongError, ContextOverflowError):  # noqa: N818 - named like its base
     """The prompt exceeds the context window, in the terms of both libraries (LangChain's middleware catches its own)."""
+
+
+class Asked(NamedTuple):
+    """What the engine is asked, and what became in its prompt of what was retrieved for it."""
+
+    request: Request
+    retrieved: RetrievalReport
 
 
 @contextmanager
@@ -49,35 +73,66 @@ def langchain_errors() -> Iterator[None]:
 
 
 class EngineFields(BaseModel):
-    """The fields of both models. Each but ``engine`` may be given per call, too: ``llm.invoke(x, ratio=0.3)``.
+    """The fields of both models. Those from ``max_tokens`` on may be given per call, too: ``llm.invoke(x, ratio=0.3)``.
+
+    ``engine=`` takes an engine of yours: it is held, not owned, so close it yourself; it is never serialised, printed or traced.
+    Without one the next fields name it; it is opened when it is first needed, shared by all that name it alike, and closed when
+    the process ends. With neither, the environment does: ``CACHEBLEND_BASE_URL``, or ``CACHEBLEND_MODEL`` and
+    ``CACHEBLEND_STORE``. ``engine="vllm"`` runs a model that is named on vLLM.
 
     Attributes:
-        engine: The model. It is held, not owned: close it yourself. Never serialised, printed or traced.
+        given_engine: What was given as ``engine=``; :attr:`engine` is what answers.
+        model: A directory, a hub name, or ``"bundled"``; with ``base_url`` the name that the server must serve.
+        store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
+        device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
+        base_url: Address of a `cacheblend serve`, which has the model.
+        api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
+        timeout: Longest wait for the next piece of its answer, in seconds.
+        max_retries: How often a request is sent to it again.
         max_tokens: Most tokens to generate; exceeding the context window with it is an error. None takes 512, or what the
             window leaves.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
+        top_k: Sample from so many of the likeliest tokens; 0 for all.
         seed: Makes sampling repeatable.
+        presence_penalty: Taken off the logit of every token that the answer has already, -2 to 2.
+        frequency_penalty: The same, times how often it has it.
+        logprobs: Return the log-probability of every token of the answer and of so many alternatives, in
+            ``response_metadata["logprobs"]``.
         stop: Strings that end the answer; they are not part of it.
         ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike that of its calibration.
             None takes the profile's, as with the next three.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         reuse: ``"chunks"``, ``"prefix"`` or ``"off"`` (full prefill).
+        on_miss: What to do where a formatter has altered retrieved chunks, so that their stored KV is of no use: ``"warn"`` (a
+            log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Answers say it in any case.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    engine: BlendEngine = Field(exclude=True, repr=False)
+    given_engine: BlendEngine | EngineName | None = Field(default=None, exclude=True, repr=False)
+    model: str | None = None
+    store: str | None = None
+    device: str | None = None
+    base_url: str | None = None
+    api_key: SecretStr | None = Field(default=None, exclude=True)
+    timeout: float | None = None
+    max_retries: int | None = None
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
     stop: list[str] | None = None
     ratio: float | Literal["auto"] | None = None
     policy: str | None = None
     check_layers: tuple[int, ...] | None = None
     reuse: Reuse | None = None
+    on_miss: OnMiss = "warn"
 
     @model_validator(mode="before")
     @classmethod
@@ -85,19 +140,44 @@ class EngineFields(BaseModel):
         """Refuse misspelt fields: pydantic would drop them, and the model would answer with other settings than asked."""
         if not isinstance(values, Mapping):
             return values
+        given = with_usual_names(values)
+        engine = given["given_engine"] = given.pop("engine", None)
         names = {field.alias or name for name, field in cls.model_fields.items()} | set(cls.model_fields)
-        if unknown := sorted(set(values) - names - _OF_OTHER_MODELS):
-            known = ", ".join(sorted(EngineFields.model_fields))
+        if unknown := sorted(set(given) - names):
+            known = ", ".join(sorted({"engine", *EngineFields.model_fields} - {"given_engine"}))
             raise InputError(f"{cls.__name__} has no field {unknown[0]!r}; it has {known}.")
+        _check_named(engine, given)
         # Before pydantic coerces the values: what is wrong is said as in a call.
-        _blend_settings(values)
-        return values
+        _blend_settings(given)
+        checked_on_miss(given.get("on_miss", "warn"))
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Refuse values outside their range when the model is made, not at its first call."""
-        _sampling(self._options(), room=1)
+        sampling_of(self._options(), room=1)
         return self
+
+    @property
+    def engine(self) -> BlendEngine:
+        """The engine that answers; opened now if it was named and is not open.
+
+        Raises:
+            InputError, ModelError, ServerError, StoreError: As :func:`cacheblend_rag.shared_engine`.
+        """
+        if isinstance(self.given_engine, BlendEngine):
+            return self.given_engine
+        # Not kept: once it is closed, the next use opens another.
+        return shared_engine(
+            self.model,
+            engine=self.given_engine or "transformers",
+            store=self.store,
+            device=self.device,
+            base_url=self.base_url,
+            api_key=None if self.api_key is None else self.api_key.get_secret_value(),
+            timeout_s=self.timeout,
+            max_retries=self.max_retries,
+        )
 
     @property
     def model_name(self) -> str:
@@ -115,15 +195,21 @@ class EngineFields(BaseModel):
 
     def _options(self) -> dict[str, Any]:
         """Return the fields that a call may give, too."""
-        return {name: getattr(self, name) for name in (*_SAMPLING, *_BLEND)}
+        return {name: getattr(self, name) for name in (*SAMPLING_OPTIONS, *_BLEND)}
 
     def request(
-        self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any], known: Sequence[str] = ()
-    ) -> Request:
+        self,
+        build: Callable[[], BlendPrompt],
+        run: UUID | None,
+        stop: Sequence[str] | None,
+        kwargs: Mapping[str, Any],
+        known: Sequence[str] = (),
+    ) -> Asked:
         """Return the engine call for a prompt, which is tokenised here and nowhere else.
 
         Args:
-            prompt: The prompt.
+            build: Makes the prompt, of the chunks that the engine knows then.
+            run: The run that this call is a part of.
             stop: Stop strings of this call; None takes the field's.
             kwargs: The other arguments of this call; they go before the fields.
             known: Names in ``kwargs`` that the caller has dealt with.
@@ -131,8 +217,10 @@ class EngineFields(BaseModel):
         Raises:
             InputError: An argument that nothing reads, a value out of range, or another model than the engine's.
             PromptTooLongError: Prompt and answer exceed the context window.
+            AlteredChunkError: As ``on_miss`` wants it.
         """
-        allowed = {*_SAMPLING, *_BLEND, *_IGNORED, *known, "json_schema", "model"}
+        kwargs = with_usual_names(kwargs)
+        allowed = {*SAMPLING_OPTIONS, *_BLEND, *_IGNORED, *known, "json_schema", "model", "on_miss"}
         if unknown := sorted(set(kwargs) - allowed):
             raise InputError(
                 f"Unknown argument {unknown[0]!r}; this model takes {', '.join(sorted(allowed - _IGNORED))}."
@@ -145,14 +233,16 @@ class EngineFields(BaseModel):
         if stop is not None:
             options["stop"] = stop
         settings = _blend_settings(options)
+        on_miss = checked_on_miss(kwargs.get("on_miss", self.on_miss))
+        prompt, report = find_retrieved(self.engine, build, RETRIEVALS, run, on_miss)
         tokens = self.engine.tokenize(prompt)
         if not tokens.spans:
             # An engine that is a client may yet find chunks in the text, in the registry of its server.
             tokens = replace(tokens, text="".join(s for s in prompt.segments if isinstance(s, str)))
         room = self.engine.context_window - len(tokens.token_ids)
-        request = self.engine.request(tokens, _sampling(options, room), settings)
+        request = self.engine.request(tokens, sampling_of(options, room), settings)
         uses_of(self.engine).introduce([span.chunk for span in tokens.spans], self.engine)
-        return request
+        return Asked(request, report)
 
     def _answer(self, request: Request) -> Generation:
         return self.engine.generate(request.prompt, request.sampling, request.settings)
@@ -167,19 +257,39 @@ class EngineFields(BaseModel):
     def _aevents(self, request: Request) -> aclosing[Any]:
         return aclosing(cast(Any, self.engine.astream(request.prompt, request.sampling, request.settings)))
 
-    def answer_metadata(self, done: Generation) -> dict[str, Any]:
+    def answer_metadata(self, done: Generation, asked: Asked) -> dict[str, Any]:
         """Return the response metadata of an answer: which model, why it ended, how its KV came about."""
+        report = asked.retrieved.answered(done.missing)
+        wanted = asked.request.sampling.logprobs is not None
         return {
+            **({"logprobs": {"content": openai_logprobs(done.logprobs, self.engine.tokenizer)}} if wanted else {}),
             "model_name": self.model_name,
             "finish_reason": done.finish_reason,
             "cacheblend": {
                 "mode": done.mode,
-                "reason": done.reason,
+                "reason": f"{done.reason}; {report.summary}" if report.altered else done.reason,
+                "retrieved": report.to_dict(),
                 "missing": list(done.missing),
+                "in_place": list(done.in_place),
+                "expected_s": done.expected_s,
                 "usage": asdict(done.usage),
                 "timings": asdict(done.timings),
             },
         }
+
+
+def _check_named(engine: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what is no engine, and names of one beside it."""
+    if not isinstance(engine, BlendEngine):
+        if engine not in (None, *get_args(EngineName)):
+            raise InputError(
+                f"engine is {engine!r}; give an engine, or {' or '.join(map(repr, get_args(EngineName)))}."
+            )
+        return
+    if named := [name for name in _NAMING if given.get(name) is not None]:
+        raise InputError(f"{named[0]} names an engine, and there is one already: give either engine= or {named[0]}=.")
+    if without := [name for name in _CONNECTION if given.get(name) is not None]:
+        warnings.warn(f"{', '.join(without)}: without effect, the engine that is given has its own.", stacklevel=3)
 
 
 def usage_metadata(done: Generation, request: Request) -> UsageMetadata:
@@ -202,14 +312,6 @@ def usage_metadata(done: Generation, request: Request) -> UsageMetadata:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         input_token_details=InputTokenDetails(**details),  # type: ignore[typeddict-item]
     )
-
-
-def _sampling(options: Mapping[str, Any], room: int) -> SamplingParams:
-    """Return how to decode; ``room`` is what the context window leaves for the answer."""
-    given = {name: options[name] for name in (*_SAMPLING, "json_schema") if options.get(name) is not None}
-    given.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, room)))
-    stop = given.get("stop", ())
-    return SamplingParams(**{**given, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
 
 
 def _blend_settings(options: Mapping[str, Any]) -> BlendSettings:

@@ -18,9 +18,9 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field
 
-from cacheblend_rag import BlendEngine, InputError, PrecomputeReport
+from cacheblend_rag import BlendEngine, InputError, PrecomputeReport, uses_of
 from langchain_cacheblend.documents import BundledEmbeddings
-from langchain_cacheblend.uses import precompute, uses_of
+from langchain_cacheblend.precompute import precompute
 
 _log = logging.getLogger(__name__)
 # One thread for all: what it reads ahead of the LLM comes from one disk.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -12,8 +12,19 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheblend_rag import BlendEngine, InputError, chunk_id
-from langchain_cacheblend.uses import precompute, uses_of
+from cacheblend_rag import (
+    BlendEngine,
+    ExistingEstimate,
+    InputError,
+    PrecomputeReport,
+    chunk_id,
+    estimate_existing,
+    precompute_existing,
+    uses_of,
+)
+from langchain_cacheblend.existing import existing_documents
+from langchain_cacheblend.precompute import precompute
+from langchain_cacheblend.runs import RETRIEVALS, retrieved
 
 _Item = TypeVar("_Item", Document, tuple[Document, float])
 
@@ -78,6 +89,34 @@ class CacheBlendVectorStore(VectorStore):
         store.add_texts(texts, metadatas, ids=ids, **kwargs)
         return store
 
+    def estimate_existing(self, documents: Iterable[Document] | None = None) -> ExistingEstimate:
+        """Return what :meth:`precompute_existing` will take: chunks, room and time. A few documents are computed to tell.
+
+        Raises:
+            InputError: The base cannot list its documents, and they are not given.
+            StoreError: The KV store cannot be written.
+        """
+        existing = existing_documents(self.base) if documents is None else documents
+        return estimate_existing(self.engine, (document.page_content for document in existing))
+
+    def precompute_existing(
+        self, documents: Iterable[Document] | None = None, progress: Callable[[int], None] | None = None
+    ) -> PrecomputeReport:
+        """Compute the KV of what the base holds from before. What is stored is skipped: call it again after a stop.
+
+        From then on deleting one of these documents drops its KV, too.
+
+        Args:
+            documents: All of them, with their ids, where the base cannot list them.
+            progress: Called with the number of documents finished since its last call.
+
+        Raises:
+            InputError: The base cannot list its documents, and they are not given.
+            StoreError: The KV store cannot be written. What was stored before stays.
+        """
+        existing = existing_documents(self.base) if documents is None else documents
+        return precompute_existing(existing, self._compute, progress)
+
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents to the base, then precompute their KV; return their ids.
 
@@ -136,7 +175,9 @@ class CacheBlendVectorStore(VectorStore):
 
     def _found(self, found: Sequence[_Item]) -> list[_Item]:
         """Register documents, or pairs of a document and its score, and note who holds their text."""
-        self._hold([item[0] if isinstance(item, tuple) else item for item in found])
+        documents = [item[0] if isinstance(item, tuple) else item for item in found]
+        self._hold(documents)
+        RETRIEVALS.note(None, retrieved(documents))
         return list(found)
 
     def _hold(self, documents: Sequence[Document]) -> None:
@@ -150,6 +191,10 @@ class CacheBlendVectorStore(VectorStore):
         if names:
             with suppress(NotImplementedError):
                 self._hold(self.base.get_by_ids(names))
+
+    def _compute(self, documents: Sequence[Document]) -> PrecomputeReport:
+        self._hold(documents)
+        return self.engine.precompute(self._uses.register(self.engine, [d.page_content for d in documents]))
 
     def _take_in(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
         self._hold([Document(id=name, page_content=d.page_content) for name, d in zip(ids, documents, strict=False)])
@@ -167,7 +212,7 @@ class CacheBlendVectorStore(VectorStore):
 
     def _forget(self, chunk_ids: set[str]) -> None:
         if chunk_ids:
-            self.engine.forget(chunk_ids)
+            self._uses.forget(self.engine, chunk_ids)
 
 
 def _given_ids(documents: Sequence[Document], kwargs: dict[str, Any]) -> list[str]:

@@ -66,7 +66,7 @@ class ScriptedEngine(BlendEngine):
         return PrecomputeReport(len(new), len(chunks) - len(new))
 
     def forget(self, chunk_ids: Any) -> int:
-        gone = set(chunk_ids) & self.stored
+        gone = {c if isinstance(c, str) else c.id for c in chunk_ids} & self.stored
         self.registry.remove(gone)
         self.stored -= gone
         return len(gone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -141,6 +142,14 @@ class TestAnswers:
         plain = ChatCacheBlend(engine=engine, max_tokens=6).invoke("Who?")
         assert plain.response_metadata["cacheblend"]["mode"] == "prefill"
         assert "no known chunk" in plain.response_metadata["cacheblend"]["reason"]
+
+    def test_metadata_say_what_the_loading_controller_decided(self, engine, monkeypatch) -> None:
+        generate = engine.generate
+        decided = {"in_place": ("a", "b"), "expected_s": 0.5}
+        monkeypatch.setattr(engine, "generate", lambda *asked: replace(generate(*asked), **decided))
+        answer = ChatCacheBlend(engine=engine, max_tokens=2).invoke("Who?")
+        report = answer.response_metadata["cacheblend"]
+        assert (report["in_place"], report["expected_s"]) == (["a", "b"], 0.5)
 
     async def test_invoke_stream_batch_and_their_async_twins_agree(self, engine: TransformersEngine) -> None:
         llm = ChatCacheBlend(engine=engine, max_tokens=8)

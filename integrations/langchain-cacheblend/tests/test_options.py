@@ -123,3 +123,35 @@ def test_the_scripted_engine_is_handed_a_request(model: Any, scripted: ScriptedE
     model(engine=scripted).invoke("Who?")
     assert len(scripted.tokenized) == 1
     assert isinstance(scripted.requests[-1], Request)
+
+
+@BOTH
+def test_other_providers_names_and_options_are_understood(model: Any, scripted: ScriptedEngine) -> None:
+    options = {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": -1.0}
+    model(engine=scripted, max_completion_tokens=7, stop_sequences=["never"], **options).invoke("Who?")
+    sampling = scripted.requests[-1].sampling
+    assert (sampling.max_tokens, sampling.stop) == (7, ("never",))
+    assert {name: getattr(sampling, name) for name in options} == options
+    llm = model(engine=scripted)
+    llm.invoke("Who?", max_completion_tokens=3, stop_sequences=["x"], top_k=2, presence_penalty=1)
+    sampling = scripted.requests[-1].sampling
+    assert (sampling.max_tokens, sampling.stop, sampling.top_k) == (3, ("x",), 2)
+    with pytest.raises(InputError, match="are the same"):
+        llm.invoke("Who?", max_completion_tokens=3, max_tokens=3)
+    with pytest.raises(InputError, match="top_k is -1"):
+        model(engine=scripted, top_k=-1)
+    with pytest.warns(UserWarning, match="timeout"):
+        model(engine=scripted, request_timeout=3)
+
+
+def test_logprobs_come_in_the_form_of_openai(engine: BlendEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=3)
+    answer = llm.invoke("Who is the captain?", logprobs=True, top_logprobs=2)
+    content = answer.response_metadata["logprobs"]["content"]
+    assert "".join(each["token"] for each in content).strip() == answer.content.strip()
+    for each in content:
+        assert each["logprob"] == each["top_logprobs"][0]["logprob"] <= 0  # greedy
+        assert len(each["top_logprobs"]) == 2
+    assert "logprobs" not in llm.invoke("Who?").response_metadata
+    text = CacheBlendLLM(engine=engine, max_tokens=3, logprobs=0).generate(["Who?"])
+    assert text.generations[0][0].generation_info["logprobs"]["content"]

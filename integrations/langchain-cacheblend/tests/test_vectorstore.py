@@ -14,7 +14,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheblend_rag import InputError, PrecomputeReport, TransformersEngine, chunk_id, make_chunk
+from cacheblend_rag import BlendEngine, InputError, PrecomputeReport, TransformersEngine, chunk_id, make_chunk
 from langchain_cacheblend import CacheBlendVectorStore, ChatCacheBlend
 
 from scripted import ScriptedEngine
@@ -259,3 +259,19 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
+
+
+def test_stores_of_two_tenants_on_one_engine_have_neither_chunks_nor_kv_in_common(engine: BlendEngine) -> None:
+    acme, globex = (engine.for_tenant(name) for name in ("acme", "globex"))
+    mine = CacheBlendVectorStore(base=InMemoryVectorStore(EMBEDDING), engine=acme)
+    mine.add_documents(documents(0, 1))
+    modes = [
+        ChatCacheBlend(engine=each, max_tokens=2).invoke(f"{TEXTS[0]} Where?").response_metadata["cacheblend"]["mode"]
+        for each in (acme, globex)
+    ]
+    assert modes == ["blend", "prefill"]
+    theirs = CacheBlendVectorStore(base=InMemoryVectorStore(EMBEDDING), engine=globex)
+    theirs.add_documents(documents(0), ids=["a"])
+    theirs.delete(["a"])
+    assert len(globex.registry) == 0
+    assert {chunk.text for chunk in acme.registry} == {TEXTS[0], TEXTS[1]}

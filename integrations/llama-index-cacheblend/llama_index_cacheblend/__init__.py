@@ -11,6 +11,7 @@ from llama_index_cacheblend.responses import Call, UsageHandler, collect_usage
 from llama_index_cacheblend.retriever import CacheBlendPostprocessor, CacheBlendRetriever
 from llama_index_cacheblend.synthesizer import CacheBlendSynthesizer
 from llama_index_cacheblend.templates import qa_template
+from llama_index_cacheblend.vectorstore import CacheBlendVectorStore
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "CacheBlendQueryEngine",
     "CacheBlendRetriever",
     "CacheBlendSynthesizer",
+    "CacheBlendVectorStore",
     "Call",
     "ChunkPreservingPromptHelper",
     "UsageHandler",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from typing import Any
 
 from llama_index.core.settings import Settings
 
-from cacheblend_rag import BlendEngine, InputError
+from cacheblend_rag import BlendEngine, EngineName, InputError, shared_engine
 
 
 class _Discard:
@@ -25,8 +27,24 @@ def refuse_unpicklable(engine: BlendEngine, owner: str) -> None:
     except Exception as error:
         raise InputError(
             f"{owner} holds a {type(engine).__name__}, which lives in this process and cannot be sent to another. "
-            "Use num_workers=1, or an engine that talks to a server."
+            "Use num_workers=1, an engine that talks to a server, or a model given by name: CacheBlendLLM(model=...).engine."
         ) from error
+
+
+def named_engine(engine: BlendEngine | EngineName | None, named: Mapping[str, Any]) -> BlendEngine:
+    """Return the engine that is given, or the shared one that ``named``, the arguments of `shared_engine`, names.
+
+    Raises:
+        InputError: There are both.
+    """
+    if not isinstance(engine, BlendEngine):
+        return shared_engine(engine=engine or "transformers", **named)
+    if given := [name for name, value in named.items() if value is not None]:
+        argument = given[0].removesuffix("_s")
+        raise InputError(
+            f"{argument} is for an engine that is named, and one is given: give engine= or {argument}=, not both."
+        )
+    return engine
 
 
 def engine_in_settings() -> BlendEngine | None:

@@ -26,9 +26,23 @@ from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.utils import set_global_tokenizer
 
-from cacheblend_rag import BlendEngine, Chunk, Generation, InputError, Request, Reuse, StreamEvent, encoder_for
-from llama_index_cacheblend.handles import engine_for, refuse_unpicklable
+from cacheblend_rag import (
+    BlendEngine,
+    Chunk,
+    EngineName,
+    Generation,
+    InputError,
+    OnMiss,
+    Reuse,
+    StreamEvent,
+    checked_on_miss,
+    encoder_for,
+    sampling_of,
+    with_usual_names,
+)
+from llama_index_cacheblend.handles import engine_for, named_engine, refuse_unpicklable
 from llama_index_cacheblend.requests import (
+    Asked,
     Build,
     answer_tokens,
     blend_settings,
@@ -37,10 +51,9 @@ from llama_index_cacheblend.requests import (
     of_messages,
     of_text,
     options_of,
-    sampling_params,
 )
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
-from llama_index_cacheblend.watch import Inbox, watch_for
+from llama_index_cacheblend.watch import Inbox, watch_for, watch_retrievals
 
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 _Make = Callable[[str, str | None, dict[str, Any] | None], _Response]
@@ -61,13 +74,22 @@ class CacheBlendLLM(LLM):
             window leaves; prompts are then packed so that 512 are left, or a quarter of a window below 2048.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
+        top_k: Sample from so many of the likeliest tokens; 0 for all.
         seed: Makes sampling repeatable.
+        presence_penalty: Taken off the logit of every token that the answer has already, -2 to 2.
+        frequency_penalty: The same, times how often it has it.
+        logprobs: Return the log-probability of every token of the answer and of so many alternatives, in the response's
+            ``logprobs``.
         stop: Strings that end the answer; they are not part of it.
         ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike that of its calibration.
             None takes the profile's, as with the next three.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         reuse: ``"chunks"``, ``"prefix"`` or ``"off"`` (full prefill).
+        on_miss: What to do where retrieved chunks have been altered on their way to the prompt, so that their stored KV is of no
+            use: ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Responses say it in
+            any case: ``raw["retrieved"]``.
+        context_window: Of the prompts that LlamaIndex packs; None takes the engine's, and it cannot be more.
         is_chat_model: False makes LlamaIndex format prompts to text itself instead of leaving that to the chat template.
     """
 
@@ -75,12 +97,18 @@ class CacheBlendLLM(LLM):
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
     stop: list[str] | None = None
     ratio: float | Literal["auto"] | None = None
     policy: str | None = None
     check_layers: tuple[int, ...] | None = None
     reuse: Reuse | None = None
+    on_miss: OnMiss = "warn"
+    context_window: int | None = None
     is_chat_model: bool = True
 
     _inbox: Inbox | None = PrivateAttr(default=None)
@@ -88,12 +116,32 @@ class CacheBlendLLM(LLM):
     _record: list[dict[str, Any]] | None = PrivateAttr(default=None)
 
     def __init__(
-        self, *, engine: BlendEngine, watch_retrieval: bool = True, set_tokenizer: bool = True, **data: Any
+        self,
+        *,
+        engine: BlendEngine | EngineName | None = None,
+        model: str | None = None,
+        store: str | None = None,
+        device: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        timeout: float | None = None,
+        max_retries: int | None = None,
+        watch_retrieval: bool = True,
+        set_tokenizer: bool = True,
+        **data: Any,
     ) -> None:
-        """Wrap ``engine``.
+        """Wrap an engine: one that is given, or one that is named, which is shared by all that name it alike.
 
         Args:
-            engine: The model.
+            engine: The model, which the LLM does not close; or ``"vllm"``, to run on vLLM the one that is named.
+            model: A directory, a hub name, or ``"bundled"``; with ``base_url`` the name that the server must serve. Where neither
+                is given, the environment says: ``CACHEBLEND_BASE_URL``, or ``CACHEBLEND_MODEL`` and ``CACHEBLEND_STORE``.
+            store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
+            device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
+            base_url: Address of a `cacheblend serve`, which has the model.
+            api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
+            timeout: Longest wait for the next piece of its answer, in seconds.
+            max_retries: How often a request is sent to it again.
             watch_retrieval: Register what LlamaIndex's retrievers return, so that unchanged query engines reuse KV. Without
                 it chunks must be made known by :class:`CacheBlendRetriever`, :class:`CacheBlendPrecompute` or the like.
             set_tokenizer: Make the model's tokenizer LlamaIndex's global one, unless you have set another: splitters and
@@ -101,19 +149,41 @@ class CacheBlendLLM(LLM):
             data: The attributes above, and those of every LlamaIndex LLM (`system_prompt`, `callback_manager`...).
 
         Raises:
-            InputError: An attribute that does not exist, or an option out of range.
+            InputError: An attribute that does not exist, an option out of range, or both an engine and the name of one.
+            ModelError, ServerError, StoreError: The engine that is named cannot be opened.
         """
+        data = with_usual_names({**data, "timeout": timeout})
+        timeout = data.pop("timeout")
+        named = {
+            "model": model,
+            "store": store,
+            "device": device,
+            "base_url": base_url,
+            "api_key": api_key,
+            "timeout_s": timeout,
+            "max_retries": max_retries,
+        }
         unknown = set(data) - set(type(self).model_fields) - {"class_name"}
         if unknown:
             raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
         # Before pydantic coerces the values: what is wrong is said as in a call.
         blend_settings(data)
-        super().__init__(**{**data, "engine": engine})
-        sampling_params(options_of(self), room=1)
+        checked_on_miss(data.get("on_miss", "warn"))
+        super().__init__(**{**data, "engine": named_engine(engine, named)})
+        sampling_of(options_of(self), room=1)
+        self._check_window()
+        watch_retrievals()
         if watch_retrieval:
-            self._inbox = watch_for(engine)
+            self._inbox = watch_for(self.engine)
         if set_tokenizer and _is_default(llama_index.core.global_tokenizer):
             set_global_tokenizer(self.tokenizer)
+
+    def _check_window(self) -> None:
+        if self.context_window is not None and not 0 < self.context_window <= self.engine.context_window:
+            raise InputError(
+                f"context_window is {self.context_window}; the engine's is {self.engine.context_window}, and prompts can be "
+                "packed for less, not for more."
+            )
 
     @classmethod
     def class_name(cls) -> str:
@@ -123,9 +193,10 @@ class CacheBlendLLM(LLM):
     @property
     def metadata(self) -> LLMMetadata:
         """Context window, room for the answer and model name."""
+        window = self.context_window or self.engine.context_window
         return LLMMetadata(
-            context_window=self.engine.context_window,
-            num_output=answer_tokens(self.max_tokens, self.engine.context_window),
+            context_window=window,
+            num_output=answer_tokens(self.max_tokens, window),
             is_chat_model=self.is_chat_model,
             model_name=self.engine.fingerprint.name,
         )
@@ -169,26 +240,26 @@ class CacheBlendLLM(LLM):
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Async twin of :meth:`chat`; prompt building, too, is off the event loop."""
-        request = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
-        return await self._aanswer(request, chat_response)
+        asked = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
+        return await self._aanswer(asked, chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Async twin of :meth:`complete`."""
-        request = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
-        return await self._aanswer(request, completion_response)
+        asked = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
+        return await self._aanswer(asked, completion_response)
 
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Async twin of :meth:`stream_chat`; a cancelled consumer stops the work at its next token."""
-        request = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
-        return self._apieces(request, chat_response)
+        asked = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
+        return self._apieces(asked, chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Async twin of :meth:`stream_complete`."""
-        request = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
-        return self._apieces(request, completion_response)
+        asked = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
+        return self._apieces(asked, completion_response)
 
     def structured_predict(
         self, output_cls: type[BaseModel], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **args: Any
@@ -226,26 +297,29 @@ class CacheBlendLLM(LLM):
             return of_text(self.engine, prompt)
         return self._of_messages([ChatMessage(role=MessageRole.USER, content=prompt)])
 
-    def _request(self, build: Build, kwargs: dict[str, Any]) -> Request:
+    def _request(self, build: Build, kwargs: dict[str, Any]) -> Asked:
         if self._inbox is not None:
             self._inbox.register(self.engine)
         return make_request(build, self, [chunk.id for chunk in self._explicit], kwargs)
 
-    def _answer(self, request: Request, make: _Make[_Response]) -> _Response:
+    def _answer(self, asked: Asked, make: _Make[_Response]) -> _Response:
+        request = asked.request
         done = self.engine.generate(request.prompt, request.sampling, request.settings)
-        return make(done.text, None, self._raw(done))
+        return make(done.text, None, self._raw(done, asked))
 
-    async def _aanswer(self, request: Request, make: _Make[_Response]) -> _Response:
+    async def _aanswer(self, asked: Asked, make: _Make[_Response]) -> _Response:
+        request = asked.request
         done = await self.engine.agenerate(request.prompt, request.sampling, request.settings)
-        return make(done.text, None, self._raw(done))
+        return make(done.text, None, self._raw(done, asked))
 
-    def _raw(self, generation: Generation) -> dict[str, Any]:
-        raw = raw_of(generation, self.engine.fingerprint.name)
+    def _raw(self, generation: Generation, asked: Asked) -> dict[str, Any]:
+        raw = raw_of(generation, self.engine, asked)
         if self._record is not None:
             self._record.append(raw)
         return raw
 
-    def _pieces(self, request: Request, make: _Make[_Response]) -> Generator[_Response, None, None]:
+    def _pieces(self, asked: Asked, make: _Make[_Response]) -> Generator[_Response, None, None]:
+        request = asked.request
         # Not part of the generator: a prompt that cannot be answered is refused by the call, not by its first piece.
         stream = self.engine.stream(request.prompt, request.sampling, request.settings)
 
@@ -254,7 +328,7 @@ class CacheBlendLLM(LLM):
             try:
                 for event in stream:
                     text += event.text
-                    yield self._piece(text, event, make)
+                    yield self._piece(text, event, make, asked)
             finally:
                 close = getattr(stream, "close", None)
                 if close is not None:
@@ -262,20 +336,20 @@ class CacheBlendLLM(LLM):
 
         return generator()
 
-    async def _apieces(self, request: Request, make: _Make[_Response]) -> AsyncGenerator[_Response, None]:
-        text = ""
+    async def _apieces(self, asked: Asked, make: _Make[_Response]) -> AsyncGenerator[_Response, None]:
+        request, text = asked.request, ""
         stream = self.engine.astream(request.prompt, request.sampling, request.settings)
         try:
             async for event in stream:
                 text += event.text
-                yield self._piece(text, event, make)
+                yield self._piece(text, event, make, asked)
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
 
-    def _piece(self, text: str, event: StreamEvent, make: _Make[_Response]) -> _Response:
-        return make(text, event.text, None if event.generation is None else self._raw(event.generation))
+    def _piece(self, text: str, event: StreamEvent, make: _Make[_Response], asked: Asked) -> _Response:
+        return make(text, event.text, None if event.generation is None else self._raw(event.generation, asked))
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be pickled with a model inside."""

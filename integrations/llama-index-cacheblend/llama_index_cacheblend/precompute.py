@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.schema import BaseNode, TransformComponent
+from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 
-from cacheblend_rag import BlendEngine, PrecomputeReport
+from cacheblend_rag import BlendEngine, InputError, PrecomputeReport
 from llama_index_cacheblend.handles import refuse_unpicklable
 from llama_index_cacheblend.nodes import precompute_nodes
 
@@ -29,11 +29,13 @@ class CacheBlendPrecompute(TransformComponent):
     Attributes:
         engine: The model.
         computed_for: Digest of model and header, part of the pipeline's cache key.
+        metadata_mode: How prompts will show the nodes.
         strict: Raise if the KV of a node could not be stored, instead of logging a warning.
     """
 
     engine: BlendEngine = Field(exclude=True)
     computed_for: str = ""
+    metadata_mode: MetadataMode = MetadataMode.LLM
     strict: bool = False
 
     _report: PrecomputeReport = PrivateAttr(default_factory=PrecomputeReport)
@@ -59,7 +61,7 @@ class CacheBlendPrecompute(TransformComponent):
             StoreError: The store cannot be written.
             RuntimeError: With ``strict``, some KV could not be kept.
         """
-        self._report = report = precompute_nodes(self.engine, nodes)
+        self._report = report = precompute_nodes(self.engine, nodes, metadata_mode=self.metadata_mode)
         if report.failed:
             some, why = next(iter(report.failed.items()))
             said = f"The KV of {len(report.failed)} of {len(nodes)} nodes is not stored; chunk {some}: {why}."
@@ -75,6 +77,11 @@ class CacheBlendPrecompute(TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be sent to a worker process with a model inside."""
         refuse_unpicklable(self.engine, type(self).__name__)
+        if self.engine.store is not None and not self.engine.store.lasts:
+            raise InputError(
+                f"{type(self).__name__} has an engine whose store is in this process's RAM: what another process computes would "
+                "be lost. Give the model a store on disk, or use num_workers=1."
+            )
         return super().__getstate__()
 
 

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_index.core.base.llms.types import ChatMessage
 
 from cacheblend_rag import (
+    DEFAULT_MAX_TOKENS,
+    SAMPLING_OPTIONS,
     BlendEngine,
     BlendPrompt,
     BlendSettings,
     InputError,
     Request,
-    SamplingParams,
+    RetrievalReport,
     chat_prompt,
+    checked_on_miss,
+    find_retrieved,
+    sampling_of,
     text_prompt,
+    uses_of,
+    with_usual_names,
 )
 from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_message
-
-DEFAULT_MAX_TOKENS = 512
+from llama_index_cacheblend.watch import RETRIEVALS, current_span
 
 Build = Callable[[Sequence[str]], BlendPrompt]
 """Builds a prompt, given the ids of the chunks to look for in it first."""
 
-_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
+
+class Asked(NamedTuple):
+    """What the engine is asked, and what became in its prompt of what was retrieved for it."""
+
+    request: Request
+    retrieved: RetrievalReport
+
+
 _BLEND = tuple(option.name for option in fields(BlendSettings))
 
 
@@ -44,7 +57,7 @@ def of_text(engine: BlendEngine, text: str) -> Build:
     return lambda ids: text_prompt(engine.tokenizer, text, engine.registry, chunk_ids=ids)
 
 
-def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any]) -> Request:
+def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any]) -> Asked:
     """Put a call together; its prompt is tokenised here and nowhere else.
 
     Args:
@@ -57,33 +70,30 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
         InputError: An argument that no call takes, or a value out of range.
         PromptTooLongError: Prompt and answer exceed the context window.
         UnknownChunkError: The call names a chunk that the engine does not know.
+        AlteredChunkError: As ``on_miss`` wants it.
     """
-    known = (*_SAMPLING, *_BLEND, "json_schema", CHUNK_IDS)
+    kwargs = with_usual_names(kwargs)
+    known = (*SAMPLING_OPTIONS, *_BLEND, "json_schema", CHUNK_IDS, "on_miss")
     if unknown := set(kwargs) - set(known):
         raise InputError(f"A call of {type(llm).__name__} takes no {listed(unknown)}. It takes {listed(known)}.")
     options = {**options_of(llm), **kwargs}
     settings = blend_settings(options)
-    prompt = build([*checked_ids(kwargs.get(CHUNK_IDS)), *named])
+    ids = [*checked_ids(kwargs.get(CHUNK_IDS)), *named]
+    on_miss = checked_on_miss(kwargs.get("on_miss", llm.on_miss))
+    prompt, report = find_retrieved(llm.engine, lambda: build(ids), RETRIEVALS, current_span(), on_miss)
     tokens = llm.engine.tokenize(prompt)
     if not tokens.spans:
         # An engine that is a client may yet find chunks in the text, in the registry of its server.
         tokens = replace(tokens, text="".join(part for part in prompt.segments if isinstance(part, str)))
     room = llm.engine.context_window - len(tokens.token_ids)
-    request: Request = llm.engine.request(tokens, sampling_params(options, room), settings)
-    return request
+    request: Request = llm.engine.request(tokens, sampling_of(options, room), settings)
+    uses_of(llm.engine).introduce([span.chunk for span in tokens.spans], llm.engine)
+    return Asked(request, report)
 
 
 def options_of(llm: Any) -> dict[str, Any]:
     """Return the attributes of an LLM that a call may give, too."""
-    return {name: getattr(llm, name) for name in (*_SAMPLING, *_BLEND)}
-
-
-def sampling_params(options: Mapping[str, Any], room: int) -> SamplingParams:
-    """Return how to decode; ``room`` is what the context window leaves for the answer."""
-    given = {name: options[name] for name in (*_SAMPLING, "json_schema") if options.get(name) is not None}
-    given.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, room)))
-    stop = given.get("stop", ())
-    return SamplingParams(**{**given, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+    return {name: getattr(llm, name) for name in (*SAMPLING_OPTIONS, *_BLEND)}
 
 
 def blend_settings(options: Mapping[str, Any]) -> BlendSettings:

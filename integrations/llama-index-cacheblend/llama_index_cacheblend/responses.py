@@ -7,36 +7,44 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LogProb, MessageRole
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 
-from cacheblend_rag import Generation
+from cacheblend_rag import BlendEngine, Generation, openai_logprobs
+from llama_index_cacheblend.requests import Asked
 
 _OWN = "cacheblend"
 
 
-def raw_of(generation: Generation, model: str) -> dict[str, Any]:
+def raw_of(generation: Generation, engine: BlendEngine, asked: Asked) -> dict[str, Any]:
     """Return the `raw` of a finished response.
 
     ``usage`` has OpenAI's names and Usage's: ``prompt_tokens = reused_tokens + computed_tokens``; ``recomputed_tokens`` are those
     of the computed ones that had stored KV. Every token in ``prompt_tokens_details.cached_tokens`` was reused as it is.
+    ``retrieved`` says what became of each retrieved chunk.
     """
     usage = generation.usage
+    report = asked.retrieved.answered(generation.missing)
+    wanted = asked.request.sampling.logprobs is not None
     return {
+        **({"logprobs": {"content": openai_logprobs(generation.logprobs, engine.tokenizer)}} if wanted else {}),
         "object": _OWN,
-        "model": model,
+        "model": engine.fingerprint.name,
         "usage": {
             **asdict(usage),
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         },
         "mode": generation.mode,
-        "reason": generation.reason,
+        "reason": f"{generation.reason}; {report.summary}" if report.altered else generation.reason,
+        "retrieved": report.to_dict(),
         "missing": list(generation.missing),
+        "in_place": list(generation.in_place),
+        "expected_s": generation.expected_s,
         "finish_reason": generation.finish_reason,
         "timings": asdict(generation.timings),
     }
@@ -44,12 +52,23 @@ def raw_of(generation: Generation, model: str) -> dict[str, Any]:
 
 def chat_response(text: str, delta: str | None, raw: dict[str, Any] | None) -> ChatResponse:
     """Return a (partial) answer as a chat response."""
-    return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=text), delta=delta, raw=raw)
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    return ChatResponse(message=message, delta=delta, raw=raw, logprobs=_logprobs(raw))
 
 
 def completion_response(text: str, delta: str | None, raw: dict[str, Any] | None) -> CompletionResponse:
     """Return a (partial) answer as a completion."""
-    return CompletionResponse(text=text, delta=delta, raw=raw)
+    return CompletionResponse(text=text, delta=delta, raw=raw, logprobs=_logprobs(raw))
+
+
+def _logprobs(raw: dict[str, Any] | None) -> list[list[LogProb]] | None:
+    """Return each token of the answer, then its alternatives; None where they were not asked for."""
+    if raw is None or "logprobs" not in raw:
+        return None
+    return [
+        [LogProb(token=o["token"], logprob=o["logprob"], bytes=o["bytes"]) for o in (each, *each["top_logprobs"])]
+        for each in raw["logprobs"]["content"]
+    ]
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,7 @@ class Call:
         mode: ``"blend"`` or ``"prefill"``.
         reason: Why that mode, in words.
         usage: Token counts; see :func:`raw_of`.
+        retrieved: What became of what was retrieved: counts, and the status of each chunk.
         raw: All that the response's `raw` holds.
     """
 
@@ -68,6 +88,7 @@ class Call:
     mode: str
     reason: str
     usage: dict[str, Any]
+    retrieved: dict[str, Any]
     raw: dict[str, Any]
 
 
@@ -94,7 +115,7 @@ class UsageHandler(BaseEventHandler):
         if isinstance(raw, dict) and raw.get("object") == _OWN:
             response = event.response
             text = response.message.content or "" if isinstance(response, ChatResponse) else response.text
-            self._calls.append(Call(text, raw["mode"], raw["reason"], raw["usage"], raw))
+            self._calls.append(Call(text, raw["mode"], raw["reason"], raw["usage"], raw["retrieved"], raw))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from cacheblend_rag import BlendEngine
 from llama_index_cacheblend.handles import engine_in_settings, refuse_unpicklable
 from llama_index_cacheblend.nodes import register_nodes
+from llama_index_cacheblend.watch import note_instead
 
 _log = logging.getLogger(__name__)
 # One thread for all: what it reads ahead of the LLM comes from one disk.
@@ -106,6 +107,7 @@ class CacheBlendPostprocessor(BaseNodePostprocessor):
         engine = self.engine or engine_in_settings()
         if engine is not None:
             register_nodes(engine, nodes)
+        note_instead(nodes)
         return nodes
 
     def __getstate__(self) -> dict[str, Any]:

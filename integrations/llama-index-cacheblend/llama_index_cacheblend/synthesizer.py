@@ -18,6 +18,7 @@ from llama_index_cacheblend.llm import CacheBlendLLM, llm_for
 from llama_index_cacheblend.nodes import register_nodes
 from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
 from llama_index_cacheblend.templates import qa_template
+from llama_index_cacheblend.watch import note_instead
 
 USAGE_KEY = "cacheblend"
 """Key of a response's `metadata` under which the `raw` of each LLM call is found, in order."""
@@ -101,6 +102,7 @@ class CacheBlendSynthesizer(BaseSynthesizer):
 
     def _prepare(self, nodes: Sequence[NodeWithScore]) -> _Prepared:
         calls: list[dict[str, Any]] = []
+        note_instead(nodes)
         llm = self._own.holding(register_nodes(self.engine, nodes), calls)
         inner = get_response_synthesizer(llm=llm, **{**self._options, "callback_manager": self._callback_manager})
         inner._update_prompts(self._prototype._get_prompts())

@@ -160,8 +160,8 @@ class RunningContract(ContractBase):
 
         with pytest.raises(Exception, match="image"):
             llm.chat([ChatMessage(role="user", blocks=[ImageBlock(image=b"x")])])
-        with pytest.raises(Exception, match="frequency_penalty"):
-            llm.chat(USER, frequency_penalty=1.0)
+        with pytest.raises(Exception, match="logit_bias"):
+            llm.chat(USER, logit_bias={})
         with pytest.raises(Exception, match="context window"):
             llm.chat(USER, max_tokens=llm.metadata.context_window)
         with pytest.raises(Exception, match="context window"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import llama_index.core
@@ -94,7 +95,7 @@ def test_settings_reach_the_engine_and_a_call_overrides_them(scripted: ScriptedE
     "wrong", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"no_such": 1}, {"engine": "gpt"}]
 )
 def test_wrong_options_are_refused(scripted: ScriptedEngine, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError if "engine" in wrong else InputError, match=next(iter(wrong))):
+    with pytest.raises(InputError, match=next(iter(wrong))):
         CacheBlendLLM(**{"engine": scripted, **wrong})
 
 
@@ -166,6 +167,14 @@ def test_serialisation_holds_settings_and_no_engine(engine: TransformersEngine) 
 def test_a_model_is_never_pickled(engine: TransformersEngine) -> None:
     with pytest.raises(InputError, match="cannot be sent to another"):
         pickle.dumps(CacheBlendLLM(engine=engine))
+
+
+def test_an_answer_says_what_the_loading_controller_decided(engine: TransformersEngine, monkeypatch: Any) -> None:
+    generate = engine.generate
+    decided: dict[str, Any] = {"in_place": ("a", "b"), "expected_s": 0.5}
+    monkeypatch.setattr(engine, "generate", lambda *asked: replace(generate(*asked), **decided))
+    raw = CacheBlendLLM(engine=engine, max_tokens=2).chat(user("Who?")).raw
+    assert (raw["in_place"], raw["expected_s"]) == (["a", "b"], 0.5)
 
 
 def test_usage_says_what_was_reused_recomputed_and_missing(engine: TransformersEngine) -> None:

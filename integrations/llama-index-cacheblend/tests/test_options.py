@@ -140,3 +140,37 @@ async def test_a_prompt_is_tokenised_once(way: str, engine: BlendEngine, monkeyp
 def test_a_prompt_without_known_chunks_keeps_its_text_for_an_engine_that_is_a_client(scripted: ScriptedEngine) -> None:
     CacheBlendLLM(engine=scripted).complete("Who is the captain?", formatted=True)
     assert scripted.asked[-1].prompt.text == scripted.text_asked() == "Who is the captain?"
+
+
+def test_other_providers_names_and_options_are_understood(scripted: ScriptedEngine) -> None:
+    options = {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": -1.0}
+    CacheBlendLLM(engine=scripted, max_completion_tokens=7, stop_sequences=["x"], **options).chat(USER)
+    sampling = scripted.asked[-1].sampling
+    assert (sampling.max_tokens, sampling.stop) == (7, ("x",))
+    assert {name: getattr(sampling, name) for name in options} == options
+    llm = CacheBlendLLM(engine=scripted)
+    llm.complete("Who?", max_completion_tokens=3, stop_sequences=["y"], top_k=2)
+    assert (scripted.asked[-1].sampling.max_tokens, scripted.asked[-1].sampling.top_k) == (3, 2)
+    with pytest.raises(InputError, match="are the same"):
+        llm.complete("Who?", max_completion_tokens=3, max_tokens=3)
+    for name in ("timeout", "request_timeout"):
+        with pytest.raises(InputError, match="engine= or timeout="):
+            CacheBlendLLM(engine=scripted, **{name: 3})
+
+
+def test_prompts_can_be_packed_for_a_smaller_window_not_for_a_larger_one(scripted: ScriptedEngine) -> None:
+    assert CacheBlendLLM(engine=scripted, context_window=1000).metadata.context_window == 1000
+    assert CacheBlendLLM(engine=scripted, context_window=1000).metadata.num_output == 250
+    for wrong in (scripted.context_window + 1, 0):
+        with pytest.raises(InputError, match=f"context_window is {wrong}"):
+            CacheBlendLLM(engine=scripted, context_window=wrong)
+
+
+def test_logprobs_come_in_llama_indexs_form_and_in_that_of_openai(engine: BlendEngine) -> None:
+    response = CacheBlendLLM(engine=engine, max_tokens=3, logprobs=True, top_logprobs=2).chat(USER)
+    assert response.logprobs is not None
+    assert "".join(token.token for token, *_ in response.logprobs).strip() == response.message.content.strip()
+    for chosen, likeliest, _ in response.logprobs:
+        assert chosen.logprob == likeliest.logprob <= 0  # greedy
+    assert len(response.raw["logprobs"]["content"]) == len(response.logprobs)
+    assert CacheBlendLLM(engine=engine, max_tokens=3).chat(USER).logprobs is None

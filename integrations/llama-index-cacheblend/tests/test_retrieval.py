@@ -19,7 +19,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import BaseNode, MetadataMode, QueryBundle, TextNode
 from scripted import ScriptedEngine
 
-from cacheblend_rag import DEFAULT_EMBEDDING, Embedder, InputError, TransformersEngine, bundled_questions
+from cacheblend_rag import DEFAULT_EMBEDDING, BlendEngine, Embedder, InputError, TransformersEngine, bundled_questions
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendLLM,
@@ -188,3 +188,12 @@ def test_a_query_encoder_embeds_the_questions_and_no_nodes(embedding: BundledEmb
     assert tuned.get_text_embedding("a harbour") == embedding.get_text_embedding("a harbour")
     want = [-x for x in embedding.get_query_embedding("a harbour")]
     assert tuned.get_query_embedding("a harbour") == pytest.approx(want, abs=1e-5)
+
+
+def test_what_is_computed_for_one_tenant_is_blended_for_it_alone(engine: BlendEngine) -> None:
+    acme, globex = (engine.for_tenant(name) for name in ("acme", "globex"))
+    nodes: list[BaseNode] = [TextNode(text=f"Note number {n} is about the harbour of Marlow.") for n in range(3)]
+    CacheBlendPrecompute(acme)(nodes)
+    prompt = "\n\n".join(map(node_text, nodes))
+    modes = [CacheBlendLLM(engine=each, max_tokens=2).complete(prompt).raw["mode"] for each in (acme, globex, engine)]
+    assert modes == ["blend", "prefill", "prefill"]

@@ -247,17 +247,23 @@ def test_at_15_percent_the_chunks_are_served_from_stored_kv(
     assert recomputed > 0 or not isinstance(engine, TransformersEngine)
 
 
-def test_what_is_escaped_is_answered_right_and_the_usage_says_why(
+def test_what_is_escaped_is_answered_right_and_reused_from_the_second_prompt_on(
     engine: BlendEngine, plain: Callable[..., PlainLLM], index: VectorStoreIndex
 ) -> None:
     """LlamaIndex's SimpleSummarize prints a Python list into the prompt."""
     shape = query(response_mode="simple_summarize")
-    want = str(shape(plain(max_tokens=TOKENS), index))
     with collect_usage() as calls:
-        got = str(shape(CacheBlendLLM(engine=engine, max_tokens=TOKENS), index))
-    assert got == want
-    assert [(call.mode, call.usage["reused_tokens"]) for call in calls] == [("prefill", 0)]
-    assert "no known chunk" in calls[0].reason
+        for _ in range(2):
+            got = str(shape(CacheBlendLLM(engine=engine, max_tokens=TOKENS, ratio=1.0), index))
+            engine.flush()
+    # The engine knows the escaped texts now, and cuts the prompt into tokens where they begin and end.
+    assert got == str(shape(plain(max_tokens=TOKENS, apart=engine), index))
+    assert [[each["status"] for each in call.retrieved["chunks"]] for call in calls] == [
+        ["not_stored"] * 3,
+        ["matched"] * 3,
+    ]
+    assert calls[0].usage["reused_tokens"] == 0
+    assert calls[1].usage["recomputed_tokens"] > 300  # at ratio 1 all of it
 
 
 def test_our_synthesizer_passes_chunks_whole_to_simple_summarize_too(

@@ -16,7 +16,7 @@ from vllm.utils import system_utils
 from tests.forking import preload
 
 
-class _Process(ForkServerProcess):
+class EnvironedProcess(ForkServerProcess):
     """Takes the environment of the process that starts it, as a spawned one would, not that of the server it is forked from."""
 
     def start(self) -> None:
@@ -30,7 +30,7 @@ class _Process(ForkServerProcess):
 
 
 class _Context(ForkServerContext):
-    Process = _Process
+    Process = EnvironedProcess
 
 
 def _context() -> Any:

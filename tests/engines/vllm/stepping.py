@@ -38,6 +38,8 @@ PROMPT, CHUNK_END = 40, 30
 class FakeBlend:
     """A blend of two segments; `events` gets what is done when."""
 
+    loading = False
+
     events: list[Any]
 
     def __init__(self, load: Any, *_: Any):

@@ -189,6 +189,8 @@ GOOD: dict[str, Any] = {
     "spans": [[5, 9, "x"]],
     "settings": {"ratio": 0.1, "policy": "hkvd", "check_layers": [1], "reuse": "chunks"},
     "widths": [1],
+    "ratio": 0.1,
+    "trace": False,
 }
 
 
@@ -204,6 +206,8 @@ def wrong_settings(**changes: Any) -> dict[str, Any]:
         ({**GOOD, "spans": [[9, 5, "x"]]}, "not ascending"),
         ({**GOOD, "widths": [1, 1]}, "widths"),
         ({**GOOD, "settings": {}}, "ratio"),
+        ({**GOOD, "ratio": 7}, "no share"),
+        ({**GOOD, "terms": {"costs": "none"}}, ""),
         (wrong_settings(ratio=7), "ratio is 7"),
         (wrong_settings(policy="none such"), "none such"),
         (wrong_settings(check_layers=[3, 1]), "check_layers"),

@@ -13,6 +13,8 @@ import transformers as hf
 from cacheblend_rag.engines.base import BlendEngine
 from tests.conftest import tokenizer_named
 from tests.engines.contract import EngineContract
+from tests.engines.contract_controller import ControllerContract
+from tests.engines.contract_trace import TraceContract
 from tests.engines.vllm.engines import SHAPE, clear, save_model, start
 
 _SHAPE = {**SHAPE, "vocab_size": 448, "max_position_embeddings": 1024}
@@ -35,7 +37,7 @@ def shared(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield engine
 
 
-class TestVLLMEngine(EngineContract):
+class TestVLLMEngine(EngineContract, ControllerContract, TraceContract):
     @pytest.fixture(autouse=True)
     def _directory(self, model_directory: Path) -> None:
         self.directory = model_directory
@@ -46,6 +48,7 @@ class TestVLLMEngine(EngineContract):
     @pytest.fixture
     def engine(self, shared: Any) -> Any:
         clear(shared)
+        shared.costs = None
         return shared
 
     @pytest.fixture

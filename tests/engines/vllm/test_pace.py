@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.engines.vllm import pace as module
-from cacheblend_rag.engines.vllm.pace import Allowance, Pace, StepClock
+from cacheblend_rag.engines.vllm.pace import Allowance, Pace, StepClock, Stopwatch
 
 
 def test_before_anything_is_measured_a_token_counts_as_one() -> None:
@@ -58,6 +59,19 @@ def test_a_cpu_is_measured_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
     assert clock.take() == {}
 
 
+def test_what_was_waited_for_stored_kv_is_no_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 12.5, 20.0, 20.5])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
+    clock, watch = StepClock(torch.device("cpu")), Stopwatch()
+    clock.add("dense", 40, clock.mark(), watch)
+    clock.add("sparse", 10, clock.mark(), watch)
+    assert clock.take_computed() == []
+    clock.complete(watch, 50, 200, placed=150, waited_s=1.0)
+    clock.complete(Stopwatch(), 0, 200)  # nothing was computed
+    assert clock.take_computed() == [Computed(50, 200, 2.0, 150)]
+    assert clock.take_computed() == []
+
+
 class Event:
     """A device's event, in a list in order of recording; `ended` says how many the device has passed."""
 
@@ -87,12 +101,15 @@ def test_a_device_is_measured_by_events_and_never_waited_for(monkeypatch: pytest
     monkeypatch.setattr(Event, "ended", 0)
     device: Any = torch.device("cuda", 0)
     monkeypatch.setattr(torch, "get_device_module", lambda _: type("Module", (), {"Event": Event}))
-    clock = StepClock(device)
+    clock, watch = StepClock(device), Stopwatch()
     begin = clock.mark()
-    clock.add("prefill", 100, begin)
-    clock.add("sparse", 10, clock.mark())
+    clock.add("prefill", 100, begin, watch)
+    clock.add("sparse", 10, clock.mark(), watch)
+    clock.complete(watch, 110, 200)
     assert clock.take() == {}
     Event.ended = 2
     assert clock.take() == {"prefill": (100, 0.5)}
+    assert clock.take_computed() == []
     Event.ended = 4
     assert clock.take() == {"sparse": (10, 0.5)}
+    assert clock.take_computed() == [Computed(110, 200, 1.0)]

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.blending.auto import TextRange
+from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from tests.blending import reference
@@ -204,6 +205,58 @@ def test_auto_is_the_reference_at_the_ratio_that_the_answer_reports(engine, mode
     expected = reference.blend(model, SCENE.header, SCENE.parts(), answer.ratio, chosen=chosen).logits.log_softmax(-1)
     engine.reset_prefix_cache()
     torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), expected, atol=1e-4, rtol=0)
+
+
+AUTO = BlendSettings("auto", "hkvd", (1,))
+PER_TOKEN_S = 1e-2  # so that nothing read here is late
+
+
+def controlled(engine: Any, monkeypatch: pytest.MonkeyPatch, load_s: float, layers: int = SHAPE["num_hidden_layers"]):
+    """Have the chunks stored on a disk from which loading all takes ``load_s``, of a model that takes 10 ms a token."""
+    engine.precompute(SCENE.chunks)
+    nbytes = sum(engine.client.entries.entry(chunk.token_ids).nbytes for chunk in SCENE.chunks)
+    known = Costs(layers, ComputeCost(0.0, PER_TOKEN_S, 0.0), {"disk": TierCost(0.0, nbytes / load_s)})
+    monkeypatch.setattr(engine.client, "costs", known)
+    answer = engine.generate(SCENE.prompt, ANSWER, AUTO)
+    monkeypatch.setattr(engine.client, "costs", known)
+    engine.reset_prefix_cache()
+    return answer, first_logprobs(engine, SCENE.prompt, AUTO)
+
+
+def test_from_fast_storage_the_controller_blends_by_its_ratio(engine, model, monkeypatch) -> None:
+    answer, got = controlled(engine, monkeypatch, load_s=0.2)
+    assert (answer.mode, answer.in_place) == ("blend", ())
+    assert engine.profile.ratio <= answer.ratio < 0.2
+    assert "stored KV for 4 of 4 chunks (expected in " in answer.reason
+    assert answer.prefill_s == pytest.approx(PER_TOKEN_S * len(SCENE.prompt.token_ids))
+    torch.testing.assert_close(got, want(model, answer.ratio), atol=1e-4, rtol=0)
+
+
+def test_while_loading_takes_its_time_more_is_recomputed(engine, model, monkeypatch) -> None:
+    answer, got = controlled(engine, monkeypatch, load_s=1.5)
+    assert (answer.mode, answer.in_place) == ("blend", ())
+    assert 0.2 < answer.ratio < 0.3
+    torch.testing.assert_close(got, want(model, answer.ratio), atol=1e-4, rtol=0)
+
+
+def test_what_is_dear_to_load_is_computed_in_place_on_every_rank(engine, model, monkeypatch) -> None:
+    answer, got = controlled(engine, monkeypatch, load_s=4.5, layers=1000)
+    assert answer.mode == "blend"
+    assert "computed in place, which is sooner than loading them" in answer.reason
+    in_place = tuple(i for i, chunk in enumerate(SCENE.chunks) if chunk.id in answer.in_place)
+    assert 0 < len(in_place) < 4
+    assert answer.missing == ()
+    assert {load.chunk_id for load in answer.loads} - {""} == {c.id for c in SCENE.chunks} - set(answer.in_place)
+    torch.testing.assert_close(got, want(model, answer.ratio, in_place), atol=1e-4, rtol=0)
+
+
+def test_from_storage_slower_than_computing_the_prompt_is_prefilled(engine, model, monkeypatch) -> None:
+    answer, got = controlled(engine, monkeypatch, load_s=3600.0)
+    assert (answer.mode, answer.usage.reused_tokens, answer.policy, answer.loads) == ("prefill", 0, None, ())
+    assert "none of it is used (expected in" in answer.reason
+    assert answer.in_place == tuple(chunk.id for chunk in SCENE.chunks)
+    assert answer.missing == ()
+    torch.testing.assert_close(got, first_logprobs(engine, SCENE.prompt, FULL), atol=1e-4, rtol=0)
 
 
 def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:

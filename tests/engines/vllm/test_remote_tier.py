@@ -15,7 +15,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store import open_store
+from cacheblend_rag.store import make_key, open_store
 from tests.blending.prompts import Scene
 from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, save_model, start
 
@@ -30,16 +30,22 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.vllm
-def test_kv_in_redis_alone_is_blended_by_vllm_and_read_by_the_other_engine(
-    model_directory: Path, redis_url: str
+def test_encrypted_kv_in_redis_alone_is_blended_by_vllm_and_read_by_the_other_engine(
+    model_directory: Path, redis_url: str, tmp_path: Path
 ) -> None:
     short = SamplingParams(max_tokens=4)
-    address = f"{redis_url}?timeout=30s"
+    make_key(tmp_path / "keys")
+    address = f"{redis_url}?timeout=30s&encrypt={tmp_path}/keys"
     with start(model_directory, address, header=SCENE.header) as engine:
         assert engine.precompute(SCENE.chunks).failed == {}
         with open_store(address) as store:
             # each chunk, and the header
             assert [entry.tier for entry in store.entries()] == ["redis"] * (len(SCENE.chunks) + 1)
+            named = store.key_name("default")
+            assert named is not None
+            assert all(entry.key.endswith(named.id) for entry in store.entries())
+        with pytest.raises(InputError, match="no key of the tenant 'acme'"):
+            engine.for_tenant("acme")
         for ratio in (1.0, 0.15, 0.0):
             got = engine.generate(SCENE.prompt, short, BlendSettings(ratio=ratio))
             assert (got.mode, got.missing) == ("blend", ())

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.engines.vllm.messages import SaveJob
+from cacheblend_rag.engines.vllm.pace import Stopwatch
 from tests.engines.vllm.stepping import CHUNK_END, Engine, RunnerV1, RunnerV2
 
 Start = Callable[..., Engine]
@@ -153,7 +154,7 @@ def test_where_vllm_does_not_step_through_the_worker_blends_go_on_all_the_same(
 
 
 def test_all_ranks_get_the_same_measured_pace(engine: Engine) -> None:
-    engine.worker.worker._blends.clock._sum("prefill", 1000, 2.0)
+    engine.worker.worker._blends.clock._sum("prefill", 1000, 2.0, Stopwatch())
     engine.step(tokens=5)
     engine.step(tokens=5)
     assert engine.worker.worker._step.pace == {"prefill": pytest.approx(0.002)}

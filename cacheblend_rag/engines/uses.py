@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from cacheblend_rag import BlendEngine, CacheBlendError, Chunk, PrecomputeReport, chunk_of
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.prompt import chunk_of
+from cacheblend_rag.prompts.renditions import renditions
+
+_Use = tuple[object, Hashable]
 
 
 class ChunkUses:
-    """The chunks LangChain has brought to one engine, and the documents that hold them. Thread-safe.
+    """The chunks that frameworks have brought to one engine, and the documents that hold them. Thread-safe.
 
     A document is named by the vector store it is in and its id there. What was in a vector store before this process
     started is learned when it is retrieved; a chunk that something else registered with the engine, such as a
@@ -23,8 +28,8 @@ class ChunkUses:
     def __init__(self, engine: BlendEngine):
         """Start without uses; the engine is not kept alive."""
         self._lock = threading.Lock()
-        self._documents: dict[tuple[object, str], str] = {}
-        self._uses: defaultdict[str, set[tuple[object, str]]] = defaultdict(set)
+        self._documents: dict[_Use, str] = {}
+        self._uses: defaultdict[str, set[_Use]] = defaultdict(set)
         self._ours: set[str] = set()
         self._header = len(getattr(engine, "header_ids", ()))
 
@@ -36,11 +41,14 @@ class ChunkUses:
     def register(self, engine: BlendEngine, texts: Iterable[str]) -> list[Chunk]:
         """Register the chunks of whole texts with the engine, without computing anything; return them.
 
-        Text that is empty or longer than the context window is left out: it can never stand in a prompt.
+        Text that is empty, not valid Unicode or longer than the context window is left out: it can never be a chunk of a prompt.
         """
         chunks = []
         for text in texts:
-            chunk = chunk_of(text, engine.tokenizer, engine.registry)
+            try:
+                chunk = chunk_of(text, engine.tokenizer, engine.registry)
+            except InputError:  # not valid Unicode: it reaches the model, if at all, as ordinary text
+                continue
             if chunk is not None and self._header + len(chunk.token_ids) < engine.context_window:
                 chunks.append(chunk)
         new = [chunk for chunk in chunks if chunk.id not in engine.registry]
@@ -49,7 +57,7 @@ class ChunkUses:
             engine.registry.add(new)
         return chunks
 
-    def hold(self, owner: object, documents: Iterable[tuple[str | None, Chunk | None]]) -> set[str]:
+    def hold(self, owner: object, documents: Iterable[tuple[Hashable | None, Chunk | None]]) -> set[str]:
         """Note that ``owner``'s documents hold these chunks, or none; return the ids of chunks that nothing uses any more."""
         with self._lock:
             freed = set()
@@ -63,17 +71,34 @@ class ChunkUses:
                     self._uses[chunk.id].add((owner, name))
             return self._given_up(freed)
 
-    def release(self, owner: object, names: Iterable[str]) -> set[str]:
+    def release(self, owner: object, names: Iterable[Hashable]) -> set[str]:
         """Note that ``owner``'s documents are gone; return the ids of chunks that nothing uses any more."""
         with self._lock:
             return self._given_up({self._let_go(owner, name) for name in names})
 
-    def held_by(self, owner: object) -> list[str]:
+    def held_by(self, owner: object) -> list[Any]:
         """Return the ids of the documents of ``owner``."""
         with self._lock:
             return [name for (holder, name) in self._documents if holder is owner]
 
-    def _let_go(self, owner: object, name: str) -> str:
+    def forget(self, engine: BlendEngine, chunk_ids: Iterable[str]) -> None:
+        """Make the engine forget chunks that nothing uses any more, and the renditions of their texts; their KV is deleted.
+
+        Raises:
+            StoreError: The store cannot be written.
+        """
+        named = {name: engine.registry.get(name) for name in chunk_ids}
+        gone = [chunk for chunk in named.values() if chunk is not None]
+        forms = [make_chunk(form, engine.tokenizer) for chunk in gone for form in renditions(chunk.text)]
+        with self._lock:
+            # One that is a document's own text, or that something else registered, is not ours to delete.
+            forms = [f for f in forms if f.id not in self._uses and (f.id in self._ours or f.id not in engine.registry)]
+            self._ours -= {form.id for form in forms}
+        if named:
+            # A server may know what this process has forgotten.
+            engine.forget([*gone, *forms, *(name for name, chunk in named.items() if chunk is None)])
+
+    def _let_go(self, owner: object, name: Hashable) -> str:
         chunk_id = self._documents.pop((owner, name), "")
         self._uses[chunk_id].discard((owner, name))
         if not self._uses[chunk_id]:
@@ -85,19 +110,6 @@ class ChunkUses:
         unused = {chunk_id for chunk_id in chunk_ids & self._ours if chunk_id not in self._uses}
         self._ours -= unused
         return unused
-
-
-def precompute(engine: BlendEngine, chunks: list[Chunk]) -> PrecomputeReport:
-    """Compute and store KV; what cannot be stored is a warning, because a prompt computes it when it needs it."""
-    try:
-        report = engine.precompute(chunks)
-    except CacheBlendError as error:
-        warnings.warn(f"The KV of {len(chunks)} chunks was not precomputed: {error}", stacklevel=3)
-        return PrecomputeReport(failed={chunk.id: str(error) for chunk in chunks})
-    if report.failed:
-        reason = next(iter(report.failed.values()))
-        warnings.warn(f"The KV of {len(report.failed)} of {len(chunks)} chunks is not stored: {reason}", stacklevel=3)
-    return report
 
 
 _uses: WeakKeyDictionary[Any, ChunkUses] = WeakKeyDictionary()

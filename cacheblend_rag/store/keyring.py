@@ -1,0 +1,144 @@
+"""Keys that KV is encrypted with at rest: one for each tenant, a file each."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.private import make_root
+from cacheblend_rag.store.tenants import DEFAULT_NAME, Tenant
+
+if TYPE_CHECKING:
+    from cacheblend_rag.store.kv import KVKey
+
+_ENDING: Final = ".key"
+_KEY: Final = re.compile(r"[0-9a-fA-F]{64}")
+_KEY_BYTES: Final = 32
+_ID_DIGITS: Final = 16
+
+
+class KeyName(NamedTuple):
+    """What a key gives to the names of the entries that it encrypts.
+
+    Attributes:
+        id: 16 hex digits that tell the key from others; every such name ends with them.
+        secret: Goes into the hash in front of them: without the key nobody can tell whether a text that he knows is stored.
+    """
+
+    id: str
+    secret: str
+
+
+class Keyring:
+    """The keys in a directory: ``<tenant>.key``, 64 hex digits each, as :func:`make_key` or ``openssl rand -hex 32`` writes them.
+
+    An entry's name says by which key it is encrypted. One that names none of these is the default tenant's.
+
+    Attributes:
+        directory: Where they were read from.
+    """
+
+    def __init__(self, keys: Mapping[str, bytes], directory: Path):
+        """Hold keys of 32 bytes by tenant; the default tenant's is among them."""
+        self.directory = directory
+        self._default = keys[DEFAULT_NAME]
+        self._names = {tenant: KeyName(_derived(key, "id").hex()[:_ID_DIGITS], _derived(key, "names").hex())
+                       for tenant, key in keys.items()}  # fmt: skip
+        self._by_id = {self._names[tenant].id: key for tenant, key in keys.items()}
+
+    @classmethod
+    def read(cls, directory: Path | str) -> Keyring:
+        """Read the keys in a directory.
+
+        Raises:
+            InputError: There are none, the default tenant's is missing, one cannot be read or is no key, or a package is missing.
+        """
+        found = Path(directory).expanduser()
+        keys: dict[str, bytes] = {}
+        try:
+            for file in sorted(found.glob(f"*{_ENDING}")):
+                text = file.read_text(encoding="ascii", errors="replace").strip()
+                if not _KEY.fullmatch(text):
+                    raise InputError(
+                        f"{file} is no key: it must hold 64 hex digits, as `openssl rand -hex 32` writes them."
+                    )
+                keys[Tenant(file.name.removesuffix(_ENDING)).name] = bytes.fromhex(text)
+        except OSError as error:
+            raise InputError(f"The keys in {found} cannot be read: {error}.") from error
+        if DEFAULT_NAME not in keys:
+            raise InputError(
+                f"{found} holds no {DEFAULT_NAME}{_ENDING}, without which the store's KV can neither be read nor written. If it "
+                f"is elsewhere, name its directory; for a new store make one: cacheblend store keygen {found}"
+            )
+        if len(set(keys.values())) < len(keys):
+            raise InputError(f"Two tenants have the same key in {found}; give each its own.")
+        return cls(keys, found)
+
+    def name(self, tenant: str) -> KeyName:
+        """Return what a tenant's key gives to the names of its entries.
+
+        Raises:
+            InputError: It has no key.
+        """
+        if tenant not in self._names:
+            raise InputError(
+                f"The store is encrypted, and {self.directory} holds no key of the tenant {tenant!r}: "
+                f"make one with cacheblend store keygen {self.directory} --tenant {tenant}"
+            )
+        return self._names[tenant]
+
+    def key_of(self, name: KVKey) -> tuple[bytes, bool]:
+        """Return the key of the entry called ``name``, and whether its name says so."""
+        found = self._by_id.get(name[-_ID_DIGITS:])
+        return (self._default, False) if found is None else (found, True)
+
+
+def make_key(directory: Path, tenant: str = DEFAULT_NAME) -> Path:
+    """Make a tenant's key in a directory, for this user alone, and return its file.
+
+    Raises:
+        InputError: The tenant has one, the name cannot be a tenant's, or the directory cannot be written to.
+    """
+    file = directory.expanduser() / f"{Tenant(tenant).name}{_ENDING}"
+    try:
+        make_root(file.parent)
+        file.touch(0o600, exist_ok=False)
+        file.write_text(secrets.token_hex(_KEY_BYTES) + "\n", encoding="ascii")
+    except FileExistsError as error:
+        raise InputError(
+            f"{file} exists already, and is not replaced, since what it has encrypted could not be read any more. "
+            "To destroy it, remove it first."
+        ) from error
+    except OSError as error:
+        with suppress(OSError):
+            if file.is_file() and not file.stat().st_size:
+                file.unlink()  # half a key is none
+        raise InputError(f"The key {file} cannot be written: {error}.") from error
+    return file
+
+
+def derived_key(key: bytes, salt: bytes, name: KVKey) -> bytes:
+    """Return the key of 32 bytes for one entry, which no other name or salt has."""
+    return _derived(key, f"entry {name}", salt)
+
+
+def _derived(key: bytes, purpose: str, salt: bytes | None = None) -> bytes:
+    hkdf, sha256 = _hkdf()
+    found: bytes = hkdf(sha256(), _KEY_BYTES, salt, f"cacheblend-kv/1 {purpose}".encode()).derive(key)
+    return found
+
+
+def _hkdf() -> tuple[Any, Any]:
+    try:
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError as error:
+        raise InputError(
+            f"An encrypted store needs a package that is missing ({error}): pip install 'cacheblend-rag[encryption]'"
+        ) from error
+    return HKDF, SHA256

@@ -1,0 +1,71 @@
+"""What a vector store holds already, document by document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+
+from cacheblend_rag import InputError
+
+_PAGE = 256
+
+
+def existing_documents(base: VectorStore) -> Iterator[Document]:
+    """Return the documents of a vector store, a page at a time; LangChain's interface has no way to ask for all of them.
+
+    Raises:
+        InputError: It is none of those whose documents can be listed here.
+    """
+    if isinstance(base, InMemoryVectorStore):
+        return _in_memory(base)
+    # By what they have: none of these packages is needed for another one's store.
+    if hasattr(base, "_collection") and hasattr(base, "get"):
+        return _chroma(base)
+    if hasattr(base, "index_to_docstore_id") and hasattr(base, "docstore"):
+        return _faiss(base)
+    if hasattr(getattr(base, "client", None), "scroll") and hasattr(base, "collection_name"):
+        return _qdrant(base)
+    raise InputError(
+        f"The documents of a {type(base).__name__} cannot be listed (those of Chroma, FAISS, Qdrant and "
+        "InMemoryVectorStore can); give them: documents=..."
+    )
+
+
+def _in_memory(base: InMemoryVectorStore) -> Iterator[Document]:
+    for held in list(base.store.values()):
+        yield Document(id=held["id"], page_content=held["text"], metadata=held["metadata"])
+
+
+def _chroma(base: Any) -> Iterator[Document]:
+    first = 0
+    while True:
+        page = base.get(limit=_PAGE, offset=first, include=["documents", "metadatas"])
+        for name, text, metadata in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
+            yield Document(id=name, page_content=text or "", metadata=metadata or {})
+        first += len(page["ids"])
+        if len(page["ids"]) < _PAGE:
+            return
+
+
+def _faiss(base: Any) -> Iterator[Document]:
+    for name in list(base.index_to_docstore_id.values()):
+        found = base.docstore.search(name)
+        if isinstance(found, Document):  # a message says that there is none
+            yield Document(id=name, page_content=found.page_content, metadata=found.metadata)
+
+
+def _qdrant(base: Any) -> Iterator[Document]:
+    behind = None
+    while True:
+        points, behind = base.client.scroll(
+            base.collection_name, limit=_PAGE, offset=behind, with_payload=True, with_vectors=False
+        )
+        for point in points:
+            text = point.payload.get(base.content_payload_key) or ""
+            metadata = point.payload.get(base.metadata_payload_key) or {}
+            yield Document(id=str(point.id), page_content=text, metadata=metadata)
+        if behind is None:
+            return

@@ -1,0 +1,285 @@
+"""What became of what a retriever returned: formatters escape, cut and re-flow chunks, and the answer says so."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import Runnable, RunnableParallel, RunnablePassthrough
+
+from cacheblend_rag import AlteredChunkError, BlendEngine, InputError, TransformersEngine, chunk_id
+from langchain_cacheblend import CacheBlendLLM, CacheBlendRetriever, CacheBlendVectorStore, ChatCacheBlend
+from langchain_cacheblend.runs import RETRIEVALS
+
+from scripted import ScriptedEngine
+
+PROMPT = ChatPromptTemplate.from_messages([("human", "{context}\n\nQuestion: {question}")])
+
+
+def note(number: int, subject: str = "bell") -> str:
+    return (
+        f'Entry {number}: the "{subject}" of harbour {number} was cast in {1800 + number} by two brothers & their aunt.\n'
+        f"It cracked in the winter of {1850 + number}, when the sexton of parish {number} rang it for a wedding in the frost.\n"
+        f"The parish of number {number} has kept the pieces in its crypt ever since, and shows them on Sundays."
+    )
+
+
+class Fixed(BaseRetriever):
+    """Returns documents by the question: its number of them, from its offset on."""
+
+    texts: list[str]
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        return [Document(page_content=text) for text in self.texts]
+
+
+def joined(documents: list[Document]) -> str:
+    return "\n\n".join(document.page_content for document in documents)
+
+
+def as_json(documents: list[Document]) -> str:
+    return json.dumps([document.page_content for document in documents])
+
+
+def re_flowed(documents: list[Document]) -> str:
+    return "\n\n".join(d.page_content.replace(" the ", "\nthe ") for d in documents)
+
+
+def chain(
+    engine: BlendEngine, retriever: Runnable[str, list[Document]], form: Callable[..., str], **options: Any
+) -> Any:
+    inputs = RunnableParallel(context=retriever | form, question=RunnablePassthrough())
+    return inputs | PROMPT | ChatCacheBlend(engine=engine, max_tokens=2, **options)
+
+
+def of(engine: BlendEngine, texts: list[str]) -> CacheBlendRetriever:
+    return CacheBlendRetriever(base_retriever=Fixed(texts=texts), engine=engine)
+
+
+def report(answer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = answer.response_metadata["cacheblend"]["retrieved"]
+    return found
+
+
+def statuses(answer: Any) -> list[str]:
+    return [each["status"] for each in report(answer)["chunks"]]
+
+
+def test_chunks_that_stand_whole_are_matched(scripted: ScriptedEngine) -> None:
+    texts = [note(n) for n in range(3)]
+    retriever = of(scripted, texts)
+    first = chain(scripted, retriever, joined).invoke("When?")
+    assert statuses(first) == ["not_stored"] * 3
+    again = chain(scripted, retriever, joined).invoke("When?")
+    assert report(again)["summary"] == "3 retrieved, 3 matched"
+    assert [each["id"] for each in report(again)["chunks"]] == [chunk_id(text) for text in texts]
+
+
+def test_an_altered_chunk_is_told_of_with_the_place(scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+    texts = [note(n) for n in range(4)]
+    retriever = of(scripted, texts)
+
+    def form(documents: list[Document]) -> str:
+        return joined([*documents[:1], Document(page_content=re_flowed(documents[1:3]))])
+
+    answer = chain(scripted, retriever, form).invoke("When?")
+    assert statuses(answer) == ["not_stored", "altered", "altered", "absent"]
+    said = answer.response_metadata["cacheblend"]
+    assert said["reason"].endswith("4 retrieved, 1 not stored yet, 2 altered between retriever and model, 1 absent")
+    at = texts[1].index(" the ")
+    assert f"they part at character {at} " in report(answer)["chunks"][1]["detail"]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert chunk_id(texts[1]) in record.getMessage()
+    assert "prompt:" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda documents: documents[0].page_content[:180],
+        lambda documents: "\n> ".join(documents[0].page_content.splitlines()),
+    ],
+    ids=["cut", "quoted"],
+)
+def test_a_chunk_that_was_cut_or_quoted_is_altered(scripted: ScriptedEngine, form: Callable[..., str]) -> None:
+    assert statuses(chain(scripted, of(scripted, [note(1)]), form).invoke("When?")) == ["altered"]
+
+
+def test_on_miss_decides_between_silence_and_an_error(
+    scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = note(1)
+    retriever = of(scripted, [text])
+    assert statuses(chain(scripted, retriever, re_flowed, on_miss="ignore").invoke("When?")) == ["altered"]
+    assert not caplog.records
+    with pytest.raises(AlteredChunkError, match=chunk_id(text)) as error:
+        chain(scripted, retriever, re_flowed, on_miss="error").invoke("When?")
+    assert (error.value.chunk_id, error.value.at) == (chunk_id(text), text.index(" the "))
+    asked = len(scripted.requests)
+    strict = ChatCacheBlend(engine=scripted, on_miss="error")
+    with pytest.raises(AlteredChunkError):
+        (of(scripted, [text]) | re_flowed | strict).invoke("When?")
+    assert len(scripted.requests) == asked  # nothing was computed
+    assert strict.invoke(text + " When?", on_miss="ignore").content
+    with pytest.raises(InputError, match="'ignore', 'warn', 'error'"):
+        ChatCacheBlend(engine=scripted, on_miss="panic")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        as_json,
+        lambda documents: json.dumps([d.page_content for d in documents], ensure_ascii=False),
+        lambda documents: repr([d.page_content for d in documents]),
+        lambda documents: "".join(f"<p>{html.escape(d.page_content)}</p>" for d in documents),
+        lambda documents: " | ".join(" ".join(d.page_content.split()) for d in documents),
+    ],
+    ids=["json", "json-utf8", "repr", "html", "whitespace"],
+)
+def test_escaped_chunks_are_reused_from_the_second_prompt_on(engine: BlendEngine, form: Callable[..., str]) -> None:
+    texts = [note(n, "bell of the café") for n in range(3)]
+    asked = chain(engine, of(engine, texts), form, ratio=1.0)
+    first = asked.invoke("When was it cast?")
+    assert statuses(first) == ["not_stored"] * 3
+    engine.flush()
+    again = chain(engine, of(engine, texts), form, ratio=0.0).invoke("Who cast it?")
+    assert statuses(again) == ["matched"] * 3
+    details = again.usage_metadata["input_token_details"]
+    assert details["cache_read"] > 0.7 * again.usage_metadata["input_tokens"]
+    # At ratio 1 the answer is that of an ordinary prefill of the same prompt: the tokens are the prompt's own.
+    blended = asked.invoke("Who cast it?")
+    plain = chain(engine, of(engine, texts), form, reuse="off").invoke("Who cast it?")
+    assert (blended.content, blended.usage_metadata["input_tokens"]) == (
+        plain.content,
+        plain.usage_metadata["input_tokens"],
+    )
+    engine.forget([chunk.id for chunk in engine.registry if "café" in chunk.text or "caf" in chunk.text])
+
+
+def test_requests_side_by_side_do_not_see_each_others_chunks(scripted: ScriptedEngine) -> None:
+    gate = threading.Barrier(4)
+
+    def ask(number: int) -> list[str]:
+        def form(documents: list[Document]) -> str:
+            gate.wait()  # all have retrieved before one is answered
+            return joined(documents)
+
+        answer = chain(scripted, of(scripted, [note(number)]), form).invoke("When?")
+        return [each["id"] for each in report(answer)["chunks"]]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == [[chunk_id(note(number))] for number in range(4)]
+
+
+async def test_async_requests_side_by_side_do_not_either(scripted: ScriptedEngine) -> None:
+    async def ask(number: int) -> Any:
+        return await chain(scripted, of(scripted, [note(number)]), joined).ainvoke("When?")
+
+    answers = await asyncio.gather(*map(ask, range(5)))
+    assert [[each["id"] for each in report(a)["chunks"]] for a in answers] == [[chunk_id(note(n))] for n in range(5)]
+    batch = await chain(scripted, of(scripted, [note(1)]), joined).abatch(["When?", "Who?"])
+    assert [report(a)["retrieved"] for a in batch] == [1, 1]
+
+
+def test_no_run_is_kept_when_it_has_ended(scripted: ScriptedEngine) -> None:
+    def broken(documents: list[Document]) -> str:
+        raise RuntimeError("no")
+
+    open_before = len(RETRIEVALS)
+    for _ in range(3):
+        chain(scripted, of(scripted, [note(1)]), joined).invoke("When?")
+        list(chain(scripted, of(scripted, [note(1)]), joined).stream("When?"))
+        with pytest.raises(RuntimeError):
+            chain(scripted, of(scripted, [note(1)]), broken).invoke("When?")
+    assert len(RETRIEVALS) == open_before
+
+
+def test_streams_texts_and_callbacks_carry_the_report(scripted: ScriptedEngine) -> None:
+    class Seen(BaseCallbackHandler):
+        def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+            self.message = response.generations[0][0].message
+
+    seen, retriever = Seen(), of(scripted, [note(1)])
+    whole = None
+    for piece in chain(scripted, retriever, joined).stream("When?", {"callbacks": [seen]}):
+        whole = piece if whole is None else whole + piece
+    assert report(whole)["retrieved"] == report(seen.message)["retrieved"] == 1
+
+    class Infos(BaseCallbackHandler):
+        def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+            self.info = response.generations[0][0].generation_info
+
+    infos = Infos()
+    text_chain = (
+        RunnableParallel(context=retriever | joined) | (lambda x: x["context"]) | CacheBlendLLM(engine=scripted)
+    )
+    (text_chain | StrOutputParser()).invoke("When?", {"callbacks": [infos]})
+    assert infos.info["cacheblend"]["retrieved"]["matched"] == 1
+
+
+def test_retriever_and_model_called_one_after_the_other(scripted: ScriptedEngine) -> None:
+    texts = [note(n, "organ") for n in range(11, 14)]
+    documents = of(scripted, texts).invoke("When?")
+    llm = ChatCacheBlend(engine=scripted, on_miss="ignore")
+    answer = llm.invoke(re_flowed(documents[:2]))
+    # What is not in the prompt may have been retrieved for another one.
+    assert statuses(answer) == ["altered", "altered"]
+    assert statuses(ChatCacheBlend(engine=ScriptedEngine()).invoke(joined(documents))) == []
+
+
+def test_what_a_compressor_cut_is_what_was_retrieved(scripted: ScriptedEngine) -> None:
+    inner = of(scripted, [note(1)])
+
+    class Cutting(BaseRetriever):
+        def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+            found = inner.invoke(query, {"callbacks": run_manager.get_child()})
+            return [Document(page_content=d.page_content[:120]) for d in found]
+
+    outer = CacheBlendRetriever(base_retriever=Cutting(), engine=scripted)
+    answer = chain(scripted, outer, joined).invoke("When?")
+    assert [(c["id"], c["status"]) for c in report(answer)["chunks"]] == [
+        (chunk_id(note(1)[:120].strip()), "not_stored")
+    ]
+
+
+def test_the_vector_stores_own_retriever_is_heard(engine: BlendEngine, embedding: Any) -> None:
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    store = CacheBlendVectorStore(InMemoryVectorStore(embedding), engine)
+    store.add_texts([note(n, "sundial") for n in range(3)])
+    answer = chain(engine, store.as_retriever(search_kwargs={"k": 2}), re_flowed, on_miss="ignore").invoke("sundial")
+    assert statuses(answer) == ["altered"] * 2
+    store.delete()
+
+
+def test_deleting_a_document_deletes_the_kv_of_its_renditions(embedding: Any) -> None:
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    with TransformersEngine() as engine:
+        store = CacheBlendVectorStore(InMemoryVectorStore(embedding), engine)
+        ids = store.add_texts([note(1), note(2)])
+        asked = chain(engine, store.as_retriever(), as_json)
+        asked.invoke("When?")
+        engine.flush()
+        assert asked.invoke("When?").usage_metadata["input_token_details"]["cache_read"] > 50
+        text = json.dumps([note(1), note(2)])
+        store.delete(ids)
+        assert len(engine.registry) == 0
+        answer = ChatCacheBlend(engine=engine, max_tokens=2).invoke(text)
+        assert answer.usage_metadata["input_token_details"]["cache_read"] == 0
+        for chunk_text in (json.dumps(note(1))[1:-1], note(1)):
+            assert engine.entries is not None
+            assert not engine.entries.contains(tuple(engine.tokenize(chunk_text).token_ids))

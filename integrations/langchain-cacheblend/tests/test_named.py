@@ -1,0 +1,73 @@
+"""Models made with a name instead of an engine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.runnables import RunnableLambda
+
+from cacheblend_rag import InputError, ServerError, TransformersEngine
+from langchain_cacheblend import CacheBlendLLM, CacheBlendRetriever, ChatCacheBlend
+
+from scripted import ScriptedEngine
+
+
+@pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM])
+def test_a_named_model_is_loaded_when_it_is_first_asked_and_shared(kind: Any, tmp_path: Path) -> None:
+    made = kind(model="bundled", store=str(tmp_path / "kv"), max_tokens=3)
+    assert not (tmp_path / "kv").exists()
+    assert made.invoke("Who?")
+    assert isinstance(made.engine, TransformersEngine)
+    assert kind(model="bundled", store=str(tmp_path / "kv"), temperature=0.5).engine is made.engine
+    assert copy.deepcopy(made).engine is made.engine
+    assert made.model_copy().engine is made.engine
+    made.engine.close()
+    assert made.invoke("Who?"), "it is opened anew"
+    made.engine.close()
+
+
+def test_a_server_is_asked_when_it_is_needed_and_its_key_is_shown_to_nobody() -> None:
+    made = ChatCacheBlend(base_url="http://127.0.0.1:9", api_key="not for you", timeout=1.0, max_retries=0)
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
+        made.invoke("Who?")
+    assert "not for you" not in repr(made) + str(made.model_dump())
+
+
+def test_the_environment_may_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CACHEBLEND_BASE_URL", "CACHEBLEND_STORE", "CACHEBLEND_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    made = ChatCacheBlend(max_tokens=3)
+    with pytest.raises(InputError, match="CACHEBLEND_MODEL"):
+        made.invoke("Who?")
+    monkeypatch.setenv("CACHEBLEND_MODEL", "bundled")
+    assert made.invoke("Who?")
+    made.engine.close()
+
+
+def test_an_engine_and_the_name_of_one_do_not_go_together(scripted: ScriptedEngine) -> None:
+    for field in ("model", "store", "device", "base_url"):
+        with pytest.raises(InputError, match=f"either engine= or {field}="):
+            ChatCacheBlend(engine=scripted, **{field: "x"})
+    with pytest.warns(UserWarning, match="timeout, max_retries|max_retries, timeout"):
+        ChatCacheBlend(engine=scripted, timeout=3.0, max_retries=1)
+    with pytest.raises(InputError, match="'tensorrt'"):
+        ChatCacheBlend(engine="tensorrt", model="bundled")
+
+
+def test_what_names_a_model_can_be_sent_to_another_process_and_what_holds_one_says_why_not(
+    scripted: ScriptedEngine, tmp_path: Path
+) -> None:
+    named = ChatCacheBlend(model="bundled", store=str(tmp_path / "kv"), max_tokens=3)
+    assert pickle.loads(pickle.dumps(named)).model == "bundled"
+    retriever = CacheBlendRetriever(base_retriever=RunnableLambda(str), engine=named.engine)
+    assert pickle.loads(pickle.dumps(retriever.engine)) is named.engine
+    assert copy.deepcopy(retriever).engine is named.engine
+    named.engine.close()
+    for holder in (ChatCacheBlend(engine=scripted), CacheBlendLLM(engine=scripted)):
+        with pytest.raises(InputError, match="model given by name"):
+            pickle.dumps(holder)
+        assert copy.deepcopy(holder).engine is scripted

@@ -1,0 +1,75 @@
+"""What an index holds from before: estimated, computed, gone on with, and let go of when it is deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llama_index.core import Document, StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core.vector_stores import SimpleVectorStore
+
+from cacheblend_rag import InputError, TransformersEngine, make_chunk
+from llama_index_cacheblend import BundledEmbedding, CacheBlendLLM, CacheBlendVectorStore
+
+TEXTS = [f"Note {n}: the harbour of Marlow was dredged for the {n}th time in {1900 + n}." for n in range(11)]
+FORMS = [f"source: chronicle\n\n{text}" for text in TEXTS]
+DOCUMENTS = [Document(text=text, id_=f"{n}", metadata={"source": "chronicle"}) for n, text in enumerate(TEXTS)]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[TransformersEngine]:
+    with TransformersEngine(device="cpu", store=tmp_path / "kv") as made:
+        yield made
+
+
+@pytest.fixture
+def storage(tmp_path: Path, embedding: BundledEmbedding) -> StorageContext:
+    """An index that was written by another process, without us."""
+    VectorStoreIndex.from_documents(DOCUMENTS, embed_model=embedding).storage_context.persist(str(tmp_path / "index"))
+    return StorageContext.from_defaults(persist_dir=str(tmp_path / "index"))
+
+
+def stored(engine: TransformersEngine) -> list[int]:
+    return [n for n, form in enumerate(FORMS) if engine.entries.contains(make_chunk(form, engine.tokenizer).token_ids)]
+
+
+def test_an_index_from_before_is_computed_once_found_and_deleted_with_its_documents(
+    engine: TransformersEngine, storage: StorageContext, embedding: BundledEmbedding
+) -> None:
+    wrapped = CacheBlendVectorStore.within(storage, engine)
+    index = load_index_from_storage(wrapped, embed_model=embedding)
+    store = index.vector_store
+    assert isinstance(store, CacheBlendVectorStore)
+    seen: list[int] = []
+    report = store.precompute_existing(progress=seen.append)
+    assert (report.computed, report.present, report.failed) == (len(TEXTS), 0, {})
+    assert sum(seen) == len(TEXTS)
+    assert stored(engine) == list(range(len(TEXTS)))
+    assert store.precompute_existing().present == len(TEXTS)
+    raw = CacheBlendLLM(engine=engine, max_tokens=1, ratio=0.0).complete(f"Notes:\n{FORMS[3]}\n\n{FORMS[5]}\n").raw
+    assert (raw["mode"], raw["missing"]) == ("blend", [])
+    index.delete_ref_doc("3", delete_from_docstore=True)
+    assert stored(engine) == [n for n in range(len(TEXTS)) if n != 3]
+
+
+def test_the_estimate_comes_out_as_it_says(engine: TransformersEngine, storage: StorageContext) -> None:
+    store = CacheBlendVectorStore.within(storage, engine).vector_store
+    assert isinstance(store, CacheBlendVectorStore)
+    estimate = store.estimate_existing()
+    assert (estimate.chunks, estimate.stored) == (len(TEXTS), len(stored(engine)))
+    disk = engine.entries.lasting().store
+    before = disk.stats().nbytes
+    report = store.precompute_existing()
+    assert (report.computed, report.tokens) == (estimate.chunks - estimate.stored, estimate.tokens)
+    assert disk.stats().nbytes - before == pytest.approx(estimate.nbytes, rel=0.05)
+
+
+def test_where_nobody_can_list_the_nodes_they_are_to_be_given(
+    engine: TransformersEngine, storage: StorageContext
+) -> None:
+    store = CacheBlendVectorStore(SimpleVectorStore(), engine)
+    for run in (store.estimate_existing, store.precompute_existing):
+        with pytest.raises(InputError, match=r"SimpleVectorStore.*nodes="):
+            run()
+    assert store.precompute_existing(storage.docstore.docs.values()).computed == len(TEXTS)

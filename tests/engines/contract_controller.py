@@ -1,0 +1,120 @@
+"""What every engine with a loading controller must do. Subclass it beside `EngineContract`, whose fixtures it uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.blending.auto import TextRange
+from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
+
+SHORT = SamplingParams(max_tokens=12)
+AUTO = BlendSettings(ratio="auto", policy="hkvd", check_layers=(1,))
+TIERS = ("ram", "disk")
+PER_TOKEN_S = 1e-2  # so that nothing depends on this machine, and nothing it reads is late
+
+
+def stored_bytes(engine: BlendEngine, chunks: list[Chunk]) -> int:
+    assert engine.entries is not None
+    found = [engine.entries.entry(chunk.token_ids) for chunk in chunks]
+    return sum(entry.nbytes for entry in found if entry is not None)
+
+
+def reckon(engine: Any, chunks: list[Chunk], load_share: float, layers: int | None = None) -> Costs:
+    """Have the engine believe that loading all chunks takes that share of the time that computing them does."""
+    compute_s = PER_TOKEN_S * sum(len(chunk.token_ids) for chunk in chunks)
+    tier = TierCost(0.0, stored_bytes(engine, chunks) / (load_share * compute_s))
+    engine.costs = Costs(layers or engine.num_layers, ComputeCost(0.0, PER_TOKEN_S, 0.0), dict.fromkeys(TIERS, tier))
+    return engine.costs
+
+
+class ControllerContract:
+    def test_from_fast_storage_auto_blends_and_says_what_it_expected(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        reckon(engine, chunks, 0.01)
+        done = engine.generate(prompt, SHORT, AUTO)
+        assert (done.mode, done.in_place) == ("blend", ())
+        assert engine.profile.ratio <= done.ratio < engine.profile.ratio + 0.1
+        assert "stored KV for 4 of 4 chunks (expected in 0." in done.reason
+        tokens = len(engine.tokenize(prompt).token_ids)
+        assert done.prefill_s == pytest.approx(PER_TOKEN_S * tokens)
+        assert f"(expected in {done.expected_s:.3g} s, an ordinary prefill in {done.prefill_s:.3g} s)" in done.reason
+        given = engine.generate(prompt, SHORT, BlendSettings(done.ratio, "hkvd", (1,)))
+        assert given.token_ids == done.token_ids
+        assert given.usage == done.usage
+
+    def test_from_storage_slower_than_computing_auto_prefills(self, engine, chunks, prompt) -> None:
+        full = engine.generate(prompt, SHORT, BlendSettings(reuse="off"))
+        engine.precompute(chunks)
+        reckon(engine, chunks, 1000.0)
+        done = engine.generate(prompt, SHORT, AUTO)
+        assert (done.mode, done.usage.reused_tokens, done.policy) == ("prefill", 0, None)
+        assert "none of it is used (expected in" in done.reason
+        assert done.in_place == tuple(chunk.id for chunk in chunks)
+        assert done.missing == ()  # it is stored: nothing is to be written back
+        assert done.token_ids == full.token_ids
+
+    def test_in_between_some_chunks_are_computed_in_place_as_if_they_were_not_stored(
+        self, engine, chunks, prompt
+    ) -> None:
+        engine.precompute(chunks)
+        reckon(engine, chunks, 0.9, layers=1000)
+        done = engine.generate(prompt, SHORT, AUTO)
+        assert done.mode == "blend"
+        assert "computed in place, which is sooner than loading them" in done.reason
+        assert 0 < len(done.in_place) < 4
+        assert {load.chunk_id for load in done.loads} - {""} == {c.id for c in chunks} - set(done.in_place)
+        engine.forget(done.in_place)
+        missing = engine.generate(prompt, SHORT, BlendSettings(done.ratio, "hkvd", (1,)))
+        assert set(missing.missing) == set(done.in_place)
+        assert missing.token_ids == done.token_ids
+        assert missing.usage == done.usage
+
+    def test_what_is_expected_counts_the_ratio_that_the_text_needs(self, engine, chunks, prompt, monkeypatch) -> None:
+        profile = replace(engine.profile, ratio=0.05, text=TextRange(0.3, 0.0))
+        for holder in (engine, getattr(engine, "client", engine)):
+            monkeypatch.setattr(holder, "profile", profile)
+        auto = BlendSettings("auto", "static", (1,))
+        monkeypatch.setattr(engine, "rank", "now")
+        engine.precompute(chunks)
+        reckon(engine, chunks, 1e-6)
+        done = engine.generate(prompt, SHORT, auto)
+        assert (done.mode, done.policy) == ("blend", "static")
+        assert done.ratio > 0.2
+        assert done.expected_s == pytest.approx(PER_TOKEN_S * done.usage.computed_tokens, rel=0.02)
+
+    def test_what_is_expected_of_chunks_without_a_rank_counts_the_dense_pass(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        reckon(engine, chunks, 1e-6)
+        done = engine.generate(prompt, SHORT, BlendSettings("auto", "static", (1,)))
+        assert done.policy == "hkvd"
+        tokens = done.usage.computed_tokens + done.usage.selection_tokens
+        assert done.expected_s == pytest.approx(PER_TOKEN_S * tokens, rel=0.03)
+
+    def test_a_ratio_given_by_the_request_is_not_the_controllers(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        reckon(engine, chunks, 1000.0)
+        done = engine.generate(prompt, SHORT, BlendSettings(ratio=0.3))
+        assert (done.mode, done.ratio, done.in_place) == ("blend", 0.3, ())
+        assert "expected" not in done.reason
+        assert done.expected_s is None
+
+    def test_without_costs_auto_needs_a_text_range(self, engine, prompt) -> None:
+        engine.costs = None
+        with pytest.raises(InputError, match="cacheblend store calibrate"):
+            engine.generate(prompt, SHORT, AUTO)
+
+    def test_what_prompts_take_corrects_what_computing_costs(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        engine.costs = Costs(engine.num_layers, ComputeCost(0.0, 3600.0, 0.0), {})  # an hour a token
+        for _ in range(3):
+            engine.reset_prefix_cache()
+            engine.generate(prompt, SHORT, AUTO)
+        assert engine.costs.compute.per_token_s < 3600.0 * 0.86**2

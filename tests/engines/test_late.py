@@ -1,0 +1,84 @@
+"""In the transformers engine KV that comes later than computing it takes is computed in place (vLLM: vllm/test_loading.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from tests.blending import reference
+from tests.blending.prompts import Scene, engine_for
+from tests.blending.test_parity import model_of
+from tests.store.held_up import HeldUpStore
+
+SCENE = Scene()
+AUTO = BlendSettings("auto", "hkvd", (1,))
+ONE = SamplingParams(max_tokens=1)
+
+
+@pytest.fixture
+def store() -> Iterator[HeldUpStore]:
+    with HeldUpStore() as store:
+        yield store
+        store.go_on.set()
+
+
+def engine(store: HeldUpStore, *late: int, per_token_s: float = 1e-6) -> Any:
+    """An engine that believes in a fast tier; the chunks of these numbers are held up there."""
+    made = engine_for(model_of("llama"), SCENE, store=store)
+    made.precompute(SCENE.chunks)
+    store.far = {made.entries.own_key(SCENE.chunks[number].token_ids) for number in late}
+    made.costs = Costs(made.num_layers, ComputeCost(0.0, per_token_s, 0.0), {"far": TierCost(0.0, 1e15)})
+    made.logits = []
+    made.on_first_logits = made.logits.append
+    return made
+
+
+@pytest.mark.parametrize("late", [(2,), (1, 3), (0,)])
+def test_what_is_late_is_computed_in_place_and_the_rest_blended_as_the_reference_does(
+    store: HeldUpStore, late: tuple[int, ...]
+) -> None:
+    blending = engine(store, *late)
+    answer = blending.generate(SCENE.prompt, ONE, AUTO)
+    assert answer.in_place == tuple(SCENE.chunks[number].id for number in late)
+    assert answer.missing == ()  # it is stored, and stays so
+    assert f"stored KV for 4 of 4 chunks, {len(late)} of them too late and computed in place" in answer.reason
+    assert {load.chunk_id for load in answer.loads if load.tier != "ram"} == set()
+    want = reference.blend(model_of("llama"), SCENE.header, SCENE.parts(late), answer.ratio)
+    assert (blending.logits[0] - want.logits).abs().max() < 1e-4
+
+
+def test_where_all_is_late_the_prompt_is_prefilled(store: HeldUpStore) -> None:
+    blending = engine(store, 0, 1, 2, 3)
+    answer = blending.generate(SCENE.prompt, ONE, AUTO)
+    assert (answer.mode, answer.usage.reused_tokens, len(answer.in_place)) == ("prefill", 0, 4)
+    with torch.no_grad():
+        want = model_of("llama")(torch.tensor([SCENE.prompt.token_ids])).logits[0, -1]
+    assert (blending.logits[0] - want).abs().max() < 1e-4
+
+
+def test_the_tier_that_was_late_counts_as_slower_from_then_on(store: HeldUpStore) -> None:
+    blending = engine(store, 2)
+    rates = [blending.costs.tiers["far"].bytes_per_s]
+    while rates[-1] > rates[0] / 4 and len(rates) < 30:  # a read that had not even begun says nothing
+        blending.generate(SCENE.prompt, ONE, AUTO)
+        rates.append(blending.costs.tiers["far"].bytes_per_s)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < rates[0] / 4
+
+
+def test_what_is_sooner_loaded_than_computed_is_waited_for(store: HeldUpStore) -> None:
+    blending = engine(store, 2, per_token_s=1.0)  # computing the prompt would take minutes
+    store.go_on.set()
+    assert blending.generate(SCENE.prompt, ONE, AUTO).in_place == ()
+
+
+def test_without_a_controller_nothing_is_late(store: HeldUpStore) -> None:
+    blending = engine(store, 2)
+    store.go_on.set()
+    assert blending.generate(SCENE.prompt, ONE, BlendSettings(0.3)).in_place == ()

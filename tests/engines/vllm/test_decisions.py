@@ -1,0 +1,234 @@
+"""The loading controller in the scheduler's half: where entries are, what waits before a blend, what comes back measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+from cacheblend_rag.blending.auto import AutoRatio
+from cacheblend_rag.blending.controller import Choice, Terms
+from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
+from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm.groups import page_groups
+from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, WorkerMeta, read_params
+from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
+from cacheblend_rag.engines.vllm.whereabouts import RAMLog, Whereabouts
+from cacheblend_rag.engines.vllm.worker_side import _context
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
+from cacheblend_rag.store.tenants import Tenant
+
+TOKENS, CHUNKS, QUESTION = 50, 4, 8
+MODEL = ModelFingerprint("0" * 32, "m")
+SETTINGS = ResolvedSettings("auto", "static", (1,), "chunks")
+
+
+def ids(chunk: int) -> tuple[int, ...]:
+    return tuple(range(1000 * chunk, 1000 * chunk + TOKENS))
+
+
+def kv() -> ChunkKV:
+    layer = torch.zeros(1, TOKENS, 8)
+    return ChunkKV([LayerKV(layer, layer)] * 2, 0)
+
+
+def entries(root: Path, rank: int = 0, ranks: int = 1) -> Entries:
+    return Entries(DiskStore(root), MODEL, (), rank, ranks)
+
+
+class Scheduler:
+    """The scheduler's half over a disk with the chunks on it; a pass takes 1 ms a token."""
+
+    def __init__(self, root: Path, **seconds: float):
+        self.entries = entries(root)
+        for chunk in range(CHUNKS):
+            self.entries.put(ids(chunk), kv())
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        self.side = SchedulerSide(self.entries, page_groups(KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)])))
+        nbytes = CHUNKS * self.entries.entry(ids(0)).nbytes
+        tiers = {tier: TierCost(0.0, nbytes / took) for tier, took in seconds.items()}
+        self.terms = Terms(Costs(2, ComputeCost(0.0, 1e-3, 0.0), tiers), 0.0)
+
+    def request(self, name: str) -> Any:
+        spans = tuple((n * TOKENS, (n + 1) * TOKENS, f"chunk {n}") for n in range(CHUNKS))
+        prompt = [*(token for chunk in range(CHUNKS) for token in ids(chunk)), *range(QUESTION)]
+        made = SimpleNamespace(
+            request_id=name,
+            num_prompt_tokens=len(prompt),
+            prompt_token_ids=prompt,
+            kv_transfer_params={PARAMS: BlendJob(spans, SETTINGS, (1.0,), 0.2, self.terms).to_params()},
+        )
+        self.side.new_request(made)
+        return made
+
+    def blend(self, name: str, computed: int = 0) -> int:
+        """Ask for a prompt, and hand its blend to the workers if there is one; return how many tokens it provides."""
+        request = self.request(name)
+        count, _ = self.side.matched_tokens(request, computed)
+        assert count is not None
+        if count:
+            self.side.allocated(request, SimpleNamespace(get_block_ids=lambda: (list(range(1, 21)),)), count)  # type: ignore[arg-type]
+        return count
+
+    def report(self, *ended: str, **meta: Any) -> None:
+        report = KVConnectorOutput(finished_recving=set(ended))
+        report.kv_connector_worker_meta = WorkerMeta(**meta)
+        self.side.worker_output(report)
+
+    def outcome(self, name: str) -> dict[str, Any]:
+        found = self.side.finished(SimpleNamespace(request_id=name))
+        assert found is not None
+        return found[PARAMS]
+
+
+def test_what_a_worker_holds_in_ram_is_known_from_its_report_on_until_it_leaves(tmp_path: Path) -> None:
+    known = entries(tmp_path)
+    worker = Entries(TieredStore([MemoryStore(kv().nbytes), DiskStore(tmp_path)]), MODEL, ())
+    log, where = RAMLog(worker.store), Whereabouts()
+    assert where.find(known, ids(0)) is None
+    worker.put(ids(0), kv())
+    found = where.find(known, ids(0))
+    assert (found.tier, found.num_tokens) == ("disk", TOKENS)
+    assert found.stored_nbytes == known.entry(ids(0)).nbytes > kv().nbytes
+    where.take(log.take())
+    assert (where.find(known, ids(0)).tier, where.find(known, ids(0)).stored_nbytes) == ("ram", kv().nbytes)
+    worker.put(ids(1), kv())  # there is room for one
+    where.take(log.take())
+    assert [where.find(known, ids(chunk)).tier for chunk in (0, 1)] == ["disk", "ram"]
+    worker.delete(ids(1))
+    where.take(log.take())
+    assert where.find(known, ids(1)) is None
+    assert log.take() == {}
+
+
+def test_a_tenant_is_told_of_its_own_entries_and_those_it_reads_and_of_no_others(tmp_path: Path) -> None:
+    mine = entries(tmp_path).of(Tenant("acme", ("public",)))
+    public, other = (mine.of(Tenant(name)) for name in ("public", "other"))
+    where = Whereabouts()
+    other.put(ids(0), kv())
+    assert where.find(mine, ids(0)) is None
+    public.put(ids(0), kv())
+    assert where.find(mine, ids(0)).tier == "disk"
+    where.take({public.own_key(ids(0)): 7, other.own_key(ids(0)): 9})
+    found = where.find(mine, ids(0))
+    assert (found.tier, found.stored_nbytes) == ("ram", 7)
+    assert where.find(entries(tmp_path), ids(0)) is None  # the default tenant's, who reads no others
+
+
+def test_a_rank_finds_its_shard_or_its_share_of_the_whole_and_nothing_that_another_lacks(tmp_path: Path) -> None:
+    first, second = (entries(tmp_path, rank, 2) for rank in range(2))
+    first.put(ids(0), kv())
+    assert first.entry(ids(0)) is None
+    second.put(ids(0), kv())
+    assert first.entry(ids(0)).key == first.own_key(ids(0)) == first.read_keys(ids(0))[0]
+    entries(tmp_path).put(ids(1), kv())
+    assert 2 * first.entry(ids(1)).nbytes in range(entries(tmp_path).entry(ids(1)).nbytes - 1, 1 << 20)
+
+
+def test_slow_storage_is_left_alone_until_the_workers_hold_its_entries_in_ram(tmp_path: Path) -> None:
+    scheduler = Scheduler(tmp_path, disk=3600.0, ram=1e-6)
+    assert scheduler.blend("a") == 0
+    outcome = scheduler.outcome("a")
+    assert (outcome["end"], outcome["missing"]) == (0, [])
+    assert outcome["in_place"] == [f"chunk {n}" for n in range(CHUNKS)]
+    assert outcome["expected_s"] == pytest.approx(0.208)
+    scheduler.report(held={scheduler.entries.own_key(ids(n)): 3200 for n in range(CHUNKS)})
+    assert scheduler.blend("b") == CHUNKS * TOKENS
+    assert scheduler.outcome("b")["in_place"] == []
+
+
+def test_only_what_the_prefix_cache_lacks_is_reckoned_with(tmp_path: Path) -> None:
+    scheduler = Scheduler(tmp_path, disk=3600.0)
+    scheduler.report(held={scheduler.entries.own_key(ids(3)): 3200})
+    assert scheduler.blend("a", computed=3 * TOKENS) == TOKENS
+    assert scheduler.outcome("a")["expected_s"] == pytest.approx(QUESTION * 1e-3 + 0.2 * TOKENS * 1e-3, rel=0.06)
+    assert scheduler.blend("b", computed=2 * TOKENS) == 2 * TOKENS
+    assert scheduler.outcome("b")["in_place"] == ["chunk 2"]
+    assert scheduler.blend("c", computed=CHUNKS * TOKENS) == 0
+
+
+def test_a_prompt_does_not_wait_for_many_blends_before_it(tmp_path: Path) -> None:
+    scheduler = Scheduler(tmp_path, disk=1e-6)
+    names = [f"blend {n}" for n in range(20)]
+    blended = [scheduler.blend(name) > 0 for name in names]
+    # Each takes some 50 ms; prefilling in turns with them takes twice 208 ms.
+    assert blended == [True] * blended.count(True) + [False] * blended.count(False)
+    assert 6 <= blended.count(True) <= 8
+    scheduler.report(*names[: blended.count(True)])
+    assert scheduler.blend("when they have ended") > 0
+
+
+def test_blends_of_requests_that_ended_are_not_waited_for(tmp_path: Path) -> None:
+    scheduler = Scheduler(tmp_path, disk=1e-6)
+    for number in range(20):
+        assert scheduler.blend(f"blend {number}") > 0
+        scheduler.outcome(f"blend {number}")
+
+
+def test_what_the_workers_measured_goes_with_the_next_answer_once(tmp_path: Path) -> None:
+    scheduler = Scheduler(tmp_path, disk=1e-6)
+    for name in ("a", "b"):
+        scheduler.blend(name)
+    scheduler.report(computed=[Computed(100, 208, 0.1)])
+    assert scheduler.outcome("a")["measured"] == [(100, 208, 0.1, 0)]
+    assert scheduler.outcome("b")["measured"] == []
+
+
+def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
+    scheduler = Scheduler(tmp_path, disk=1e-6)
+    assert scheduler.blend("a") > 0
+    scheduler.report("a", failed={"a": "out of memory"})
+    outcome = scheduler.outcome("a")
+    assert (outcome["reason"], outcome["end"]) == ("out of memory", 0)
+    assert "expected_s" not in outcome
+
+
+@pytest.mark.parametrize("ratio", [0.2, AutoRatio(0.2, 0.5)])
+def test_a_job_survives_its_journey(tmp_path: Path, ratio: Any) -> None:
+    terms = Scheduler(tmp_path, disk=1.0).terms
+    for job in (BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), ratio, each) for each in (terms, None)):
+        assert read_params({PARAMS: job.to_params()}, 10) == job
+
+
+@pytest.mark.parametrize("wrong", [{"terms": {}}, {"terms": 3}, {"ratio": 2.0}, {"ratio": None}, {"ratio": {"a": 1}}])
+def test_a_malformed_job_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    job = BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), 0.2, Scheduler(tmp_path, disk=1.0).terms)
+    with pytest.raises(InputError, match="malformed"):
+        read_params({PARAMS: job.to_params() | wrong}, 10)
+
+
+def test_the_controllers_ratio_is_the_lowest_of_the_rule_that_knows_the_text() -> None:
+    from cacheblend_rag.engines.vllm.messages import Load
+
+    choice = Choice(frozenset(), 0.4, "", 1.0)
+    load = Load("a", (), 0, 0, (), BlendJob((), SETTINGS, (1.0,), AutoRatio(0.2, 0.5)), choice)
+    assert load.ratio == AutoRatio(0.4, 0.5)
+    assert replace(load, job=replace(load.job, ratio=0.2)).ratio == 0.4
+    assert replace(load, choice=None).ratio == AutoRatio(0.2, 0.5)
+
+
+def test_the_pieces_of_a_chunked_prefill_add_up_to_the_whole() -> None:
+    """By tokens times context, which is what attention costs."""
+
+    def step(begin: int, count: int) -> SchedulerOutput:
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = {"a": count}
+        output.scheduled_new_reqs = [SimpleNamespace(req_id="a", num_computed_tokens=begin)]  # type: ignore[list-item]
+        return output
+
+    pieces = ((0, 300), (300, 500), (800, 200))
+    assert sum(count * _context(step(begin, count)) for begin, count in pieces) == 1000 * _context(step(0, 1000))
+    assert _context(step(0, 1000)) == 1000

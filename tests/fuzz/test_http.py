@@ -1,0 +1,83 @@
+"""Requests to /v1/chunks made from its OpenAPI schema, and against it: every answer is one that the schema names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import schemathesis
+from hypothesis import given
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.fuzz import examples
+from tests.server.test_routes import Server
+
+pytestmark = pytest.mark.slow
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+MODEL = {
+    "name": "one",
+    "served_as": ["one"],
+    "fingerprint": "a" * 32,
+    "tokenizer": "bundled",
+    "tokenizer_probe": [1],
+    "header_ids": [1, 2],
+    "context_window": 500,
+    "blended": True,
+    "num_layers": 1,
+    "defaults": {},
+    "widths": [1.0],
+}
+
+
+SERVER = Server(None, model=SimpleNamespace(model_dump=lambda mode: MODEL))
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", SERVER.app)
+OPERATIONS = {operation.ok().label: operation.ok() for operation in SCHEMA.get_all_operations()}
+
+
+def test_the_schema_names_all_routes() -> None:
+    assert sorted(OPERATIONS) == [
+        "DELETE /v1/chunks",
+        "DELETE /v1/chunks/{chunk_id}",
+        "GET /v1/chunks",
+        "GET /v1/chunks/stats",
+        "GET /v1/chunks/{chunk_id}",
+        "POST /v1/chunks",
+        "POST /v1/chunks/flush",
+    ]
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_every_answer_is_one_that_the_schema_names(label: str, mode: GenerationMode) -> None:
+    operation = OPERATIONS[label]
+    if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query):
+        return  # nothing is sent that could be wrong: any text can be an id
+
+    @examples(40)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: schemathesis.Case) -> None:
+        case.call_and_validate(checks=CHECKS)
+
+    send()
+
+
+def test_a_body_as_the_schema_has_it_is_taken() -> None:
+    """The inputs above are not all refused: what the schema allows is registered, found, and deleted again."""
+    taken = 0
+
+    @examples(20)
+    @given(case=OPERATIONS["POST /v1/chunks"].as_strategy(generation_mode=GenerationMode.POSITIVE))
+    def send(case: schemathesis.Case) -> None:
+        nonlocal taken
+        taken += case.call().status_code == 200
+
+    send()
+    assert taken
+    assert len(SERVER.registry) > 0

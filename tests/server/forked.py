@@ -1,0 +1,40 @@
+"""A `cacheblend` command in a process forked from one that has imported vLLM: much sooner than one that must import it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.engines.vllm.forked import EnvironedProcess
+from tests.forking import preload
+
+preload(
+    __name__,
+    "cacheblend_rag.cli",
+    "cacheblend_rag.server.launch",
+    "cacheblend_rag.server.renderer",
+    "cacheblend_rag.server.routes",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.launchers.launcher",
+)
+
+
+def start(arguments: Sequence[str], log: Path, settings: Mapping[str, str]) -> EnvironedProcess:
+    """Start ``cacheblend`` with these arguments, leading a session of its own; what it says is added to ``log``."""
+    process = EnvironedProcess(target=_run, args=(list(arguments), log, dict(settings)))
+    process.start()
+    return process
+
+
+def _run(arguments: list[str], log: Path, settings: dict[str, str]) -> None:
+    os.setsid()
+    with log.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ |= settings
+    sys.argv = ["cacheblend", *arguments]
+    from cacheblend_rag.cli import main
+
+    main()
