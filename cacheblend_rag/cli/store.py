@@ -37,10 +37,11 @@ def stats(directory: options.Store = None, tenant: options.Tenant = "default", a
     with Inventory(place, tenant) as inventory:
         kv, index = inventory.stats()
         tiers = inventory.tiers(kv)
+        pins = len(inventory.store.pins())
     kept_in = recorded_tiers(place)
     if as_json:
         shown = [_tier_json(tier) for tier in tiers]
-        contents = {"entries": kv.entries, "bytes": kv.nbytes, "kept_in": kept_in, "tiers": shown}
+        contents = {"entries": kv.entries, "bytes": kv.nbytes, "pinned": pins, "kept_in": kept_in, "tiers": shown}
         print_json({"kv": contents, "index": index and asdict(index)})
         return
     if index is not None:
@@ -48,7 +49,8 @@ def stats(directory: options.Store = None, tenant: options.Tenant = "default", a
             f"index  {index.documents:,} documents, {index.chunks:,} chunks, {index.tokens:,} tokens, "
             f"{size(index.nbytes)} (embedding {index.embedding})"
         )
-    typer.echo(f"KV     {kv.entries:,} entries, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
+    pinned = f", {pins:,} pinned" if pins else ""
+    typer.echo(f"KV     {kv.entries:,} entries{pinned}, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
     typer.echo()
     rows = [["tier", "codec", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading"]]
     for tier in tiers:
@@ -251,6 +253,47 @@ def evict(
         print_json({"freed_bytes": freed, "entries": left.entries, "bytes": left.nbytes})
     else:
         typer.echo(f"{size(freed)} freed; {left.entries:,} entries, {size(left.nbytes)} left")
+
+
+_DOCUMENTS = typer.Argument(
+    metavar="PATH...", help="Documents as `documents ls` names them, directories, or file names."
+)
+
+
+@store.command()
+def pin(
+    paths: Annotated[list[str], _DOCUMENTS],
+    directory: options.Store = None,
+    tenant: options.Tenant = "default",
+    as_json: options.AsJSON = False,
+) -> None:
+    """Keep the KV of documents: eviction passes over it, in every tier and process. Pin them again when they have changed."""
+    _pin(paths, directory, tenant, as_json, pinned=True)
+
+
+@store.command()
+def unpin(
+    paths: Annotated[list[str], _DOCUMENTS],
+    directory: options.Store = None,
+    tenant: options.Tenant = "default",
+    as_json: options.AsJSON = False,
+) -> None:
+    """Let the KV of documents be evicted again as any other."""
+    _pin(paths, directory, tenant, as_json, pinned=False)
+
+
+def _pin(paths: list[str], directory: Path | None, tenant: str, as_json: bool, *, pinned: bool) -> None:
+    from cacheblend_rag.rag.inventory import Inventory
+
+    with Inventory(options.store_directory(directory), tenant) as inventory:
+        wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
+        done = inventory.pin_documents(wanted, pinned)
+    if as_json:
+        print_json({"documents": list(wanted), **asdict(done), "pinned": pinned})
+        return
+    what = "pinned" if pinned else "no longer pinned"
+    lacking = f"; {done.missing:,} of them have no KV yet" if pinned and done.missing else ""
+    typer.echo(f"{len(wanted):,} documents {what}: {done.chunks:,} chunks, {size(done.nbytes)} of KV{lacking}")
 
 
 @store.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,21 @@ class RemovedDocument:
     chunks: int
     removed: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class PinnedDocuments:
+    """What was pinned with some documents, or is no longer.
+
+    Attributes:
+        chunks: Their distinct chunks.
+        nbytes: Size of their KV.
+        missing: How many of the chunks have no KV yet; they are pinned all the same.
+    """
+
+    chunks: int
+    nbytes: int
+    missing: int
 
 
 @dataclass(frozen=True)
@@ -188,17 +203,41 @@ class Inventory:
         with ChunkIndex.open(self._home) as index, indexing_alone(self._home):
             held = {chunk.id for chunk in index.chunks_of(path)}
             orphans = index.delete(path)
-            before = {entry.key: entry.nbytes for entry in self.store.entries()}
-            freed = 0
-            for chunk in orphans:
-                # A worker of several stores a shard of its own under a key of its own.
-                for ranks in range(1, _MOST_RANKS + 1):
-                    keys = self._entries(index, ranks).keys(chunk.token_ids)
-                    found = [key for key in keys if key in before and self.store.delete(key)]
-                    freed += sum(before[key] for key in found)
-                    if found:
-                        break
+            before = self._sizes()
+            keys = [key for chunk in orphans for key in self._stored_keys(index, chunk.token_ids, before)]
+            freed = sum(before[key] for key in keys if self.store.delete(key))
         return RemovedDocument(path, len(held), len(orphans), freed)
+
+    def pin_documents(self, paths: Iterable[str], pinned: bool = True) -> PinnedDocuments:
+        """Let eviction pass over the KV of documents in every tier, or no longer.
+
+        Raises:
+            InputError: One is not in the index.
+            StoreError: A tier refuses, or does not answer.
+        """
+        self._need_every_tier()
+        with ChunkIndex.open(self._home) as index:
+            chunks = {chunk.id: chunk for path in paths for chunk in index.chunks_of(path)}
+            sizes = self._sizes()
+            keys: set[KVKey] = set()
+            missing = 0
+            for chunk in chunks.values():
+                found = self._stored_keys(index, chunk.token_ids, sizes)
+                keys.update(found or [self._entries(index).own_key(chunk.token_ids)])
+                missing += not found
+        (self.store.pin if pinned else self.store.unpin)(keys)
+        return PinnedDocuments(len(chunks), sum(sizes.get(key, 0) for key in keys), missing)
+
+    def _sizes(self) -> dict[KVKey, int]:
+        return {entry.key: entry.nbytes for entry in self.store.entries()}
+
+    def _stored_keys(self, index: ChunkIndex, token_ids: Sequence[int], stored: Container[KVKey]) -> list[KVKey]:
+        """Return the keys of a chunk's entries. A worker of several stores a shard of its own under a key of its own."""
+        for ranks in range(1, _MOST_RANKS + 1):
+            found = [key for key in self._entries(index, ranks).keys(token_ids) if key in stored]
+            if found:
+                return found
+        return []
 
     def _need_every_tier(self) -> None:
         for tier in self.store.stats().tiers:

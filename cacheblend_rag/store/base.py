@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -110,7 +110,7 @@ class KVStore(ABC):
         A key that is present is only marked as used, or with ``replace`` gets the new entry in one step (to add what an
         older entry lacks).
 
-        False means that it is larger than the budget.
+        False means that it is larger than what the budget leaves beside pinned entries.
 
         Raises:
             StoreError: The medium refuses (disk full, read-only) or does not answer. Existing entries are untouched.
@@ -122,7 +122,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def delete(self, key: KVKey) -> bool:
-        """Remove an entry; return whether it was there.
+        """Remove an entry, pinned or not; return whether it was there. It is no longer pinned.
 
         Readers that hold it finish undisturbed, or, where a tier is read from afar, find that it cannot be read any more.
 
@@ -144,6 +144,30 @@ class KVStore(ABC):
         return None
 
     @abstractmethod
+    def pin(self, keys: Iterable[KVKey]) -> None:
+        """Let eviction pass over these entries from now on, whoever evicts; also over those that are yet to be put.
+
+        Raises:
+            StoreError: The medium refuses, or does not answer.
+        """
+
+    @abstractmethod
+    def unpin(self, keys: Iterable[KVKey]) -> None:
+        """Take back :meth:`pin`, which may not have been said.
+
+        Raises:
+            StoreError: The medium refuses, or does not answer.
+        """
+
+    @abstractmethod
+    def pins(self) -> frozenset[KVKey]:
+        """Return what is pinned, stored or not.
+
+        Raises:
+            StoreError: It cannot be read.
+        """
+
+    @abstractmethod
     def entry(self, key: KVKey) -> EntryInfo | None:
         """Return what :meth:`entries` would list of one key, without listing; it does not count as a use."""
 
@@ -157,7 +181,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def evict(self, to_bytes: int) -> int:
-        """Evict least recently used entries until at most ``to_bytes`` remain. Return the bytes freed.
+        """Evict least recently used entries until at most ``to_bytes`` remain, or only pinned ones. Return the bytes freed.
 
         Raises:
             StoreError: The medium refuses, or does not answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -94,9 +94,9 @@ class DiskStore(KVStore):
                 if not replace and self.contains(key):  # another writer was faster
                     self._directory.touch(path)
                     return True
-                if not self._fits(size):
-                    return False
                 if self.budget is not None:
+                    if size + self._directory.pinned_bytes(besides=key) > self.budget:
+                        return False
                     self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
                     self._evict(self.budget - size + (self._directory.size(key) or 0))
                 changed = self._directory.publish(temporary, key, size)
@@ -122,7 +122,22 @@ class DiskStore(KVStore):
         if self._directory.size(key) is None:
             return False
         with self._writing(), self._directory.exclusive():
+            if key in (pins := self._directory.pins()):
+                self._directory.write_pins(pins - {key})
             return self._directory.remove(key) is not None
+
+    def pin(self, keys: Iterable[KVKey]) -> None:
+        """See :meth:`KVStore.pin`; for all processes that use the directory."""
+        self._change_pins(lambda pins: pins | frozenset(keys))
+
+    def unpin(self, keys: Iterable[KVKey]) -> None:
+        """See :meth:`KVStore.unpin`; for all processes that use the directory."""
+        self._change_pins(lambda pins: pins - frozenset(keys))
+
+    def pins(self) -> frozenset[KVKey]:
+        """See :meth:`KVStore.pins`."""
+        with self._writing():
+            return self._directory.pins()
 
     def touch(self, key: KVKey) -> None:
         """See :meth:`KVStore.touch`."""
@@ -248,6 +263,12 @@ class DiskStore(KVStore):
             yield path
         finally:
             path.unlink(missing_ok=True)
+
+    def _change_pins(self, change: Callable[[frozenset[KVKey]], frozenset[KVKey]]) -> None:
+        with self._writing():
+            self._make()
+            with self._directory.exclusive():
+                self._directory.write_pins(change(self._directory.pins()))
 
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget

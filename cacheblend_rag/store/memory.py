@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ class MemoryStore(KVStore):
         self._nbytes = 0
         self._events = Events()
         self._pinned: PinnedMemory | None = None
+        self._pins: set[KVKey] = set()
         self.on_change: Callable[[KVKey, int], None] | None = None
 
     def pin_for(self, device: torch.device) -> None:
@@ -67,8 +68,7 @@ class MemoryStore(KVStore):
             block = self._pinned.take(nbytes)
         self._pinned.grow_ahead()
         with self._lock:
-            while block is None and self._held and self._pinned.is_full_for(nbytes):
-                self._evict(self._nbytes - 1)
+            while block is None and self._pinned.is_full_for(nbytes) and self._evict(self._nbytes - 1):
                 block = self._pinned.take(nbytes)
         return block
 
@@ -84,14 +84,15 @@ class MemoryStore(KVStore):
         with self._lock:
             if not replace and self._use(key):
                 return True
-            if not self._fits(kv.nbytes):
+            if not self._has_room(key, kv.nbytes):
                 return False
         owned = ChunkKV(self._owned(kv), kv.start, static=kv.static_deviation())
         with self._lock:
-            if replace:
-                self._remove(key)
-            elif self._use(key):
+            if not replace and self._use(key):
                 return True
+            if not self._has_room(key, owned.nbytes):  # more were pinned meanwhile
+                return False
+            self._remove(key)
             if self.budget is not None:
                 self._evict(self.budget - owned.nbytes)
             self._held[key] = _Held(owned, time.time())
@@ -109,12 +110,28 @@ class MemoryStore(KVStore):
     def delete(self, key: KVKey) -> bool:
         """See :meth:`KVStore.delete`."""
         with self._lock:
+            self._pins.discard(key)
             return self._remove(key) is not None
 
     def touch(self, key: KVKey) -> None:
         """See :meth:`KVStore.touch`."""
         with self._lock:
             self._use(key)
+
+    def pin(self, keys: Iterable[KVKey]) -> None:
+        """See :meth:`KVStore.pin`."""
+        with self._lock:
+            self._pins.update(keys)
+
+    def unpin(self, keys: Iterable[KVKey]) -> None:
+        """See :meth:`KVStore.unpin`."""
+        with self._lock:
+            self._pins.difference_update(keys)
+
+    def pins(self) -> frozenset[KVKey]:
+        """See :meth:`KVStore.pins`."""
+        with self._lock:
+            return frozenset(self._pins)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
         """See :meth:`KVStore.entry`."""
@@ -177,6 +194,12 @@ class MemoryStore(KVStore):
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget
 
+    def _has_room(self, key: KVKey, nbytes: int) -> bool:
+        if self.budget is None:
+            return True
+        pinned = (self._held[each].kv.nbytes for each in self._pins if each != key and each in self._held)
+        return nbytes + sum(pinned) <= self.budget
+
     def _remove(self, key: KVKey) -> _Held | None:
         held = self._held.pop(key, None)
         if held:
@@ -187,7 +210,13 @@ class MemoryStore(KVStore):
 
     def _evict(self, to_bytes: int) -> int:
         before = self._nbytes
-        while self._held and self._nbytes > to_bytes:
-            self._remove(next(iter(self._held)))
+        passed = 0
+        while passed < len(self._held) and self._nbytes > to_bytes:
+            victim = next(iter(self._held))
+            if victim in self._pins:
+                self._held.move_to_end(victim)  # so that the next eviction need not pass it again
+                passed += 1
+                continue
+            self._remove(victim)
             self._events.add("evictions")
         return before - self._nbytes

@@ -16,9 +16,10 @@ from cacheblend_rag.store.calls import WRITE_FACTOR
 from cacheblend_rag.store.codec import RAW
 from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import KVKey, is_key
-from cacheblend_rag.store.remote import Head, RemoteStore
+from cacheblend_rag.store.remote import Head, RemoteStore, Written
 
 _FOLDER, _ENDING = "kv", ".safetensors"
+_PINS = f"{_FOLDER}/pins"
 _A_TIME: Final = 1000
 _NO_SUCH_RANGE: Final = re.compile(r"\b416\b|invalid ?range", re.IGNORECASE)
 
@@ -80,7 +81,7 @@ class ObjectStore(RemoteStore):
             tier, where or type(bucket).__name__, (BaseError, OSError), budget, ttl_s, timeout_s, codec, keys
         )
         self._bucket, self._writer = bucket, writer or bucket
-        self._room = threading.Lock()
+        self._room, self._pinning = threading.Lock(), threading.Lock()
         self._seen_used: dict[KVKey, float] = {}
         self._nbytes: int | None = None  # as far as this client knows; None: not listed yet
 
@@ -159,30 +160,39 @@ class ObjectStore(RemoteStore):
         except (FileNotFoundError, PreconditionError):
             return None
 
-    def _write(self, key: KVKey, data: bytes, replace: bool) -> tuple[bool, int]:
+    def _write(self, key: KVKey, data: bytes, replace: bool) -> Written:
         with self._room:  # one put of this client at a time, for what it counts
             evicted = 0
             if self.budget is not None:
                 known = self._nbytes
                 if known is None or known + len(data) > self.budget:
-                    evicted = self._make_room(len(data), key)
+                    room = self._make_room(len(data), key)
+                    if room is None:
+                        return Written(False, False, 0)
+                    evicted = room
             self._writer.put(_path(key), data)
             self._seen_used[key] = time.time()
             if self._nbytes is not None:
                 self._nbytes += len(data)
-            return True, evicted
+            return Written(True, True, evicted)
 
-    def _make_room(self, nbytes: int, key: KVKey) -> int:
-        """List the bucket, and evict what must go for ``nbytes`` under ``key``; return how many entries went."""
+    def _make_room(self, nbytes: int, key: KVKey) -> int | None:
+        """List the bucket, and evict what must go for ``nbytes`` under ``key``; return how many entries went.
+
+        None where what is pinned leaves too little; then none went.
+        """
         assert self.budget is not None
         others = [entry for entry in self._list() if entry.key != key]  # what is replaced makes room itself
         self._nbytes = sum(entry.nbytes for entry in others)
-        return self._evict_of(others, self.budget - nbytes)[1]
+        pins = self._pins()
+        if nbytes + sum(entry.nbytes for entry in others if entry.key in pins) > self.budget:
+            return None
+        return self._evict_of(others, self.budget - nbytes, pins)[1]
 
-    def _evict_of(self, entries: list[EntryInfo], to_bytes: int) -> tuple[int, int]:
+    def _evict_of(self, entries: list[EntryInfo], to_bytes: int, pins: frozenset[KVKey]) -> tuple[int, int]:
         left = sum(entry.nbytes for entry in entries)
         freed = count = 0
-        for entry in sorted(entries, key=lambda entry: entry.last_used):
+        for entry in sorted((entry for entry in entries if entry.key not in pins), key=lambda entry: entry.last_used):
             if left - freed <= to_bytes:
                 break
             self._writer.delete(_path(entry.key))
@@ -215,6 +225,8 @@ class ObjectStore(RemoteStore):
         if meta is None or (version and meta["e_tag"] != version):
             return False
         self._bucket.delete(_path(key))
+        if version is None:
+            self._pin([key], False)
         with self._room:
             self._forget(key)
             if self._nbytes is not None:
@@ -249,7 +261,23 @@ class ObjectStore(RemoteStore):
 
     def _evict(self, to_bytes: int) -> tuple[int, int]:
         with self._room:
-            return self._evict_of(self._list(), to_bytes)
+            return self._evict_of(self._list(), to_bytes, self._pins())
+
+    def _pin(self, keys: list[KVKey], pinned: bool) -> None:
+        with (
+            self._pinning
+        ):  # of this client; where two clients change the pins at one moment, one of the changes may be lost
+            before = self._pins()
+            wanted = before | set(keys) if pinned else before - set(keys)
+            if wanted != before:
+                self._bucket.put(_PINS, "".join(f"{key}\n" for key in sorted(wanted)).encode())
+
+    def _pins(self) -> frozenset[KVKey]:
+        try:
+            text = bytes(self._bucket.get(_PINS).bytes()).decode("ascii", "replace")
+        except FileNotFoundError:
+            return frozenset()
+        return frozenset(KVKey(line) for line in text.splitlines() if is_key(line))
 
     def _has_expired(self, meta: Any) -> bool:
         return self._ttl_s is not None and meta["last_modified"].timestamp() + self._ttl_s <= time.time()

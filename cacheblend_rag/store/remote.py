@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -40,6 +40,20 @@ class Head(NamedTuple):
     nbytes: int
     version: str
     data: bytes | memoryview
+
+
+class Written(NamedTuple):
+    """What became of an entry that was put.
+
+    Attributes:
+        stored: Whether the tier has it.
+        new: Whether it is this one, and not the one that was there.
+        evicted: How many others went for it.
+    """
+
+    stored: bool
+    new: bool
+    evicted: int
 
 
 class RemoteStore(KVStore):
@@ -112,10 +126,10 @@ class RemoteStore(KVStore):
         data = kvfile.serialized(encoded, self.keys)
         if self.budget is not None and len(data) > self.budget:
             return False
-        written, evicted = self._patiently(lambda: self._write(key, data, replace))
-        self._events.add("evictions", evicted)
-        self._events.add("puts", written)
-        return True
+        written = self._patiently(lambda: self._write(key, data, replace))
+        self._events.add("evictions", written.evicted)
+        self._events.add("puts", written.new)
+        return written.stored
 
     def contains(self, key: KVKey) -> bool:
         """See :meth:`KVStore.contains`; False where the tier does not answer."""
@@ -129,6 +143,20 @@ class RemoteStore(KVStore):
         """See :meth:`KVStore.delete`."""
         checked_key(key)
         return self._calls(lambda: self._remove(key, None))
+
+    def pin(self, keys: Iterable[KVKey]) -> None:
+        """See :meth:`KVStore.pin`; for all clients."""
+        wanted = [checked_key(key) for key in keys]
+        self._calls(lambda: self._pin(wanted, True))
+
+    def unpin(self, keys: Iterable[KVKey]) -> None:
+        """See :meth:`KVStore.unpin`; for all clients."""
+        wanted = [checked_key(key) for key in keys]
+        self._calls(lambda: self._pin(wanted, False))
+
+    def pins(self) -> frozenset[KVKey]:
+        """See :meth:`KVStore.pins`."""
+        return self._calls(self._pins)
 
     def touch(self, key: KVKey) -> None:
         """See :meth:`KVStore.touch`; nobody waits for it."""
@@ -225,11 +253,10 @@ class RemoteStore(KVStore):
         """Return part of an entry; None if that version of it is gone."""
 
     @abstractmethod
-    def _write(self, key: KVKey, data: bytes, replace: bool) -> tuple[bool, int]:
-        """Store an entry that is within the budget, evicting others as needed; one that is there stays unless ``replace``.
+    def _write(self, key: KVKey, data: bytes, replace: bool) -> Written:
+        """Store an entry, evicting others as needed; one that is there stays unless ``replace``.
 
-        Returns:
-            Whether it was written, and how many others were evicted.
+        It is within the budget, but perhaps not beside what is pinned; then nothing is evicted.
         """
 
     @abstractmethod
@@ -246,7 +273,15 @@ class RemoteStore(KVStore):
 
     @abstractmethod
     def _remove(self, key: KVKey, version: str | None) -> bool:
-        """Remove an entry, if it is that version (None: any); say whether it was there."""
+        """Remove an entry, if it is that version (None: any, and it is no longer pinned); say whether it was there."""
+
+    @abstractmethod
+    def _pin(self, keys: list[KVKey], pinned: bool) -> None:
+        """Let eviction by whatever client pass over entries, or no longer."""
+
+    @abstractmethod
+    def _pins(self) -> frozenset[KVKey]:
+        """Return what eviction passes over."""
 
     @abstractmethod
     def _info(self, key: KVKey) -> EntryInfo | None:
@@ -262,7 +297,11 @@ class RemoteStore(KVStore):
 
     @abstractmethod
     def _evict(self, to_bytes: int) -> tuple[int, int]:
-        """Remove least recently used entries until ``to_bytes`` remain; return the bytes freed, and how many entries went."""
+        """Remove least recently used entries until ``to_bytes`` or only pinned ones remain.
+
+        Returns:
+            The bytes freed, and how many entries went.
+        """
 
 
 class _RemoteSource:

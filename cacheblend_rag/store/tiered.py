@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -53,6 +53,7 @@ class TieredStore(KVStore):
         self._promoting = 0
         self._tally = tally
         self._refused: dict[KVStore, str] = {}
+        self._share_pins()
 
     def get(self, key: KVKey) -> StoredKV | None:
         """See :meth:`KVStore.get`. The fastest tier that has the entry serves it; the use counts in all of them."""
@@ -125,6 +126,34 @@ class TieredStore(KVStore):
         """See :meth:`KVStore.touch`."""
         for tier in self.tiers:
             tier.touch(key)
+
+    def pin(self, keys: Iterable[KVKey]) -> None:
+        """See :meth:`KVStore.pin`; in every tier, also where one refuses."""
+        wanted = tuple(keys)
+        self._of_each(lambda tier: tier.pin(wanted))
+
+    def unpin(self, keys: Iterable[KVKey]) -> None:
+        """See :meth:`KVStore.unpin`; in every tier, also where one refuses."""
+        wanted = tuple(keys)
+        self._of_each(lambda tier: tier.unpin(wanted))
+
+    def pins(self) -> frozenset[KVKey]:
+        """See :meth:`KVStore.pins`; those of any tier, of tiers that answer."""
+        found: set[KVKey] = set()
+        for tier in self.tiers:
+            with suppress(StoreUnavailableError):  # the tier has said so itself
+                found |= tier.pins()
+        return frozenset(found)
+
+    def _share_pins(self) -> None:
+        """Tell the tiers that forget of those that last, unless these must be asked over a network."""
+        for tier in self.tiers:
+            if tier.lasts and not tier.remote:
+                with suppress(StoreError):  # eviction will tell
+                    known = tier.pins()
+                    for other in self.tiers:
+                        if not other.lasts:
+                            other.pin(known)
 
     def pin_for(self, device: torch.device) -> None:
         """See :meth:`KVStore.pin_for`; every tier that can."""
