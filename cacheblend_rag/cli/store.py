@@ -255,6 +255,22 @@ def evict(
         typer.echo(f"{size(freed)} freed; {left.entries:,} entries, {size(left.nbytes)} left")
 
 
+@store.command()
+def sync(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
+    """Give each tier what it lacks and another one has: a tier that is new, or did not answer while KV was stored."""
+    from cacheblend_rag.rag.inventory import Inventory
+
+    with Inventory(options.store_directory(directory)) as inventory, progress("Copying") as show:
+        report = inventory.sync(lambda done, of: show(done, of, "entries looked at"))
+    if as_json:
+        print_json(report._asdict())
+    else:
+        unreadable = f"; {report.unreadable:,} could not be read" if report.unreadable else ""
+        typer.echo(f"{report.copied:,} copies made of {report.entries:,} entries{unreadable}")
+    if report.unreadable:
+        raise typer.Exit(3)
+
+
 _DOCUMENTS = typer.Argument(
     metavar="PATH...", help="Documents as `documents ls` names them, directories, or file names."
 )

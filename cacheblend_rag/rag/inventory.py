@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.tally import Tally
 from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant, home_of
+from cacheblend_rag.store.tiered import SyncReport
 
 _MIN_PREFIX = 6
 _MOST_RANKS = 16
@@ -164,6 +165,12 @@ class Inventory:
         if tier not in by_name:
             raise InputError(f"This store has no tier {tier!r} to evict from; it has {', '.join(by_name)}.")
         return by_name[tier].evict(to_bytes)
+
+    def sync(self, on_step: Callable[[int, int], None]) -> SyncReport:
+        """See :meth:`TieredStore.sync`."""
+        assert isinstance(self.store, TieredStore)  # as any directory's
+        self._need_every_tier()
+        return self.store.sync(on_step)
 
     def documents(self) -> list[IndexedDocument]:
         """List the documents of the index in path order."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from cacheblend_rag.store.codec import RAW
 from cacheblend_rag.store.events import Activity, TierReads
@@ -14,6 +14,10 @@ from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
 if TYPE_CHECKING:
     import torch
+
+Writes = Literal["through", "back", "demoted"]
+"""When a slower tier of several is given an entry: at once, and the put waits for it; a little later, by a thread; when a faster
+tier evicts it."""
 
 TIMEOUT_S = 2.0
 """Seconds that a look-up in a remote tier, or the read of a layer from it, may take, unless it is told otherwise."""
@@ -83,6 +87,8 @@ class KVStore(ABC):
         remote: Whether a look-up goes to another machine, and may take its time.
         codecs: How its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`).
         keys: What entries are encrypted with where they are written; None for not at all.
+        writes: When it is given entries, as a tier of several.
+        on_evict: Called, if set, with each entry before it is evicted, which waits for it; of tiers with ``tells_evictions``.
     """
 
     budget: int | None = None
@@ -90,6 +96,9 @@ class KVStore(ABC):
     remote: bool = False
     codecs: tuple[str, ...] = (RAW,)
     keys: Keyring | None = None
+    writes: Writes = "through"
+    tells_evictions: bool = False
+    on_evict: Callable[[KVKey, StoredKV], None] | None = None
 
     def key_name(self, tenant: str) -> KeyName | None:
         """Return what the keys of a tenant's entries must hold (:func:`~cacheblend_rag.store.kv.kv_key`): the encryption's part.

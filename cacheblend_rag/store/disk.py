@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableEr
 from cacheblend_rag.store import kvfile
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.codec import RAW, get_codec
-from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
+from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, EntryFile, Evicted, sync
 from cacheblend_rag.store.events import Activity, Events
 from cacheblend_rag.store.faults import explain, explained
 from cacheblend_rag.store.keyring import Keyring
@@ -32,6 +32,8 @@ class DiskStore(KVStore):
     Readers take no lock. Budgets count whole files; a process keeps the shared total within its own budget.
     Entries being written count once they are complete.
     """
+
+    tells_evictions = True
 
     def __init__(
         self,
@@ -89,21 +91,7 @@ class DiskStore(KVStore):
             # The library makes files private; who may use the directory may use what is in it.
             temporary.chmod(file_mode(self.root))
             sync(temporary)
-            size = temporary.stat().st_size
-            with self._directory.exclusive():
-                if not replace and self.contains(key):  # another writer was faster
-                    self._directory.touch(path)
-                    return True
-                if self.budget is not None:
-                    if size + self._directory.pinned_bytes(besides=key) > self.budget:
-                        return False
-                    self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
-                    self._evict(self.budget - size + (self._directory.size(key) or 0))
-                changed = self._directory.publish(temporary, key, size)
-            for directory in changed:
-                sync(directory)
-        self._events.add("puts")
-        return True
+            return self._publish(temporary, key, replace)
 
     def contains(self, key: KVKey) -> bool:
         """See :meth:`KVStore.contains`."""
@@ -159,8 +147,15 @@ class DiskStore(KVStore):
         Raises:
             StoreError: Entries cannot be removed.
         """
-        with self._writing(), self._directory.exclusive():
-            return self._evict(to_bytes)
+        freed, offered = 0, set[EntryFile]()
+        with self._writing():
+            while True:
+                with self._directory.exclusive():
+                    evicted = self._evict(to_bytes, offered)
+                freed += sum(evicted.freed)
+                if not evicted.held_back:
+                    return freed
+                self._offer(evicted.held_back, offered)
 
     def stats(self) -> StoreStats:
         """See :meth:`KVStore.stats`; the contents are what all processes have put."""
@@ -273,10 +268,44 @@ class DiskStore(KVStore):
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget
 
-    def _evict(self, to_bytes: int) -> int:
-        freed = self._directory.evict(to_bytes)
-        self._events.add("evictions", len(freed))
-        return sum(freed)
+    def _publish(self, temporary: Path, key: KVKey, replace: bool) -> bool:
+        """Make a written and synced file the entry ``key``, once there is room; False where there is none."""
+        path, size = self._directory.file(key), temporary.stat().st_size
+        offered = set[EntryFile]()
+        while True:
+            with self._directory.exclusive():
+                if not replace and self.contains(key):  # another writer was faster
+                    self._directory.touch(path)
+                    return True
+                wanted: list[EntryFile] = []
+                if self.budget is not None:
+                    if size + self._directory.pinned_bytes(besides=key) > self.budget:
+                        return False
+                    self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
+                    wanted = self._evict(self.budget - size + (self._directory.size(key) or 0), offered).held_back
+                if not wanted:
+                    changed = self._directory.publish(temporary, key, size)
+                    break
+            self._offer(wanted, offered)
+        for directory in changed:
+            sync(directory)
+        self._events.add("puts")
+        return True
+
+    def _evict(self, to_bytes: int, offered: set[EntryFile]) -> Evicted:
+        """Evict what was offered, or all that is wanted where nobody is told. Locked."""
+        everything = self.on_evict is None
+        evicted = self._directory.evict(to_bytes, lambda entry: everything or entry in offered)
+        self._events.add("evictions", len(evicted.freed))
+        return evicted
+
+    def _offer(self, entries: Sequence[EntryFile], offered: set[EntryFile]) -> None:
+        """Show entries to whoever wants to know of evictions. Without the lock: it may take as long as another tier does."""
+        for entry in entries:
+            found = self._open(self._directory.file(entry.key), entry.key)
+            if found is not None and self.on_evict is not None:
+                self.on_evict(entry.key, found)
+            offered.add(entry)
 
     def _discard(self, entry: kvfile.KVFile, damage: DamagedKVError) -> None:
         """Remove a damaged entry, unless another file has taken its place already."""

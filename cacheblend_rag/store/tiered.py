@@ -5,27 +5,37 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from cacheblend_rag.errors import DamagedKVError, InputError, StoreError, StoreUnavailableError
+from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
-from cacheblend_rag.store.block import ALIGNMENT, Pieces, Take, plain
+from cacheblend_rag.store.behind import WriteQueue
 from cacheblend_rag.store.events import Activity, Events
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV, read_whole
+from cacheblend_rag.store.promotion import Promotion
 from cacheblend_rag.store.tally import Tally
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+class SyncReport(NamedTuple):
+    """What :meth:`TieredStore.sync` did: entries looked at, copies made, entries that could not be read."""
+
+    entries: int
+    copied: int
+    unreadable: int
+
+
 class TieredStore(KVStore):
     """Tiers, fastest first. Puts go to every tier; what is read whole from a slower tier moves up into the faster ones.
 
+    A slower tier may be given entries later (:attr:`KVStore.writes`): by a thread, or when the tier in front evicts them.
     Any :class:`KVStore` can be a tier. While one does not answer, the others go on without it.
     """
 
@@ -37,7 +47,8 @@ class TieredStore(KVStore):
             tally: Where to add what was counted when the store is closed.
 
         Raises:
-            InputError: There are none, or two are encrypted with different keys.
+            InputError: There are none, or two are encrypted with different keys, or one is to be given what is evicted and there
+                is no directory in front of it.
         """
         if not tiers:
             raise InputError("a tiered KV store needs at least one tier")
@@ -53,12 +64,16 @@ class TieredStore(KVStore):
         self._promoting = 0
         self._tally = tally
         self._refused: dict[KVStore, str] = {}
+        self._behind = {
+            tier: WriteQueue(tier, partial(self._say_once, tier)) for tier in self.tiers if tier.writes == "back"
+        }
+        self._wire_demotions()
         self._share_pins()
 
     def get(self, key: KVKey) -> StoredKV | None:
         """See :meth:`KVStore.get`. The fastest tier that has the entry serves it; the use counts in all of them."""
         for level, tier in enumerate(self.tiers):
-            found = tier.get(key)
+            found = tier.get(key) or self._on_its_way(tier, key)
             if found is None:
                 continue
             for slower in self.tiers[level + 1 :]:
@@ -69,7 +84,7 @@ class TieredStore(KVStore):
         return None
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
-        """See :meth:`KVStore.put`. Every tier is tried; True when at least one has the entry.
+        """See :meth:`KVStore.put`. Every tier is tried; True when at least one has the entry, or will be given it.
 
         A tier's refusal is an error only where no other tier has the entry that outlasts the process; else it is logged, once.
 
@@ -80,10 +95,13 @@ class TieredStore(KVStore):
         stored = lasts = False
         refusals: list[StoreError] = []
         for tier in self.tiers:
+            if tier.writes == "demoted" and lasts:
+                continue  # the tier in front has it, and will hand it on
             try:
-                took = tier.put(key, kv, replace)
+                took = self._give(tier, key, kv, replace)
                 stored, lasts = stored or took, lasts or (took and tier.lasts)
-                self._refused.pop(tier, None)
+                if tier not in self._behind:
+                    self._refused.pop(tier, None)
             except StoreError as error:
                 refusals.append(error)
                 self._say_once(tier, error)
@@ -92,6 +110,69 @@ class TieredStore(KVStore):
         if stored and not known:
             self._events.add("puts")
         return stored
+
+    def _give(self, tier: KVStore, key: KVKey, kv: ChunkKV, replace: bool) -> bool:
+        large = tier.budget is not None and kv.nbytes > tier.budget  # what it refuses is said at once
+        if tier not in self._behind or large:
+            return tier.put(key, kv, replace)
+        self._behind[tier].put(key, kv, replace)
+        return True
+
+    def _on_its_way(self, tier: KVStore, key: KVKey) -> StoredKV | None:
+        return self._behind[tier].get(key) if tier in self._behind else None
+
+    def _wire_demotions(self) -> None:
+        for level, tier in enumerate(self.tiers):
+            if tier.writes != "demoted":
+                continue
+            front = next((each for each in reversed(self.tiers[:level]) if each.tells_evictions), None)
+            if front is None:
+                raise InputError(
+                    "A tier with write=demoted is given what the tier in front of it evicts, which must be a directory: "
+                    "put file:// in front of it, or leave write=demoted out."
+                )
+            front.on_evict = partial(self._demote, tier)
+
+    def _demote(self, tier: KVStore, key: KVKey, entry: StoredKV) -> None:
+        """Give ``tier`` what another one is about to evict; where it does not take it, it is evicted all the same."""
+        if tier.contains(key) or (kv := read_whole(entry)) is None:
+            return
+        try:
+            tier.put(key, kv)
+        except StoreError as error:
+            self._say_once(tier, error)
+
+    def flush(self) -> None:
+        """Wait until every tier was given what was put."""
+        for queue in self._behind.values():
+            queue.flush()
+
+    def sync(self, on_step: Callable[[int, int], None] = lambda *_: None) -> SyncReport:
+        """Give each tier that lasts what it lacks and another one has, but for those that are given what is evicted.
+
+        Args:
+            on_step: Called with the entries looked at, and how many there are.
+
+        Raises:
+            StoreUnavailableError: A remote tier does not answer.
+            StoreError: A tier refuses; what was copied stays.
+        """
+        self.flush()
+        wanting = [tier for tier in self.tiers if tier.lasts and tier.writes != "demoted"]
+        lists = {tier: {entry.key for entry in tier.entries()} for tier in wanting}
+        keys = {entry.key for tier in self.tiers for entry in tier.entries()}
+        copied = unreadable = 0
+        for done, key in enumerate(sorted(keys)):
+            on_step(done, len(keys))
+            lacking = [tier for tier in wanting if key not in lists[tier]]
+            if not lacking:
+                continue
+            found = next((entry for tier in self.tiers if (entry := tier.get(key)) is not None), None)
+            kv = None if found is None else read_whole(found)
+            unreadable += kv is None
+            copied += sum(tier.put(key, kv) for tier in lacking if kv is not None)
+        on_step(len(keys), len(keys))
+        return SyncReport(len(keys), copied, unreadable)
 
     def _say_once(self, tier: KVStore, error: StoreError) -> None:
         """Log why a tier did not take an entry, but not for every entry."""
@@ -103,11 +184,12 @@ class TieredStore(KVStore):
 
     def contains(self, key: KVKey) -> bool:
         """See :meth:`KVStore.contains`."""
-        return any(tier.contains(key) for tier in self.tiers)
+        return any(tier.contains(key) or self._on_its_way(tier, key) is not None for tier in self.tiers)
 
     def delete(self, key: KVKey) -> bool:
         """See :meth:`KVStore.delete`; from every tier, also where one refuses."""
-        return any(self._of_each(lambda tier: tier.delete(key)))
+        waiting = [queue.cancel(key) for queue in self._behind.values()]
+        return any(self._of_each(lambda tier: tier.delete(key))) or any(waiting)
 
     def _of_each(self, act: Callable[[KVStore], _T]) -> list[_T]:
         """Do the same with every tier; a tier's error is raised when all others are done."""
@@ -185,6 +267,7 @@ class TieredStore(KVStore):
 
     def evict(self, to_bytes: int) -> int:
         """See :meth:`KVStore.evict`; every tier is brought down to ``to_bytes``."""
+        self.flush()
         return sum(self._of_each(lambda tier: tier.evict(to_bytes)))
 
     def stats(self) -> StoreStats:
@@ -218,7 +301,9 @@ class TieredStore(KVStore):
         )
 
     def close(self) -> None:
-        """Close every tier."""
+        """Write what is still to be written, and close every tier."""
+        for queue in self._behind.values():
+            queue.close()
         if self._tally is not None:
             self._tally.add(self.activity())
             self._tally = None
@@ -235,87 +320,8 @@ class TieredStore(KVStore):
             if self._promoting + found.nbytes > limit:
                 return found
             self._promoting += found.nbytes
-        return _Promotion(key, found, targets, self._promotion_ended)
+        return Promotion(key, found, targets, self._promotion_ended)
 
     def _promotion_ended(self, nbytes: int) -> None:
         with self._lock:
             self._promoting -= nbytes
-
-
-class _Promotion(StoredKV):
-    """A handle that keeps the layers read through it and, once it has all, puts them into the faster tiers.
-
-    So a promotion costs no read of its own, and no copy where a tier gives it room to read into. What unfinished
-    promotions hold together is bounded by the faster tier's budget: of a prompt larger than that, the rest is read through.
-    """
-
-    def __init__(self, key: KVKey, source: StoredKV, targets: Sequence[KVStore], on_end: Callable[[int], None]):
-        """Read from ``source``; call ``on_end`` with its size once, when the promotion is over or given up."""
-        self._key = key
-        self._source = source
-        self._targets = targets
-        self._layers: dict[int, LayerKV] = {}
-        self._take: Take | None = None
-        self._lock = threading.Lock()
-        self.num_layers = source.num_layers
-        self.num_tokens = source.num_tokens
-        self.start = source.start
-        self.nbytes, self.stored_nbytes = source.nbytes, source.stored_nbytes
-        self.tier = source.tier
-        self.at_once = source.at_once
-        self._end = weakref.finalize(self, on_end, source.nbytes)
-
-    def layer(self, index: int) -> LayerKV:
-        """See :meth:`StoredKV.layer`."""
-        with self._lock:
-            held = self._layers.get(index)
-            if held is None and self._take is None:
-                self._take = self._room()
-        if held is not None:
-            return held
-        assert self._take is not None
-        layer = self._source.layer_in(index, self._take)
-        with self._lock:
-            complete = index not in self._layers and len(self._layers) == self.num_layers - 1
-            self._layers.setdefault(index, layer)
-        if complete:
-            # To RAM at once, without a copy; writing to a medium would hold up whoever waits for this layer.
-            self._promote(lasting=False)
-            if not any(tier.lasts for tier in self._targets):
-                self._end()
-        return layer
-
-    def static_deviation(self) -> torch.Tensor | None:
-        """See :meth:`StoredKV.static_deviation`."""
-        return self._source.static_deviation()
-
-    def finish(self) -> None:
-        """See :meth:`StoredKV.finish`: read what the blend did not need, such as the layers below its check layer."""
-        try:
-            for index in range(self.num_layers):
-                self.layer(index)
-        except (DamagedKVError, StoreUnavailableError) as error:  # the answer did not use these layers
-            _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
-            return
-        self._promote(lasting=True)
-        self._end()
-
-    def _room(self) -> Take:
-        nbytes = self.nbytes + self.num_layers * ALIGNMENT
-        rooms = (tier.room(nbytes) for tier in self._targets)
-        room = next((room for room in rooms if room is not None), None)
-        return plain if room is None else Pieces(room)
-
-    def _promote(self, lasting: bool) -> None:
-        targets = [tier for tier in self._targets if tier.lasts == lasting]
-        if not targets:
-            return
-        layers = [self._layers[index] for index in range(self.num_layers)]
-        kv = ChunkKV(layers, self.start, static=self.static_deviation())
-        for tier in targets:
-            try:
-                tier.put(self._key, kv)
-            except StoreUnavailableError:
-                pass  # the tier has said so itself
-            except StoreError as error:  # the read itself went well
-                _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)

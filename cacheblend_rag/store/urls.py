@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.base import TIMEOUT_S, KVStore
+from cacheblend_rag.store.base import TIMEOUT_S, KVStore, Writes
 from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.keyring import Keyring
@@ -63,6 +63,7 @@ class TierURL:
         ttl_s: Seconds after which an entry is gone; None: never.
         timeout_s: Seconds that a look-up or a read may take.
         codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); RAM holds them as they are.
+        write: When the tier is given entries; see :attr:`KVStore.writes`.
         encrypt: Directory of the keys that entries are encrypted with (:meth:`Keyring.read`); empty: not encrypted.
         config: Further options, of an object store.
     """
@@ -74,6 +75,7 @@ class TierURL:
     ttl_s: float | None = None
     timeout_s: float = TIMEOUT_S
     codec: str = RAW
+    write: Writes = "through"
     encrypt: str = ""
     config: tuple[tuple[str, str], ...] = ()
 
@@ -123,7 +125,7 @@ def _parse(url: str) -> TierURL:
         raise InputError(f"{url!r} lacks a {'bucket' if scheme in _OBJECTS else 'host'}; {_EXAMPLE}.")
     taken: dict[str, Callable[[str], object]] = {"budget": parse_size}
     if scheme != "ram":
-        taken |= {"codec": _codec, "encrypt": str}
+        taken |= {"codec": _codec, "encrypt": str, "write": _writes}
     if scheme not in {"ram", "file"}:
         taken |= {"ttl": parse_duration, "timeout": parse_duration}
     for name, parse in taken.items():
@@ -142,6 +144,13 @@ def _parse(url: str) -> TierURL:
 
 def _codec(text: str) -> str:
     return get_codec(text.replace(" ", "+")).name  # a plus sign in an address stands for a space
+
+
+def _writes(text: str) -> Writes:
+    for known in get_args(Writes):
+        if text == known:
+            return cast("Writes", known)
+    raise InputError(f"write={text!r} is none of {', '.join(get_args(Writes))}.")
 
 
 def with_keys(urls: str, keys: Path) -> str:
@@ -180,6 +189,14 @@ def open_tier(
         InputError: The address or its keys cannot be used, or a package is missing.
         StoreError: A directory cannot be used.
     """
+    store = _opened(tier, name, home, ram_budget, disk_budget)
+    store.writes = tier.write
+    return store
+
+
+def _opened(
+    tier: TierURL, name: str, home: Path | None, ram_budget: Callable[[], int], disk_budget: Callable[[DiskStore], int]
+) -> KVStore:
     if tier.scheme == "ram":
         return MemoryStore(ram_budget() if tier.budget is None else tier.budget)
     keys = Keyring.read(tier.encrypt) if tier.encrypt else None

@@ -25,7 +25,16 @@ Open = Callable[[int | None], KVStore]
 """Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
 
 
-PLAIN = ["memory", "disk", "tiered", "tiered_disk_only", "redis", "objects", "s3", "tiered_redis"]
+class Settled(TieredStore):
+    """What is written behind is there when a put returns, so that listings have it."""
+
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
+        stored = super().put(key, kv, replace)
+        self.flush()
+        return stored and self.contains(key)
+
+
+PLAIN = ["memory", "disk", "tiered", "tiered_disk_only", "tiered_behind", "redis", "objects", "s3", "tiered_redis"]
 ENCODED = ["disk:int8", "disk:fp8", "tiered:int8", "redis:k16v8", "objects:int8", "tiered_redis:fp8"]
 ENCRYPTED = [f"{kind}@keys" for kind in ("disk", "disk:int8", "tiered", "redis", "objects", "s3", "tiered_redis")]
 
@@ -65,11 +74,14 @@ def _opener(
         ram = MemoryStore(None if entries is None else entries * kv_of(0).nbytes)
         disk = DiskStore(root / "store", None if entries is None else entries * file_size, **options)
         budget = None if entries is None else entries * file_size
+        behind = DiskStore(root / "store", budget, **options)
+        behind.writes = "back"
         stores: dict[str, KVStore] = {
             "memory": ram,
             "disk": disk,
             "tiered": TieredStore([ram, disk]),
             "tiered_disk_only": TieredStore([disk]),
+            "tiered_behind": Settled([ram, behind]),
             **{name: opened(budget) for name, opened in remote.items()},
         }
         if "redis" in stores:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.store import DiskStore, disk, kvfile
+from cacheblend_rag.store.base import Writes
 from cacheblend_rag.store.directory import EntryDirectory
 from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.spool import Spool
@@ -86,21 +87,22 @@ def test_killed_writers_lose_nothing_that_was_stored(root: Path, budget: int | N
     assert DiskStore(root).verify().damaged == ()
 
 
-def test_whoever_is_killed_in_any_tier_loses_nothing_of_the_durable_one(root: Path) -> None:
+@pytest.mark.parametrize("writes", ["through", "demoted"])
+def test_whoever_is_killed_in_any_tier_loses_nothing_that_was_stored(root: Path, writes: Writes) -> None:
     chance = random.Random(11)
     acknowledged: list[int] = []
     number = 0
     for kill in range(KILLS):
-        process, connection = workers.start(workers.use_tiers_until_killed, root, number, 60_000, kill)
+        process, connection = workers.start(workers.use_tiers_until_killed, root, number, 60_000, writes, kill)
         acknowledged += kill_within(0.2, process, connection, chance)
         number = acknowledged[-1] + 2
 
-        with closing(workers.tiers_at(root, 60_000)) as store:
+        with closing(workers.tiers_at(root, 60_000, writes)) as store:
             for tier in store.tiers:
                 assert tier.verify(repair=False).damaged == ()
             assert store.tiers[0].stats().nbytes <= 60_000
-            slow = store.tiers[1]
-            assert all(slow.contains(key_of(known)) for known in acknowledged)
+            holds = store.tiers[1] if writes == "through" else store
+            assert all(holds.contains(key_of(known)) for known in acknowledged)
             for known in chance.sample(acknowledged, min(10, len(acknowledged))):
                 found = store.get(key_of(known))
                 assert found is not None

@@ -53,6 +53,15 @@ def test_a_malformed_address_is_refused_with_what_to_write(urls: str, why: str) 
         parse_tiers(urls)
 
 
+def test_an_address_says_when_its_tier_is_written(tmp_path: Path) -> None:
+    with open_store(
+        f"ram://1MiB,file://{tmp_path}/a,file://{tmp_path}/b?write=demoted,file://{tmp_path}/c?write=back"
+    ) as store:
+        assert [tier.writes for tier in store.tiers] == ["through", "through", "demoted", "back"]
+    with pytest.raises(InputError, match="through, back, demoted"):
+        parse_tiers("file:///kv?write=never")
+
+
 def test_times_have_units() -> None:
     assert [parse_duration(text) for text in ("250ms", "2s", "1.5m", "12h", "7d")] == [0.25, 2, 90, 43200, 604800]
 

@@ -1,0 +1,96 @@
+"""An entry that moves up into faster tiers as it is read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
+from cacheblend_rag.store.base import KVStore
+from cacheblend_rag.store.block import ALIGNMENT, Pieces, Take, plain
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
+
+_log = logging.getLogger(__name__)
+
+
+class Promotion(StoredKV):
+    """A handle that keeps the layers read through it and, once it has all, puts them into the faster tiers.
+
+    So a promotion costs no read of its own, and no copy where a tier gives it room to read into. What unfinished
+    promotions hold together is bounded by the faster tier's budget: of a prompt larger than that, the rest is read through.
+    """
+
+    def __init__(self, key: KVKey, source: StoredKV, targets: Sequence[KVStore], on_end: Callable[[int], None]):
+        """Read from ``source``; call ``on_end`` with its size once, when the promotion is over or given up."""
+        self._key = key
+        self._source = source
+        self._targets = targets
+        self._layers: dict[int, LayerKV] = {}
+        self._take: Take | None = None
+        self._lock = threading.Lock()
+        self.num_layers = source.num_layers
+        self.num_tokens = source.num_tokens
+        self.start = source.start
+        self.nbytes, self.stored_nbytes = source.nbytes, source.stored_nbytes
+        self.tier = source.tier
+        self.at_once = source.at_once
+        self._end = weakref.finalize(self, on_end, source.nbytes)
+
+    def layer(self, index: int) -> LayerKV:
+        """See :meth:`StoredKV.layer`."""
+        with self._lock:
+            held = self._layers.get(index)
+            if held is None and self._take is None:
+                self._take = self._room()
+        if held is not None:
+            return held
+        assert self._take is not None
+        layer = self._source.layer_in(index, self._take)
+        with self._lock:
+            complete = index not in self._layers and len(self._layers) == self.num_layers - 1
+            self._layers.setdefault(index, layer)
+        if complete:
+            # To RAM at once, without a copy; writing to a medium would hold up whoever waits for this layer.
+            self._promote(lasting=False)
+            if not any(tier.lasts for tier in self._targets):
+                self._end()
+        return layer
+
+    def static_deviation(self) -> torch.Tensor | None:
+        """See :meth:`StoredKV.static_deviation`."""
+        return self._source.static_deviation()
+
+    def finish(self) -> None:
+        """See :meth:`StoredKV.finish`: read what the blend did not need, such as the layers below its check layer."""
+        try:
+            for index in range(self.num_layers):
+                self.layer(index)
+        except (DamagedKVError, StoreUnavailableError) as error:  # the answer did not use these layers
+            _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
+            return
+        self._promote(lasting=True)
+        self._end()
+
+    def _room(self) -> Take:
+        nbytes = self.nbytes + self.num_layers * ALIGNMENT
+        rooms = (tier.room(nbytes) for tier in self._targets)
+        room = next((room for room in rooms if room is not None), None)
+        return plain if room is None else Pieces(room)
+
+    def _promote(self, lasting: bool) -> None:
+        targets = [tier for tier in self._targets if tier.lasts == lasting]
+        if not targets:
+            return
+        layers = [self._layers[index] for index in range(self.num_layers)]
+        kv = ChunkKV(layers, self.start, static=self.static_deviation())
+        for tier in targets:
+            try:
+                tier.put(self._key, kv)
+            except StoreUnavailableError:
+                pass  # the tier has said so itself
+            except StoreError as error:  # the read itself went well
+                _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)

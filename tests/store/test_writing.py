@@ -1,0 +1,234 @@
+"""Tiers that are given entries later: by a thread, or when the tier in front evicts them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store.behind import WriteQueue
+from cacheblend_rag.store.kv import ChunkKV, KVKey
+from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
+
+
+class Slow(MemoryStore):
+    """A tier whose puts wait until they are let go; its entries outlast the process, as far as anybody can tell."""
+
+    lasts = True
+
+    def __init__(self, writes: str = "back") -> None:
+        super().__init__()
+        self.writes = writes  # type: ignore[assignment]
+        self.go_on, self.began = threading.Event(), threading.Event()
+        self.order: list[str] = []
+        self.fails: StoreError | None = None
+
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
+        self.began.set()
+        assert self.go_on.wait(60)
+        if self.fails is not None:
+            raise self.fails
+        self.order.append(f"written {key[:1]}")
+        return super().put(key, kv, replace)
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    tier = Slow()
+    yield tier
+    tier.go_on.set()
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with memory_directory() as path:
+        yield path
+
+
+def keys(store: TieredStore | DiskStore | MemoryStore) -> set[KVKey]:
+    return {entry.key for entry in store.entries()}
+
+
+def test_a_put_does_not_wait_for_a_tier_that_is_written_behind(slow: Slow) -> None:
+    store = TieredStore([MemoryStore(kv_of(0).nbytes), slow])
+    for number in (1, 2):
+        assert store.put(key_of(number), ranked(kv_of(number)))
+    assert keys(slow) == set()
+    assert store.contains(key_of(1))
+    found = store.get(key_of(1))
+    assert found is not None, "RAM has let go of it, and the tier does not have it yet"
+    assert same(found, kv_of(1))
+    assert found.static_deviation() is not None
+    slow.go_on.set()
+    store.flush()
+    assert keys(slow) == {key_of(1), key_of(2)}
+    assert same(slow.get(key_of(1)), kv_of(1))
+
+
+def test_what_was_put_is_as_it_was_then(slow: Slow) -> None:
+    kv = kv_of(1)
+    store = TieredStore([slow])
+    store.put(key_of(1), kv)
+    for tensor in kv.layer(0):
+        tensor.zero_()
+    slow.go_on.set()
+    store.flush()
+    assert same(slow.get(key_of(1)), kv_of(1))
+
+
+def test_closing_writes_what_is_left(root: Path) -> None:
+    disk = DiskStore(root)
+    disk.writes = "back"
+    with TieredStore([MemoryStore(), disk]) as store:
+        for number in range(5):
+            store.put(key_of(number), kv_of(number))
+    assert keys(DiskStore(root)) == {key_of(number) for number in range(5)}
+
+
+def test_a_deleted_entry_is_not_written_afterwards(slow: Slow) -> None:
+    store = TieredStore([slow])
+    store.put(key_of(1), kv_of(1))
+    assert slow.began.wait(60)
+    store.put(key_of(2), kv_of(2))
+    with ThreadPoolExecutor(1) as pool:
+        assert store.delete(key_of(2))
+        being_written = pool.submit(store.delete, key_of(1))
+        slow.go_on.set()
+        assert being_written.result()
+    store.flush()
+    assert keys(slow) == set()
+    assert not store.contains(key_of(1))
+
+
+def test_no_more_waits_than_may(slow: Slow) -> None:
+    queue = WriteQueue(slow, lambda error: None, most_bytes=kv_of(0).nbytes)
+    queue.put(key_of(1), kv_of(1), False)
+
+    def second() -> None:
+        queue.put(key_of(2), kv_of(2), False)
+        slow.order.append("accepted 2")
+
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(second)
+        assert slow.began.wait(60)
+        slow.go_on.set()
+        waits.result()
+    queue.close()
+    assert slow.order[0].startswith("written")
+    assert keys(slow) == {key_of(1), key_of(2)}
+
+
+def test_what_a_tier_refuses_is_let_go_and_said_once(slow: Slow, caplog: pytest.LogCaptureFixture) -> None:
+    slow.fails = StoreError("the disk is full")
+    slow.go_on.set()
+    store = TieredStore([MemoryStore(), slow])
+    for number in (1, 2):
+        assert store.put(key_of(number), kv_of(number))
+    store.flush()
+    assert [record.message for record in caplog.records] == ["Entries go to the other tiers alone: the disk is full"]
+    assert store.get(key_of(1)) is not None
+    slow.fails = None
+    report = store.sync()
+    assert (report.entries, report.copied, report.unreadable) == (2, 2, 0)
+    assert same(slow.get(key_of(2)), kv_of(2))
+
+
+def demoting(root: Path, entries: int, slow: MemoryStore) -> tuple[TieredStore, DiskStore]:
+    measured = DiskStore(root / "measured")
+    measured.put(key_of(0), kv_of(0))
+    disk = DiskStore(root / "quick", entries * measured.stats().nbytes)
+    return TieredStore([disk, slow]), disk
+
+
+def test_a_demoted_tier_has_what_the_disk_has_evicted_and_nothing_else(root: Path) -> None:
+    slow = Slow("demoted")
+    slow.go_on.set()
+    store, disk = demoting(root, 2, slow)
+    for number in range(5):
+        assert store.put(key_of(number), kv_of(number))
+    assert keys(disk) == {key_of(3), key_of(4)}
+    assert keys(slow) == {key_of(0), key_of(1), key_of(2)}
+    found = store.get(key_of(0))
+    assert found is not None
+    assert same(found, kv_of(0))
+    found.finish()
+    assert keys(disk) == {key_of(4), key_of(0)}
+    assert keys(slow) == {key_of(number) for number in range(4)}
+    assert [name for name in slow.order if name.startswith("written")] == slow.order
+    assert len(slow.order) == 4, "what it had is not written again"
+    store.evict(0)
+    assert keys(disk) == set()
+
+
+def test_an_entry_leaves_the_disk_only_when_the_tier_behind_has_it(root: Path) -> None:
+    slow = Slow("demoted")
+    store, disk = demoting(root, 2, slow)
+    for number in (1, 2):
+        store.put(key_of(number), kv_of(number))
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(store.put, key_of(3), kv_of(3))
+        assert slow.began.wait(60)
+        assert keys(disk) == {key_of(1), key_of(2)}
+        assert disk.get(key_of(2)) is not None, "nobody waits for the other tier but who puts"
+        slow.go_on.set()
+        assert third.result()
+    assert keys(slow) == {key_of(1)}
+
+
+def test_an_entry_that_is_used_while_it_is_demoted_stays_on_the_disk(root: Path) -> None:
+    slow = Slow("demoted")
+    store, disk = demoting(root, 2, slow)
+    for number in (1, 2):
+        store.put(key_of(number), kv_of(number))
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(store.put, key_of(3), kv_of(3))
+        assert slow.began.wait(60)
+        disk.get(key_of(1))
+        slow.go_on.set()
+        assert third.result()
+    assert keys(disk) == {key_of(1), key_of(3)}
+    assert key_of(2) in keys(slow)
+
+
+def test_a_tier_behind_that_does_not_answer_ends_no_put(root: Path) -> None:
+    slow = Slow("demoted")
+    slow.fails = StoreUnavailableError("away")
+    slow.go_on.set()
+    store, disk = demoting(root, 2, slow)
+    for number in range(4):
+        assert store.put(key_of(number), kv_of(number))
+    assert keys(disk) == {key_of(2), key_of(3)}
+    assert store.evict(0) > 0
+
+
+def test_what_is_larger_than_the_disk_goes_to_the_tier_behind(root: Path) -> None:
+    slow = Slow("demoted")
+    slow.go_on.set()
+    store, disk = demoting(root, 1, slow)
+    large = kv_of(1, tokens=500)
+    assert store.put(key_of(1), large)
+    assert (keys(disk), keys(slow)) == (set(), {key_of(1)})
+
+
+def test_only_a_directory_hands_on_what_it_evicts() -> None:
+    with pytest.raises(InputError, match="put file:// in front"):
+        TieredStore([MemoryStore(), Slow("demoted")])
+
+
+def test_sync_fills_every_tier_that_lasts_but_not_ram(root: Path) -> None:
+    first, second, ram = DiskStore(root / "a"), DiskStore(root / "b"), MemoryStore()
+    first.put(key_of(1), ranked(kv_of(1)))
+    second.put(key_of(2), kv_of(2))
+    steps: list[tuple[int, int]] = []
+    with TieredStore([ram, first, second]) as store:
+        report = store.sync(lambda done, of: steps.append((done, of)))
+    assert (report.entries, report.copied, report.unreadable) == (2, 2, 0)
+    assert keys(first) == keys(second) == {key_of(1), key_of(2)}
+    assert keys(ram) == set()
+    assert second.get(key_of(1)).static_deviation() is not None
+    assert steps[-1] == (2, 2)
