@@ -81,10 +81,16 @@ class Workbench:
     name: EngineName = "transformers"
 
     @classmethod
-    def of(cls, engine: TransformersEngine, label: str | None = None, directory: Path | None = None) -> Workbench:
+    def of(
+        cls, engine: TransformersEngine | VLLMEngine, label: str | None = None, directory: Path | None = None
+    ) -> Workbench:
         """Return an open engine as measurements use it."""
-        runner, vocab_size = engine.runner, engine.subject().vocab_size
-        return cls(engine, label or engine.fingerprint.name, directory, runner.device, runner.dtype, vocab_size)
+        label = label or engine.fingerprint.name
+        if isinstance(engine, TransformersEngine):
+            runner, vocab_size = engine.runner, engine.subject().vocab_size
+            return cls(engine, label, directory, runner.device, runner.dtype, vocab_size)
+        vocab_size = engine.client.llm.model_config.get_vocab_size()
+        return cls(engine, label, directory, engine.device, engine.dtype, vocab_size, "vllm")
 
     @property
     def kv(self) -> KVPlace:
@@ -157,9 +163,9 @@ class Workbench:
 
     def random_chunks(self, count: int, tokens: int, seed: int) -> list[Chunk]:
         """Return ``count`` different chunks of ``tokens`` random token ids."""
-        ids = self._random_ids(count * tokens, seed)
+        ids = self.random_ids(count * tokens, seed)
         return [
-            Chunk(f"random-{seed}-{i}", "", tuple(ids[i * tokens : (i + 1) * tokens]), {"source": "random tokens"})
+            Chunk(f"random-{seed}-{i}", "", ids[i * tokens : (i + 1) * tokens], {"source": "random tokens"})
             for i in range(count)
         ]
 
@@ -170,12 +176,12 @@ class Workbench:
         for chunk in chunks:
             spans.append(ChunkSpan(chunk, len(ids), len(ids) + len(chunk.token_ids)))
             ids += chunk.token_ids
-        return TokenizedPrompt((*ids, *self._random_ids(question_tokens, seed + 1)), tuple(spans))
+        return TokenizedPrompt((*ids, *self.random_ids(question_tokens, seed + 1)), tuple(spans))
 
-    def _random_ids(self, count: int, seed: int) -> list[int]:
+    def random_ids(self, count: int, seed: int) -> tuple[int, ...]:
+        """Return ``count`` random token ids."""
         generator = torch.Generator().manual_seed(seed)
-        ids: list[int] = torch.randint(0, self.vocab_size, (count,), generator=generator).tolist()
-        return ids
+        return tuple(torch.randint(0, self.vocab_size, (count,), generator=generator).tolist())
 
 
 def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
@@ -211,10 +217,7 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
         engine = VLLMEngine(
             root / "model", load_format="dummy", skip_tokenizer_init=True, max_model_len=context, **options
         )
-    label = model.random_weights or engine.fingerprint.name
-    where = root if kv == "disk" else None
-    vocab_size = engine.client.llm.model_config.get_vocab_size()
-    return Workbench(engine, label, where, engine.device, engine.dtype, vocab_size, "vllm")
+    return Workbench.of(engine, model.random_weights, root if kv == "disk" else None)
 
 
 def name_methods(blend: BlendSettings) -> dict[str, BlendSettings]:

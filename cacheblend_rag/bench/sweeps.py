@@ -97,7 +97,7 @@ def sweep_devices(
     if not (isinstance(store, ThrottledStore) and isinstance(engine, TransformersEngine)):
         raise InputError("Storage devices are simulated by a throttled store; open a transformers engine with one.")
     usual = engine.costs, engine.profile
-    compute = measure_compute(engine)
+    compute = measure_compute(place)
     compared = _METHODS | {"controller": BlendSettings("auto")}
     points = []
     # Random tokens are unlike any text, which would raise the ratio above what the controller chooses.

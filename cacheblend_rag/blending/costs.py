@@ -1,7 +1,7 @@
 """What loading and computing cost on this machine, as the loading controller reckons with it (paper section 5).
 
-Measured by ``cacheblend store calibrate`` and kept among the user's files, named by model and device; while an engine runs, what
-real prompts take keeps them current.
+Measured by ``cacheblend store calibrate`` and kept among the user's files, named by model, device and engine; while an engine
+runs, what real prompts take keeps them current.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.events import TierReads
 
 _log = logging.getLogger(__name__)
+
+EMBEDDED = "transformers"
+"""The engine whose costs another one begins with where its own were not measured."""
 
 _WEIGHT = 0.2
 """Of the newest observation in the exponentially weighted average: some ten prompts decide."""
@@ -186,16 +189,21 @@ class Costs:
             ) from error
 
 
-def save_costs(costs: Costs, digest: str, device: str) -> Path:
-    """Write the costs of a model on a device among the user's files; return the file."""
-    file = _file(digest, device)
+def save_costs(costs: Costs, digest: str, device: str, engine: str = EMBEDDED) -> Path:
+    """Write the costs of a model on a device, as an engine runs it, among the user's files; return the file."""
+    file = _file(digest, device, engine)
     write_json(file, costs.to_json())
     return file
 
 
-def load_costs(digest: str, device: str) -> Costs | None:
-    """Return the costs of a model on a device; None if they were never measured, or cannot be read."""
-    file = _file(digest, device)
+def load_costs(digest: str, device: str, engine: str = EMBEDDED) -> Costs | None:
+    """Return the costs of a model on a device, as an engine runs it; those of the embedded engine where only these are known.
+
+    None if they were never measured, or cannot be read.
+    """
+    file = _file(digest, device, engine)
+    if engine != EMBEDDED and not file.exists():
+        return load_costs(digest, device)
     try:
         return Costs.from_json(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -205,8 +213,10 @@ def load_costs(digest: str, device: str) -> Costs | None:
         return None
 
 
-def _file(digest: str, device: str) -> Path:
-    return user_file("costs", f"{digest}-{device.replace(':', '-')}")
+def _file(digest: str, device: str, engine: str) -> Path:
+    numbered = "cuda:0" if device == "cuda" else device  # vLLM does not number the device that it runs on
+    ran_by = "" if engine == EMBEDDED else f"-{engine}"
+    return user_file("costs", f"{digest}-{numbered.replace(':', '-')}{ran_by}")
 
 
 def _drift(seconds: float, expected: float) -> float:

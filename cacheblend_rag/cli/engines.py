@@ -39,9 +39,9 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
 
 
 def open_vllm(
-    chosen: ModelOptions, store: Path, ram_budget: int | None, disk_budget: int | None, header: str | None = None
+    chosen: ModelOptions, store: Path | None, ram_budget: int | None, disk_budget: int | None, header: str | None = None
 ) -> VLLMEngine:
-    """Start vLLM with the model of a command; ``header`` as its engine takes it.
+    """Start vLLM with the model of a command; ``store`` and ``header`` as its engine takes them.
 
     Raises:
         InputError: An option that vLLM has no use for.

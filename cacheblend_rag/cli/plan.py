@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def plan(
     *,
     model: ModelOptions,
+    engine: options.Engine = "transformers",
     prices: Annotated[
         Path, typer.Option(help="TOML: a table for each tier with its prices; see the guide on stores.", dir_okay=False)
     ],
@@ -39,6 +40,7 @@ def plan(
 
     How fast tiers and model are is what `store calibrate` has measured; the file of prices may describe other devices.
     """
+    from cacheblend_rag.bench.setup import Workbench
     from cacheblend_rag.blending.costs import load_costs
     from cacheblend_rag.doctor.costs import token_bytes
     from cacheblend_rag.doctor.prices import Corpus, plan_prices, read_prices
@@ -46,16 +48,17 @@ def plan(
     from cacheblend_rag.errors import InputError, ModelError
 
     paid = read_prices(prices)
-    with open_engine(model) as engine:
-        costs = load_costs(engine.fingerprint.digest, str(engine.device))
+    with open_engine(model) as opened:  # whichever engine: of the model only the size of its KV is wanted
+        costs = load_costs(opened.fingerprint.digest, str(opened.device), engine)
         if costs is None:
             raise InputError(
-                f"Nothing was measured of this model on {engine.device}. Run `cacheblend store calibrate`."
+                f"Nothing was measured of this model on {opened.device}. Run `cacheblend store calibrate`."
             )
-        load = typical_load(engine, prompt_chunks, chunk_tokens, ratio)
+        bench = Workbench.of(opened)
+        load = typical_load(bench, prompt_chunks, chunk_tokens, ratio)
         if load is None:
             raise ModelError("This model is not blended, so stored KV serves no purpose. `cacheblend doctor` says why.")
-        corpus = Corpus(chunks, lambda codec: token_bytes(engine, codec) * chunk_tokens, per_month)
+        corpus = Corpus(chunks, lambda codec: token_bytes(bench, codec) * chunk_tokens, per_month)
         found = plan_prices(load, costs, paid, corpus)
     if as_json:
         print_json({**asdict(found), "ratio": load.least})

@@ -11,7 +11,7 @@ import typer
 
 from cacheblend_rag.cli import options
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import open_engine, open_pipeline
+from cacheblend_rag.cli.engines import open_engine, open_pipeline, open_vllm
 from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, progress, seconds, size, status, table
 
@@ -167,20 +167,28 @@ def calibrate(
     *,
     directory: options.Store = None,
     model: ModelOptions,
+    engine: options.Engine = "transformers",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a typical prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a typical chunk.")] = 512,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Measure what loading from the store and computing cost here, for --ratio auto; say which tier is fast enough."""
+    """Measure what loading from the store and computing cost here, for --ratio auto; say which tier is fast enough.
+
+    Engines compute at different speed: measure each that you use. Until it is measured, vLLM begins with what transformers takes.
+    """
+    from cacheblend_rag.bench.setup import Workbench
     from cacheblend_rag.blending.costs import save_costs
     from cacheblend_rag.doctor.costs import measure_costs
     from cacheblend_rag.doctor.storage import plan_storage
 
     place = options.store_directory(directory)
-    with open_engine(model) as engine, status("Measuring") as say:
-        costs = measure_costs(engine, place, say)
-        file = save_costs(costs, engine.fingerprint.digest, str(engine.device))
-        plan = plan_storage(engine, costs, chunks, chunk_tokens)
+    # The KV that is measured with goes when the engine is closed; only the store's tiers are looked at.
+    opened = open_vllm(model, None, None, None) if engine == "vllm" else open_engine(model)
+    with opened, status("Measuring") as say:
+        bench = Workbench.of(opened)
+        costs = measure_costs(bench, place, say)
+        file = save_costs(costs, opened.fingerprint.digest, str(opened.device), engine)
+        plan = plan_storage(bench, costs, chunks, chunk_tokens)
     if as_json:
         print_json({**costs.to_json(), "file": str(file), "plan": plan and asdict(plan)})
         return

@@ -19,12 +19,14 @@ from cacheblend_rag.bench.bandwidth import (
 )
 from cacheblend_rag.bench.compute import measure_compute
 from cacheblend_rag.bench.measure import median
+from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import StoreUnavailableError
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, KVStore, LayerKV, TieredStore, open_store
 from cacheblend_rag.store.codec import get_codec
-from cacheblend_rag.store.kv import StoredKV
+from cacheblend_rag.store.kv import StoredKV, read_whole
 
 _REPEAT = 3
 # An entry of 8 MiB for tiers on other machines, in 16 layers.
@@ -33,7 +35,7 @@ _LEAST_S = 1e-4
 _STORED = 64
 
 
-def measure_costs(engine: TransformersEngine, store: Path, progress: Callable[[str], None] | None = None) -> Costs:
+def measure_costs(place: Workbench, store: Path, progress: Callable[[str], None] | None = None) -> Costs:
     """Measure a model on its device, and the tiers of the store at ``store``; takes seconds.
 
     Disks are read with an empty page cache: what the controller reckons with is what holds on a bad day, and runs correct it.
@@ -41,9 +43,9 @@ def measure_costs(engine: TransformersEngine, store: Path, progress: Callable[[s
     """
     say = progress or (lambda line: None)
     say("computing")
-    compute = measure_compute(engine)
+    compute = measure_compute(place)
     say("RAM")
-    ram = measure_ram_copy() if engine.runner.device.type == "cpu" else measure_device_copy(engine.runner.device)
+    ram = measure_ram_copy() if place.device.type == "cpu" else measure_device_copy(place.device)
     tiers = {"ram": TierCost(0.0, ram)}
     with open_store(store, ram_budget=0) as kv:
         for tier in kv.tiers if isinstance(kv, TieredStore) else (kv,):
@@ -56,7 +58,7 @@ def measure_costs(engine: TransformersEngine, store: Path, progress: Callable[[s
                 say(name)
                 if (cost := measure_remote(tier)) is not None:
                     tiers[name] = cost
-    return Costs(engine.num_layers, compute, tiers)
+    return Costs(place.engine.num_layers, compute, tiers)
 
 
 def measure_remote(tier: KVStore) -> TierCost | None:
@@ -92,14 +94,19 @@ def _reading(tier: KVStore, key: KVKey, found: StoredKV) -> TierCost:
     return TierCost(latency, found.stored_nbytes / max(median(whole) - rounds * latency, _LEAST_S), found.at_once)
 
 
-def token_bytes(engine: TransformersEngine, codec: str = "none") -> int:
-    """Return the size of one token's KV in all layers, as a tier with ``codec`` stores it.
+def token_bytes(place: Workbench, codec: str = "none") -> int:
+    """Return the size of one token's KV in all layers, and of all ranks, as a tier with ``codec`` stores it.
 
     Raises:
         InputError: There is no such codec.
     """
-    subject = engine.subject()
-    tokens = [token % subject.vocab_size for token in range(_STORED)]
-    encode = get_codec(codec).encode
-    layers = subject.full_prefill(tokens)[1].layers
-    return sum(tensor.nbytes for layer in layers for tensor in encode(layer).values()) // len(tokens)
+    engine, encode = place.engine, get_codec(codec).encode
+    tokens = [token % place.vocab_size for token in range(_STORED)]
+    if isinstance(engine, TransformersEngine):
+        stored = [engine.subject().full_prefill(tokens)[1]]
+    else:
+        engine.precompute([Chunk("stored", "", tuple(tokens))])
+        found = [engine.store.get(key) for key in engine.entries.keys(tokens)]
+        stored = [whole for each in found if each is not None and (whole := read_whole(each)) is not None]
+    encoded = (encode(layer) for kv in stored for layer in kv.layers)
+    return sum(tensor.nbytes for tensors in encoded for tensor in tensors.values()) // len(tokens)

@@ -12,6 +12,7 @@ import torch
 from cacheblend_rag.bench.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
 from cacheblend_rag.bench.compute import fit_compute, measure_prefills, with_placing
 from cacheblend_rag.bench.measure import describe_machine
+from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import CODEC_LIMIT, check_codecs
@@ -105,9 +106,10 @@ def diagnose(
     say("bandwidths")
     bandwidth = _bandwidths(device, store)
     say("prefill")
-    prefill_s = measure_prefills(engine)
-    compute = with_placing(fit_compute(prefill_s), engine)
-    kv_bytes = token_bytes(engine) if blended else None
+    place = Workbench.of(engine)
+    prefill_s = measure_prefills(place)
+    compute = with_placing(fit_compute(prefill_s), place)
+    kv_bytes = token_bytes(place) if blended else None
     schedule = engine.profile.schedule()
     return Diagnosis(
         model=engine.fingerprint.name,

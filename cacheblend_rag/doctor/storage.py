@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.blending.controller import Load, Located, cheapest_tier, decide
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.doctor.costs import token_bytes
-from cacheblend_rag.engines.transformers import TransformersEngine
 
 # What keeping KV costs, in some unit: only the order of the tiers matters.
 _PRICES: Final = {"ram": 10.0, "redis": 9.0, "disk": 1.0, "s3": 0.2, "gs": 0.2, "az": 0.2}
@@ -51,23 +51,24 @@ class StoragePlan:
     cheapest: str | None
 
 
-def plan_storage(engine: TransformersEngine, costs: Costs, chunks: int, chunk_tokens: int) -> StoragePlan | None:
+def plan_storage(place: Workbench, costs: Costs, chunks: int, chunk_tokens: int) -> StoragePlan | None:
     """Return what to expect of a prompt of ``chunks`` chunks of ``chunk_tokens``, by the tier that its KV is in.
 
     None of the chunks counts as exact. None if the model is not blended.
     """
-    load = typical_load(engine, chunks, chunk_tokens)
+    load = typical_load(place, chunks, chunk_tokens)
     return None if load is None else plan_tiers(load, costs)
 
 
-def typical_load(engine: TransformersEngine, chunks: int, chunk_tokens: int, ratio: float | None = None) -> Load | None:
+def typical_load(place: Workbench, chunks: int, chunk_tokens: int, ratio: float | None = None) -> Load | None:
     """Return a prompt of ``chunks`` chunks of ``chunk_tokens``, none of them exact and in no tier yet.
 
     Its lowest ratio is the model profile's unless one is given. None if the model is not blended.
     """
+    engine = place.engine
     if not engine.gate.passed:
         return None
-    span = Located(chunk_tokens, token_bytes(engine) * chunk_tokens, "")
+    span = Located(chunk_tokens, token_bytes(place) * chunk_tokens, "")
     dense = engine.profile.dense_share(engine.profile.policy, engine.num_layers)
     return Load([span] * chunks, _QUESTION, engine.profile.ratio if ratio is None else ratio, dense=dense)
 

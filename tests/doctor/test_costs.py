@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from cacheblend_rag.bench.compute import fit_compute
+from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.blending.controller import Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, load_costs, save_costs
 from cacheblend_rag.doctor.costs import measure_costs, measure_remote
@@ -40,7 +41,7 @@ def test_a_model_so_small_that_its_length_does_not_show_has_a_cost_all_the_same(
 def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())
-    found = measure_costs(engine, tmp_path)
+    found = measure_costs(Workbench.of(engine), tmp_path)
     assert (found.layers, set(found.tiers)) == (engine.num_layers, {"ram", "disk"})
     assert found.compute.seconds(512, 512) >= found.compute.seconds(1, 512) > 0  # a tiny model: the length may not show
     digest = engine.fingerprint.digest
@@ -55,7 +56,7 @@ def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> N
 def test_tiers_on_other_machines_are_measured_by_name_and_left_as_they_were(tmp_path, redis_url: str) -> None:
     record_tiers(tmp_path, f"ram://,{redis_url}?timeout=30s")
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())
-    found = measure_costs(engine, tmp_path)
+    found = measure_costs(Workbench.of(engine), tmp_path)
     assert set(found.tiers) == {"ram", "redis"}
     redis = found.tiers["redis"]
     assert redis.latency_s > 0
@@ -91,3 +92,14 @@ def test_costs_of_one_device_do_not_take_anothers_place(tmp_path, monkeypatch) -
     for name, costs in known.items():
         save_costs(costs, "abc", name)
     assert {name: load_costs("abc", name) for name in known} == known
+
+
+def test_an_engine_that_was_not_measured_begins_with_the_embedded_ones_costs(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
+    embedded, own = (Costs(4, ComputeCost(0, rate, 0), {"ram": TierCost(0, 1)}) for rate in (1.0, 2.0))
+    assert load_costs("abc", "cuda", "vllm") is None
+    save_costs(embedded, "abc", "cuda:0")
+    assert load_costs("abc", "cuda", "vllm") == embedded
+    save_costs(own, "abc", "cuda", "vllm")
+    assert load_costs("abc", "cuda", "vllm") == own
+    assert load_costs("abc", "cuda:0") == embedded

@@ -121,9 +121,8 @@ class BlendClient:
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
         self.registry, self.tenant = ChunkRegistry(), DEFAULT
         self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio)
-        # A device is named here as the transformers engine names it, by which they were measured.
         device = str(llm.vllm_config.device_config.device_type)
-        self.costs = load_costs(launch.fingerprint.digest, "cuda:0" if device == "cuda" else device)
+        self.costs = load_costs(launch.fingerprint.digest, device, "vllm")
         self.trace: Trace | None = None
         self.context_window = int(llm.model_config.max_model_len)
         self.num_layers = int(llm.model_config.hf_text_config.num_hidden_layers)

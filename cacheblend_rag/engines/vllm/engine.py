@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -35,6 +36,15 @@ from cacheblend_rag.store.tenants import Tenant
 from cacheblend_rag.store.urls import is_urls
 
 T = TypeVar("T")
+
+
+class _LLM(AsyncLLM):
+    """vLLM's engine, which is shut down when ours is closed."""
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Do not shut down once more at the interpreter's end, when vLLM's modules are gone: that would print a traceback."""
+        if not ending():
+            self.shutdown()
 
 
 class VLLMEngine(BlendEngine):
@@ -133,7 +143,7 @@ class VLLMEngine(BlendEngine):
 
     async def _start(self, launch: Launch, ratio: float | None, write_back: bool, rank: Rank | None) -> BlendClient:
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
+            self._llm = _LLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
         except Exception as error:  # whatever vLLM raises
             raise StartError(launch.fingerprint.name, error, str(error)) from error
         return await BlendClient.connect(self._llm, launch, self.store, ratio=ratio, write_back=write_back, rank=rank)

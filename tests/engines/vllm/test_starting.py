@@ -108,3 +108,15 @@ def test_errors_of_a_start_that_succeeds_are_shown_afterwards_and_the_log_goes()
     done = run(fails=False)
     assert sorted(done.stderr.splitlines()) == sorted(FAILED.splitlines())
     assert "after gone" in done.stdout
+
+
+def test_vllm_is_not_shut_down_once_more_when_its_modules_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend_rag.engines.vllm.engine import _LLM
+
+    calls: list[str] = []
+    monkeypatch.setattr(_LLM, "shutdown", lambda self: calls.append("shutdown"))
+    llm = _LLM.__new__(_LLM)
+    llm.__del__(ending=lambda: True)
+    assert calls == []
+    llm.__del__(ending=lambda: False)
+    assert calls == ["shutdown"]
