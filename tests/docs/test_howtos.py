@@ -42,6 +42,8 @@ PAGES = (
     "docs/howto/tenants.md",
     "docs/howto/tuning.md",
     "integrations/langchain-cacheblend/README.md",
+    "integrations/langchain-cacheblend/docs/chat.mdx",
+    "integrations/langchain-cacheblend/docs/retriever.mdx",
     "integrations/llama-index-cacheblend/README.md",
 )
 
