@@ -70,6 +70,11 @@ def failed(of: Span, error: BaseException) -> None:
         of.set_status(Status(StatusCode.ERROR, name))
 
 
+def recording() -> bool:
+    """Say whether anybody records the span that is current."""
+    return trace.get_current_span().is_recording()
+
+
 def headers(of: Span | None = None) -> dict[str, str]:
     """Return the headers that let another process's spans be parts of this one, or of the one that is current.
 

@@ -192,6 +192,7 @@ async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_c
         outcome=lambda *_, **__: Outcome("prefill", "", Usage(10, 0, 0, 10, 3)),
         finished=lambda _: None,
         prefill_s=lambda _: None,
+        trace_headers=lambda _: None,
         gate=SimpleNamespace(passed=True),
         fingerprint=ModelFingerprint("f" * 32, "x"),
     )

@@ -8,7 +8,7 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 class Outcome:
     """What became of a prompt, read from a finished request's ``kv_transfer_params``.
 
-    ``measured`` is what the workers have measured since the last one.
+    ``measured`` is what the workers have measured since the last one, ``out`` whether each remote tier was out by then.
     """
 
     mode: Mode
@@ -84,6 +84,7 @@ class Outcome:
     expected_s: float | None = None
     trace: Recorded | None = None
     measured: Measured = field(default_factory=Measured)
+    out: Mapping[str, bool] = field(default_factory=dict)
 
 
 class BlendClient:
@@ -264,6 +265,7 @@ class BlendClient:
                 {tier: TierReads(*reads) for tier, reads in ours.get("reads", {}).items()},
                 float(ours.get("load_s", 0.0)),
             ),
+            ours.get("out", {}),
         )
 
     async def precompute(

@@ -258,6 +258,7 @@ class SchedulerSide:
         if tracked is None or isinstance(tracked.job, SaveJob):
             return None
         outcome: dict[str, Any] = {"reason": tracked.reason, "end": 0}
+        outcome["out"] = self._entries.store.out()
         outcome["measured"] = [astuple(took) for took in self._computed]
         self._computed.clear()
         if tracked.choice is not None and not tracked.failed:
