@@ -18,6 +18,7 @@ def exporter() -> InMemorySpanExporter:
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     trace.set_tracer_provider(provider)
+    assert trace.get_tracer_provider() is provider
     return kept
 
 
