@@ -77,7 +77,7 @@ class Load:
 def test_replicas_that_are_killed_give_no_wrong_answer_and_lose_nothing(server_model: Path, tmp_path: Path) -> None:
     store, chance = tmp_path / "store", random.Random(5)
     servers = [RunningServer(server_model, store) for _ in range(REPLICAS)]
-    with ExitStack() as opened, ThreadPoolExecutor(REPLICAS) as pool:
+    with ThreadPoolExecutor(REPLICAS) as pool, ExitStack() as opened:
         list(pool.map(opened.enter_context, servers))
         assert servers[0].post("/v1/chunks", {"texts": TEXTS}).json()["report"]["computed"] == len(TEXTS)
         want = {(order, 0.0): ask(servers[0], order, BLENDS[0])[0] for order in ORDERS}
@@ -85,12 +85,14 @@ def test_replicas_that_are_killed_give_no_wrong_answer_and_lose_nothing(server_m
         assert len({tuple(tokens) for tokens in want.values()}) > 1
         stop, loads = threading.Event(), [Load(server, want) for server in servers]
         running = [pool.submit(load.run, stop) for load in loads]
+        opened.callback(stop.set)
         for kill in range(KILLS):
-            server = chance.choice(servers)
-            assert server.process is not None
-            server.process.join(timeout=chance.uniform(0, 1.0))
-            server.kill()
-            server.__enter__()
+            load = chance.choice(loads)
+            assert load.server.process is not None
+            load.server.process.join(timeout=chance.uniform(0, 1.0))
+            load.server.kill()
+            # At another address: a client's own end may have taken the port by now.
+            load.server = opened.enter_context(RunningServer(server_model, store))
             if FULL:
                 print(f"{kill + 1} kills, {sum(load.answered for load in loads)} answers", flush=True)  # noqa: T201
             assert [line for load in loads for line in load.wrong] == []
@@ -100,6 +102,6 @@ def test_replicas_that_are_killed_give_no_wrong_answer_and_lose_nothing(server_m
         assert [line for load in loads for line in load.wrong] == []
         assert all(load.answered and load.stored for load in loads)
         for name in (name for load in loads for name in load.stored):
-            assert servers[0].get(f"/v1/chunks/{name}").json()["stored"]
+            assert loads[0].server.get(f"/v1/chunks/{name}").json()["stored"]
     with DiskStore(store) as left:
         assert left.verify(repair=False).damaged == ()
