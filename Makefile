@@ -49,7 +49,7 @@ test: setup browser ## Run all tests
 	cd integrations/llama-index-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS)
 
 faults: setup      ## Kill, fill and overload stores for minutes: the tests of faults with 200 kills and 8 processes
-	CACHEBLEND_FAULTS=full OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/store/test_crash.py tests/store/test_faults.py tests/store/test_remote_faults.py
+	CACHEBLEND_FAULTS=full OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/store/test_crash.py tests/store/test_faults.py tests/store/test_remote_faults.py tests/server/test_kills.py
 
 fuzz: setup        ## Try inputs nobody has thought of for a quarter of an hour, others each time
 	CACHEBLEND_FUZZ=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/fuzz

@@ -157,15 +157,20 @@ def running_server(server_model: Path, tmp_path_factory: pytest.TempPathFactory)
 
     from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, save_costs
     from cacheblend_rag.store.kv import ModelFingerprint
+    from tests.server.collector import Collector
     from tests.server.running import RunningServer
 
-    made = RunningServer(server_model, tmp_path_factory.mktemp("server") / "store")
-    digest = ModelFingerprint.from_directory(server_model, torch.float32).digest
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CACHEBLEND_HOME", str(made.home))
-        save_costs(Costs(4, ComputeCost(0.0, 1e-3, 0.0), {"disk": TierCost(0.0, 1e12)}), digest, "cpu")
-    with made as server:
-        yield server
+    with Collector() as collector:
+        flags = ["--otlp-traces-endpoint", collector.url, "--logging-config.formatter", "json"]
+        made = RunningServer(server_model, tmp_path_factory.mktemp("server") / "store", *flags)
+        made.settings |= {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+        made.collector = collector
+        digest = ModelFingerprint.from_directory(server_model, torch.float32).digest
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CACHEBLEND_HOME", str(made.home))
+            save_costs(Costs(4, ComputeCost(0.0, 1e-3, 0.0), {"disk": TierCost(0.0, 1e12)}), digest, "cpu")
+        with made as server:
+            yield server
 
 
 @pytest.fixture

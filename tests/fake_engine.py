@@ -12,6 +12,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, header_ids, rag_header, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
@@ -61,9 +62,10 @@ class FakeEngine(BlendEngine):
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
         try:
-            yield StreamEvent(" two")
-            done = Generation(" two words ", (1, 2), "stop", "blend", "stored KV", usage, Timings(0.0, 0.1, 0.2))
-            yield StreamEvent(" words ", done)
+            with RequestSpans(self.trace, self.tenant.name):
+                yield StreamEvent(" two")
+                done = Generation(" two words ", (1, 2), "stop", "blend", "stored KV", usage, Timings(0.0, 0.1, 0.2))
+                yield StreamEvent(" words ", done)
         finally:
             self.closed_streams += 1
 

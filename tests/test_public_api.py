@@ -34,6 +34,7 @@ _MEASURES = (
     "prompt_lengths.py",
     "scale.py",
     "text_kinds.py",
+    "tracing_overhead.py",
 )
 INSIDERS = {ROOT / "benchmarks" / name for name in _MEASURES}
 # `python -m` names a program, not an import.

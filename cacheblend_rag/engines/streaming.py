@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
@@ -62,7 +63,9 @@ async def iterate_in_thread(make: Callable[[], Iterator[StreamEvent]]) -> AsyncI
         except BaseException as error:  # handed to the consumer, which re-raises it
             queue.put(error)
 
-    threading.Thread(target=produce, name="cacheblend-stream", daemon=True).start()
+    # What is current for the consumer (a span) is for the work, too.
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(produce,), name="cacheblend-stream", daemon=True).start()
     try:
         async for event in queue.events():
             yield event

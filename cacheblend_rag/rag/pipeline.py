@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
 
+from cacheblend_rag import spans
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import StreamEvent
@@ -20,6 +22,8 @@ from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
+
+_SPAN = "cacheblend.ask"
 
 
 class RagPipeline:
@@ -199,10 +203,17 @@ class RagPipeline:
         Raises:
             InputError: An empty question, or nothing indexed yet.
         """
+        asked = spans.begin(_SPAN)
+        with spans.current(asked):
+            shown, built, notes = self._prepare(question, sampling, history)
+        return self._events(spans.within(asked, self.engine.stream(built, sampling, settings)), shown, notes)
+
+    def _prepare(
+        self, question: str, sampling: SamplingParams | None, history: Sequence[Turn]
+    ) -> tuple[Retrieved, BlendPrompt, tuple[str, ...]]:
         found = self._find(question, history)
         built, hits, notes = self.prompt(question, found.hits, sampling, history)
-        shown = Retrieved(hits, found.seconds)
-        return self._events(self.engine.stream(built, sampling, settings), shown, notes)
+        return Retrieved(hits, found.seconds), built, notes
 
     def _find(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         found = self.retrieve(question, history)
@@ -211,15 +222,13 @@ class RagPipeline:
         return found
 
     @staticmethod
-    def _events(stream: Iterator[StreamEvent], shown: Retrieved, notes: tuple[str, ...]) -> Iterator[RagEvent]:
-        try:
+    def _events(
+        stream: Generator[StreamEvent, None, None], shown: Retrieved, notes: tuple[str, ...]
+    ) -> Iterator[RagEvent]:
+        with closing(stream):
             yield RagEvent("", sources=shown.sources)
             for event in stream:
                 yield _event(event, shown, notes)
-        finally:
-            close = getattr(stream, "close", None)
-            if close is not None:
-                close()
 
     def ask(
         self,
@@ -268,12 +277,13 @@ class RagPipeline:
         history: Sequence[Turn] = (),
     ) -> AsyncIterator[RagEvent]:
         """Async twin of :meth:`stream`; the engine's own async stream ends the work when the consumer is cancelled."""
-        found = await asyncio.to_thread(self._find, question, history)
-        built, hits, notes = await asyncio.to_thread(self.prompt, question, found.hits, sampling, history)
-        shown = Retrieved(hits, found.seconds)
-        yield RagEvent("", sources=shown.sources)
-        async for event in self.engine.astream(built, sampling, settings):
-            yield _event(event, shown, notes)
+        asked = spans.begin(_SPAN)
+        with spans.current(asked):
+            shown, built, notes = await asyncio.to_thread(self._prepare, question, sampling, history)
+        async with aclosing(spans.awithin(asked, self.engine.astream(built, sampling, settings))) as events:
+            yield RagEvent("", sources=shown.sources)
+            async for event in events:
+                yield _event(event, shown, notes)
 
     def close(self) -> None:
         """Close the index; the engine stays open."""

@@ -15,6 +15,7 @@ from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
 from cacheblend_rag.retrieval.search import VectorSearch
+from cacheblend_rag.spans import span
 
 __all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexConfig", "IndexStats", "IndexedDocument"]
 
@@ -228,6 +229,12 @@ class ChunkIndex:
         """
         if k < 1:
             raise InputError(f"k is {k}; give at least 1.")
+        with span("cacheblend.retrieve") as told:
+            found = self._found(question, k)
+            told.set_attribute("cacheblend.hits", len(found))
+            return found
+
+    def _found(self, question: str, k: int) -> list[Hit]:
         while True:
             name = self._embedding()
             vector = self._load(name).question(question)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -160,20 +161,19 @@ class ChunkCatalogue:
             StoreError: They cannot be written, are too many or have too much KV; none is kept.
         """
         with self._lock:
-            self.check_room(chunks)
+            self.check_room({chunk.id for chunk in chunks})
             self._check_kv(kv_bytes)
             expires = None if self._expire_after_s is None else self._clock() + self._expire_after_s
             self._registered.add(chunks, kv_bytes, expires, holder)
             for registry in self._followers:
                 registry.follow(self._registered)
 
-    def check_room(self, chunks: Sequence[Chunk]) -> None:
-        """Refuse more chunks than may be registered.
+    def check_room(self, names: AbstractSet[str]) -> None:
+        """Refuse more chunks than may be registered, given their ids.
 
         Raises:
             StoreError: They are too many, or the file cannot be read.
         """
-        names = {chunk.id for chunk in chunks}
         new = len(names - self._registered.known(list(names)))
         held = self._registered.count() if new else 0
         if held + new > self._max_chunks:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import ValidationError
 
 from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
 from cacheblend_rag.protocol import (
     ChunkBody,
     PrecomputeBody,
@@ -57,6 +57,8 @@ class ServedChunks:
         self._catalogue.refresh()
         # Not validated: an empty text is refused below, with its number.
         bodies = parsed.chunks or tuple(ChunkBody.model_construct(text=text) for text in parsed.texts)
+        # Before they are tokenised: who is beyond a quota shall not take the time of others.
+        self._catalogue.check_room({chunk_id(body.text.strip()) if body.id is None else body.id for body in bodies})
         found: list[Chunk] = []
         for number, piece in enumerate(bodies):
             try:
@@ -71,7 +73,6 @@ class ServedChunks:
                 raise InputError(
                     f"chunks.{number}: the id {chunk.id!r} has another text further up. Give each text its own."
                 )
-        self._catalogue.check_room(found)
         return Wanted(found, parsed.holder)
 
     def keep(self, chunks: list[Chunk], report: PrecomputeReport, holder: str = "") -> None:

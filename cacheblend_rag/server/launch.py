@@ -10,6 +10,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import CacheBlendError, InputError
@@ -17,6 +18,7 @@ from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, 
 from cacheblend_rag.server.keys import Key, Keys, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.middleware import NAMES, Limits
+from cacheblend_rag.server.observing import share_logging
 from cacheblend_rag.server.quotas import Admission
 from cacheblend_rag.server.tenants import ByTenant, ServedTenants, StandIn
 from cacheblend_rag.store import KVStore, open_store
@@ -52,6 +54,7 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
 
     server_startup().cli_env_setup()
     configure_logging_from_args(args)
+    share_logging()
     with suppress(KeyboardInterrupt):  # asked to stop before it had started
         uvloop.run(_serve(options, args, launch))
 
@@ -127,7 +130,7 @@ async def build_app(
     served: Any = ServedEngine(llm, tenants, metrics)
     tasks = await llm.get_supported_tasks()
     app = build_vllm_app(args, tasks, llm.model_config)
-    app.state.limits = limits
+    app.state.limits = replace(limits, refused=metrics.refused)
     await init_app_state(served, app.state, args, tasks)
     _blend(app.state, tenants)
     model = model_info(tenants.each[DEFAULT_NAME].client, options, args)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import PrecomputeReport
@@ -25,8 +27,8 @@ class ReuseMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"cacheblend_{name}", text, ("tenant", *labels), registry=registry)
 
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"cacheblend_{name}", text, buckets=_SECONDS, registry=registry)
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"cacheblend_{name}", text, labels, buckets=_SECONDS, registry=registry)
 
         self._requests = counter("requests", "Finished prompts by mode.", "mode")
         self._reused = counter("reused_tokens", "Prompt tokens whose stored KV was used as it is.")
@@ -38,6 +40,17 @@ class ReuseMetrics:
         self._tier_seconds = counter(
             "tier_read_seconds", "Seconds that reads of chunks took, each chunk's added up.", "tier"
         )
+        self._tier_chunks = counter(
+            "tier_loaded_chunks", "Chunks found stored, by the tier that they came from.", "tier"
+        )
+        self._tier_out = Gauge(
+            "cacheblend_tier_out",
+            "1 while a remote tier is not used since it failed, as of the last prompt with chunks.",
+            ("tier",),
+            registry=registry,
+        )
+        self._first_token = seconds("first_token_seconds", "Time to first token, by mode.", "mode")
+        self._refused = counter("refused_requests", "Requests refused for a limit, by HTTP status.", "status")
         self._missing = counter("missing_chunks", "Chunks in prompts without stored KV.")
         self._fallbacks = counter("fallbacks", "Prompts served by ordinary prefill, by reason.", "reason")
         self._blend = seconds("blend_seconds", "Placement and both passes of a blended prompt.")
@@ -50,14 +63,25 @@ class ReuseMetrics:
         self._precomputed = counter("precomputed_chunks", "Chunks given to precompute, by result.", "result")
         self._precomputed_tokens = counter("precomputed_tokens", "Tokens whose KV was computed by precompute.")
 
-    def finished(self, report: ReuseReport, tenant: str, first_token_s: float | None = None) -> None:
+    def finished(
+        self,
+        report: ReuseReport,
+        tenant: str,
+        first_token_s: float | None = None,
+        out: Mapping[str, bool] = MappingProxyType({}),
+    ) -> None:
         """Count a finished prompt.
 
         Args:
             report: How it was handled.
             tenant: Whose it was.
             first_token_s: Its time to first token; None where vLLM keeps no statistics.
+            out: Of each remote tier, whether it is out.
         """
+        if first_token_s is not None:
+            self._first_token.labels(report.mode).observe(first_token_s)
+        for tier, is_out in out.items():
+            self._tier_out.labels(tier).set(is_out)
         self._requests.labels(tenant, report.mode).inc()
         self._reused.labels(tenant).inc(report.reused_tokens)
         self._recomputed.labels(tenant).inc(report.recomputed_tokens)
@@ -72,6 +96,7 @@ class ReuseMetrics:
             self._loaded.labels(tenant).inc(report.reused_tokens + report.recomputed_tokens)
             self._bytes.labels(tenant).inc(report.loaded_bytes)
         for load in report.loads:
+            self._tier_chunks.labels(tenant, load.tier).inc(bool(load.chunk_id))
             self._tier_bytes.labels(tenant, load.tier).inc(load.nbytes)
             self._tier_seconds.labels(tenant, load.tier).inc(load.seconds)
         self._blend.observe(report.blend_s)
@@ -83,6 +108,10 @@ class ReuseMetrics:
         if first_token_s is not None:
             self._expected.observe(expected_s)
             self._taken.observe(first_token_s)
+
+    def refused(self, tenant: str, status: int) -> None:
+        """Count a request that was refused for a limit."""
+        self._refused.labels(tenant, str(status)).inc()
 
     def precomputed(self, report: PrecomputeReport, tenant: str) -> None:
         """Count a precompute call."""

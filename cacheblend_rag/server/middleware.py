@@ -6,7 +6,7 @@ vLLM adds middleware by name and without arguments, so these read theirs from th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -22,7 +22,12 @@ from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 DEFAULT_BODY_LIMIT = 32 << 20
 DEFAULT_BODY_DEADLINE_S = 60.0
-NAMES = tuple(f"{__name__}.{name}" for name in ("LimitBody", "Admit", "RequireKey"))
+NAMES = (
+    f"{__name__}.LimitBody",
+    f"{__name__}.Admit",
+    "cacheblend_rag.server.observing.Observe",
+    f"{__name__}.RequireKey",
+)
 """For vLLM's ``--middleware``. The last one is asked first: no byte of a body is read without the key."""
 
 _OPEN_PATHS = {"/health"}
@@ -43,6 +48,7 @@ class Limits:
         tenants: Whose the keys are.
         quotas: What tenants may use, by their names; of others there is no limit.
         admissions: The requests of those tenants, by their names.
+        refused: Told of the tenant and the status of what is refused for a limit.
     """
 
     keys: tuple[Key, ...] = ()
@@ -52,6 +58,7 @@ class Limits:
     tenants: tuple[Tenant, ...] = (DEFAULT,)
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     admissions: Mapping[str, Admission] = field(default_factory=dict)
+    refused: Callable[[str, int], None] = lambda tenant, status: None
 
 
 def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:

@@ -24,6 +24,7 @@ from cacheblend_rag.protocol import RequestOptions, read_options
 from cacheblend_rag.server.contents import search_contents, texts_in
 from cacheblend_rag.server.naming import ChunkNaming, lead_text, tokens_match
 from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, with_ticket
+from cacheblend_rag.spans import recording, span
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -81,7 +82,8 @@ class BlendRenderer:
             answer = await self._inner.render_chat(again, skip_mm_cache=True)
             return None if isinstance(answer, ErrorResponse) else answer[1][0]
 
-        found = await self._found(request, inputs, options, [request.messages], named, skeleton)
+        with span("cacheblend.find"):
+            found = await self._found(request, inputs, options, [request.messages], named, skeleton)
         return conversation, await asyncio.to_thread(self._finish, request, inputs, options, found)
 
     async def render_completion(
@@ -99,7 +101,8 @@ class BlendRenderer:
         result = await self._inner.render_completion(request, skip_mm_cache=skip_mm_cache)
         if isinstance(result, ErrorResponse):
             return result
-        found = await asyncio.to_thread(self._found_in_texts, request, result, options, leads)
+        with span("cacheblend.find"):
+            found = await asyncio.to_thread(self._found_in_texts, request, result, options, leads)
         return await asyncio.to_thread(self._finish, request, result, options, found)
 
     async def render_responses(
@@ -128,7 +131,8 @@ class BlendRenderer:
             return None if isinstance(answer, ErrorResponse) else answer.engine_input
 
         inputs = [result.engine_input]
-        found = await self._found(request, inputs, chosen, [request.instructions, request.input], (), skeleton)
+        with span("cacheblend.find"):
+            found = await self._found(request, inputs, chosen, [request.instructions, request.input], (), skeleton)
         (engine_input,) = await asyncio.to_thread(self._finish, request, inputs, chosen, found)
         return replace(result, engine_input=engine_input)
 
@@ -253,7 +257,9 @@ class BlendRenderer:
         else:
             return engine_input
         self._check_length(request, len(prompt.token_ids))
-        tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, engine_input.get("cache_salt"))
+        tokens, ticket.params = self._client.tokens_prompt(
+            prompt, options.settings, engine_input.get("cache_salt"), recording()
+        )
         if not ticket.params:
             tokens.pop("cache_salt", None)  # the engine salts it, as every prompt that is not blended
         offsets = "prompt_token_offsets"  # of tokens that are no longer those of the prompt

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
 from cacheblend_rag.protocol import ReuseReport
 from cacheblend_rag.server.tenants import calling
 from cacheblend_rag.server.ticket import Ticket, take_ticket
@@ -17,9 +21,12 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from cacheblend_rag.engines.vllm.client import BlendClient
+    from cacheblend_rag.engines.vllm.client import BlendClient, Outcome
     from cacheblend_rag.server.metrics import ReuseMetrics
     from cacheblend_rag.server.tenants import ServedTenants
+
+
+_log = logging.getLogger("vllm.cacheblend.requests")
 
 
 class ServedEngine:
@@ -51,22 +58,27 @@ class ServedEngine:
         sampling_params.extra_args = extra or None
         if ticket.exact:
             sampling_params.skip_reading_prefix_cache = True
-        outputs = self._llm.generate(prompt, sampling_params, request_id, **options)
-        admission, used = calling.get().admission, TokensUsed(prompt, sampling_params)
-        try:
-            async for output in outputs:
-                used.see(output)
-                self._account(output, ticket, client)
-                yield output
-        finally:
-            admission.charge(used.total)
-            await outputs.aclose()
+        with RequestSpans(None, client.tenant.name) as spans:
+            begin, options["trace_headers"] = time.perf_counter(), client.trace_headers(spans)
+            outputs = self._llm.generate(prompt, sampling_params, request_id, **options)
+            admission, used = calling.get().admission, TokensUsed(prompt, sampling_params)
+            try:
+                async for output in outputs:
+                    used.see(output)
+                    outcome = self._account(output, ticket, client)
+                    if outcome is not None:
+                        _tell(spans, outcome, output, begin)
+                    yield output
+            finally:
+                admission.charge(used.total)
+                await outputs.aclose()
 
-    def _account(self, output: RequestOutput, ticket: Ticket, client: BlendClient) -> None:
+    def _account(self, output: RequestOutput, ticket: Ticket, client: BlendClient) -> Outcome | None:
+        """Report what became of a prompt that is finished, and count it; None of another."""
         if not output.finished:
             if ticket.params:
                 output.num_cached_tokens = None  # vLLM counts every token of a blend, the recomputed ones too
-            return
+            return None
         prompt_tokens = len(output.prompt_token_ids or ())
         completion_tokens = sum(len(piece.token_ids) for piece in output.outputs)
         outcome = client.outcome(
@@ -76,11 +88,13 @@ class ServedEngine:
             completion_tokens,
             asked=bool(ticket.params),
         )
+        if ticket.reason and client.gate.passed:
+            outcome = replace(outcome, reason=ticket.reason)
         usage = outcome.usage
         output.kv_transfer_params, output.num_cached_tokens = None, usage.reused_tokens
         ticket.report = ReuseReport(
             mode=outcome.mode,
-            reason=ticket.reason if ticket.reason and client.gate.passed else outcome.reason,
+            reason=outcome.reason,
             reused_tokens=usage.reused_tokens,
             recomputed_tokens=usage.recomputed_tokens,
             computed_tokens=usage.computed_tokens,
@@ -98,11 +112,32 @@ class ServedEngine:
             fingerprint=client.fingerprint.digest,
         )
         first_token_s = output.metrics.first_token_latency if output.metrics else None
-        self._metrics.finished(ticket.report, client.tenant.name, first_token_s)
+        self._metrics.finished(ticket.report, client.tenant.name, first_token_s, outcome.out)
         client.finished(outcome)
+        return outcome
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
         """Ignore vLLM's hand-over between prefill and decode servers: this connector has none, and clients may not ask."""
+
+
+def _tell(spans: RequestSpans, outcome: Outcome, output: RequestOutput, begin: float) -> None:
+    """Tell a request's spans and the log what became of its prompt."""
+    from cacheblend_rag.engines.vllm.client import record
+
+    usage, metrics = outcome.usage, output.metrics
+    if spans.trace is not None:
+        arrived = [(time.perf_counter(), usage.completion_tokens)]
+        if (
+            metrics is not None and metrics.first_token_latency
+        ):  # vLLM tells an answer as a whole, unless it is streamed
+            first = begin + metrics.first_token_latency
+            last = first + metrics.last_token_ts - metrics.first_token_ts
+            arrived = [(first, 1), (last, usage.completion_tokens - 1)]
+        record(spans.trace, outcome, begin, arrived)
+    spans.answered(outcome, outcome.load_s)
+    told = reuse_attributes(outcome, outcome.load_s)
+    said = (outcome.mode, usage.reused_tokens, usage.prompt_tokens, outcome.reason)
+    _log.info("%s: %d of %d prompt tokens reused; %s", *said, extra=told)
 
 
 class TokensUsed:

@@ -200,6 +200,10 @@ class KVStore(ABC):
     def stats(self) -> StoreStats:
         """Return counters and contents."""
 
+    def out(self) -> dict[str, bool]:
+        """Return of each remote tier whether it is not used at the moment, since it failed or was late."""
+        return {}
+
     def activity(self) -> dict[str, Activity]:
         """Return what this process has counted, by tier: the counters of :meth:`stats` without looking at the contents."""
         return {}

@@ -188,6 +188,10 @@ class RemoteStore(KVStore):
         codec = self._codec.name
         return StoreStats(self.tier, entries, nbytes, self.budget, **counted, reads=reads, out=out, codec=codec)
 
+    def out(self) -> dict[str, bool]:
+        """See :meth:`KVStore.out`."""
+        return {self.tier: bool(self._calls.out)}
+
     def activity(self) -> dict[str, Activity]:
         """See :meth:`KVStore.activity`."""
         return {self.tier: self._events.activity()}

@@ -287,6 +287,10 @@ class TieredStore(KVStore):
             tiers=tiers,
         )
 
+    def out(self) -> dict[str, bool]:
+        """See :meth:`KVStore.out`."""
+        return {name: is_out for tier in self.tiers for name, is_out in tier.out().items()}
+
     def activity(self) -> dict[str, Activity]:
         """See :meth:`KVStore.activity`."""
         return {name: counted for tier in self.tiers for name, counted in tier.activity().items()}

@@ -22,6 +22,7 @@ from cacheblend_rag.cli import app
 from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.engines.model_files import bundled_model_directory
 from tests.docs.test_pages import PARSER, ROOT, commands
+from tests.recorded_spans import exporter
 from tests.retrieval.test_documents import write_pdf
 
 QUESTION = "Who approves travel above 500 euros?"
@@ -38,6 +39,7 @@ PAGES = (
     "docs/howto/evaluation.md",
     "docs/howto/migrate.md",
     "docs/howto/model.md",
+    "docs/howto/observe.md",
     "docs/howto/store.md",
     "docs/howto/tenants.md",
     "docs/howto/tuning.md",
@@ -60,6 +62,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the pages name, which is also the reader's home."""
+    exporter()  # a process has one: a page that sets up another would send all later tests' spans there
     for name in MODELS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(bundled)

@@ -22,6 +22,7 @@ from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import DiskStore
 from tests.fake_engine import FakeEngine
+from tests.recorded_spans import exporter, said, tree
 
 pytestmark = pytest.mark.slow
 
@@ -297,6 +298,7 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.store import DiskStore
 from tests.fake_engine import FakeEngine
+from tests.recorded_spans import exporter, said, tree
 
 where, store, docs = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 engine = FakeEngine(DiskStore(store))
@@ -339,3 +341,35 @@ def test_a_killed_run_loses_nothing_and_the_next_one_goes_on(
         chunks = list(pipeline.chunks.chunks())
         assert len(engine.computed) == len(chunks) - kept
         assert all(engine.store.contains(engine.key(chunk)) for chunk in chunks)
+
+
+def test_a_question_is_a_span_with_retrieval_and_the_engines_request_in_it(pipeline: RagPipeline, docs: Path) -> None:
+    pipeline.index([docs])
+    question = "Who is the director?"
+
+    async def asynchronously() -> None:
+        async for _ in pipeline.astream(question):
+            pass
+
+    kept = exporter()
+    for ask in (lambda: pipeline.ask(question), lambda: asyncio.run(asynchronously())):
+        kept.clear()
+        ask()
+        spans = kept.get_finished_spans()
+        assert tree(spans) == {
+            "cacheblend.ask": {"cacheblend.retrieve", "cacheblend.generate"},
+            "cacheblend.retrieve": set(),
+            "cacheblend.generate": set(),
+        }
+        assert "director" not in said(spans)
+        assert all(span.end_time for span in spans)
+
+
+def test_a_question_that_fails_ends_its_span_without_saying_what_was_asked(pipeline: RagPipeline) -> None:
+    kept = exporter()
+    kept.clear()
+    with pytest.raises(InputError):
+        pipeline.ask("Who is the director?")
+    (asked,) = (span for span in kept.get_finished_spans() if span.name == "cacheblend.ask")
+    assert (asked.attributes or {})["error.type"] == "InputError"
+    assert "director" not in asked.to_json()

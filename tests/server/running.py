@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tests.server import forked
+from tests.server.collector import Collector
 
 KEY = "the-key-of-the-tests"
 BODY_LIMIT = 200_000
@@ -25,6 +26,8 @@ class RunningServer:
         url: Its address, without ``/v1``.
         store: Its store directory.
         home: Where it has the user's files.
+        collector: Where it sends its spans, if it does.
+        settings: More of its environment, until it starts.
     """
 
     def __init__(self, model: Path | None, store: Path, *flags: str, key: str | None = KEY):
@@ -37,8 +40,10 @@ class RunningServer:
         self._command = ["serve", "--store", str(store), "--ram-budget", "0"]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
         self._command += ["--max-request-size", str(BODY_LIMIT), *flags]
+        self.settings: dict[str, str] = {}
         self._command += (["--model", str(model)] if model else []) + (["--api-key", key] if key else [])
         self.process: BaseProcess | None = None
+        self.collector: Collector | None = None
 
     def __enter__(self) -> RunningServer:
         settings = {
@@ -46,6 +51,7 @@ class RunningServer:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             "CACHEBLEND_HOME": str(self.home),
+            **self.settings,
         }
         self.process = forked.start(self._command, self._log, settings)
         deadline = time.monotonic() + 300

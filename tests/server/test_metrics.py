@@ -57,6 +57,8 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
     assert value("fallbacks_total", reason="no stored KV for any of the N chunks") == 1
     assert value("precomputed_chunks_total", result="failed") == 1
     assert value("precomputed_tokens_total") == 700
+    assert value("tier_loaded_chunks_total", tier="redis") == 4
+    assert value("tier_loaded_chunks_total", tier="ram") == 0  # the header is no chunk
     metrics.finished(plain, "acme")
     assert (value("computed_tokens_total"), value("computed_tokens_total", "acme")) == (570, 70)
 
@@ -95,3 +97,22 @@ def test_labels_do_not_grow_with_what_differs_between_prompts() -> None:
     assert {reason_label(decided.format(s, s)) for s in ("0.5", "3", "1e-05")} == {
         "stored KV for N of N chunks; none of it is used"
     }
+
+
+def test_first_tokens_are_timed_by_mode_and_tiers_that_are_out_are_shown_until_they_are_back() -> None:
+    registry = CollectorRegistry()
+    metrics = ReuseMetrics(registry)
+    report = ReuseReport(mode="blend", reason="", reused_tokens=1, recomputed_tokens=0, computed_tokens=1)
+    metrics.finished(report, "default", 0.25, {"redis": True, "s3": False})
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"cacheblend_{name}", labels)
+
+    assert (value("tier_out", tier="redis"), value("tier_out", tier="s3")) == (1, 0)
+    metrics.finished(report, "default", 0.5, {"redis": False})
+    assert value("tier_out", tier="redis") == 0
+    assert value("first_token_seconds_sum", mode="blend") == 0.75
+    assert value("first_token_seconds_count", mode="prefill") is None
+    for status in (429, 429, 507):
+        metrics.refused("acme", status)
+    assert value("refused_requests_total", tenant="acme", status="429") == 2

@@ -192,6 +192,7 @@ async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_c
         outcome=lambda *_, **__: Outcome("prefill", "", Usage(10, 0, 0, 10, 3)),
         finished=lambda _: None,
         prefill_s=lambda _: None,
+        trace_headers=lambda _: None,
         gate=SimpleNamespace(passed=True),
         fingerprint=ModelFingerprint("f" * 32, "x"),
     )
@@ -331,3 +332,16 @@ def test_a_quota_that_cannot_be_meant_is_refused_by_its_name(tmp_path: Path, lin
     text = "\n".join(each for each in TABLE.splitlines() if not each.startswith(name)) + f"\n{line}\n"
     with pytest.raises(InputError, match=said):
         read_keys(written(tmp_path, text))
+
+
+async def test_what_is_beyond_the_quota_is_refused_before_it_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(tmp_path, quotas={"acme": Quota(max_chunks=1)})
+    assert (await server.register("acme", TEXTS[0])).status_code == 200
+
+    def tokenised(*_: Any) -> Any:
+        raise AssertionError("a text that is refused was tokenised")
+
+    monkeypatch.setattr("cacheblend_rag.server.chunks.make_chunk", tokenised)
+    assert (await server.register("acme", f"  {TEXTS[1]} ")).status_code == 507

@@ -78,7 +78,9 @@ class Client:
     def resolve(self, settings: Any) -> Any:
         return settings
 
-    def tokens_prompt(self, prompt: TokenizedPrompt, settings: Any, salt: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def tokens_prompt(
+        self, prompt: TokenizedPrompt, settings: Any, salt: Any, traced: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         self.prompts.append(prompt)
         return {"prompt_token_ids": list(prompt.token_ids)}, {"cacheblend": {}}
 

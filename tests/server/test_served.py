@@ -37,7 +37,7 @@ class Engine:
         self.model_config = "the model's"
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
-        self.prompt, self.params = prompt, params
+        self.prompt, self.params, self.options = prompt, params, options
         try:
             for number in (1, 2):
                 done = number == 2
@@ -64,6 +64,9 @@ class Client:
         if asked:
             return Outcome("blend", "stored KV", Usage(prompt, 6, 3, 4, completion), 0.1, 0.2, 512, ("m",))
         return Outcome("prefill", "no known chunk in the prompt", Usage(prompt, cached, 0, prompt - cached, completion))
+
+    def trace_headers(self, spans: Any) -> dict[str, str]:
+        return {"traceparent": "ours"}
 
     def prefill_s(self, tokens: int) -> float:
         return 0.01 * tokens
@@ -127,6 +130,13 @@ async def test_an_exact_prompt_does_not_even_read_the_prefix_cache(parts) -> Non
     assert ticket.report.reason == "reuse was switched off"
     await outputs(served, with_ticket(tokens(), Ticket()))
     assert not engine.params.skip_reading_prefix_cache
+
+
+async def test_vllms_span_is_a_part_of_ours_whatever_a_client_sends(parts) -> None:
+    served, engine, _ = parts
+    async for _ in served.generate(tokens(), SamplingParams(), "r", trace_headers={"traceparent": "a client's"}):
+        pass
+    assert engine.options["trace_headers"] == {"traceparent": "ours"}
 
 
 async def test_a_reader_that_stops_ends_the_request(parts) -> None:

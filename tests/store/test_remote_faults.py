@@ -296,6 +296,7 @@ def test_the_other_tiers_go_on_without_one_that_is_out(root: Path, caplog) -> No
         tiers = {tier.tier: tier for tier in store.stats().tiers}
         assert (tiers["disk"].entries, tiers["redis"].entries) == (20, 0)
         assert "Timeout" in tiers["redis"].out or "no answer" in tiers["redis"].out
+        assert store.out() == {"redis": True}
         assert sum("is out" in record.message for record in caplog.records) == 1
         with pytest.raises(StoreUnavailableError):
             store.delete(key_of(5))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 
+from opentelemetry.trace import SpanKind
 from pydantic import ValidationError
 
 from cacheblend_rag.blending.gate import GateReport
@@ -24,6 +25,7 @@ from cacheblend_rag.engines.remote.wire import Wire, with_version
 from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.streaming import last_generation
 from cacheblend_rag.errors import InputError, ServerError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -31,6 +33,7 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
 from cacheblend_rag.protocol import ModelInfo
+from cacheblend_rag.spans import headers
 from cacheblend_rag.store.kv import ModelFingerprint
 from cacheblend_rag.store.tenants import Tenant
 
@@ -172,7 +175,10 @@ class RemoteEngine(BlendEngine):
         for batch in batches(waiting.values()):
             with self._wire.explained():
                 answer = self._wire.sync.post(
-                    "/chunks", cast_to=dict[str, Any], body={"chunks": chunk_bodies(batch), **held}
+                    "/chunks",
+                    cast_to=dict[str, Any],
+                    body={"chunks": chunk_bodies(batch), **held},
+                    options={"headers": headers()},
                 )
             total = added(total, answer["report"])
             self.registry.add(batch)
@@ -197,12 +203,18 @@ class RemoteEngine(BlendEngine):
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
         answer = Answer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
-        with self._wire.explained(answer.begun), self._wire.sync.completions.create(**request) as pieces:
-            for piece in pieces:
-                text = answer.push(piece)
-                if text:
-                    yield StreamEvent(text)
-        yield answer.end()
+        with self._spans() as spans:
+            request["extra_headers"] = spans.headers
+            with self._wire.explained(answer.begun), self._wire.sync.completions.create(**request) as pieces:
+                for piece in pieces:
+                    text = answer.push(piece)
+                    if text:
+                        yield StreamEvent(text)
+            yield _told(answer.end(), spans)
+
+    def _spans(self) -> RequestSpans:
+        """Return the spans of a request; those of the server are parts of them."""
+        return RequestSpans(None, self.tenant.name, SpanKind.CLIENT)
 
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
@@ -211,13 +223,15 @@ class RemoteEngine(BlendEngine):
         asked = await asyncio.to_thread(self.request, prompt, sampling, settings)
         request = self._completion(asked)
         answer = Answer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
-        with self._wire.explained(answer.begun):
-            async with await self._wire.asynchronous().completions.create(**request) as pieces:
-                async for piece in pieces:
-                    text = answer.push(piece)
-                    if text:
-                        yield StreamEvent(text)
-        yield answer.end()
+        with self._spans() as spans:
+            request["extra_headers"] = spans.headers
+            with self._wire.explained(answer.begun):
+                async with await self._wire.asynchronous().completions.create(**request) as pieces:
+                    async for piece in pieces:
+                        text = answer.push(piece)
+                        if text:
+                            yield StreamEvent(text)
+            yield _told(answer.end(), spans)
 
     async def agenerate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
@@ -279,3 +293,10 @@ class RemoteEngine(BlendEngine):
         """Close the connections; the server goes on."""
         self._closed = True
         self._wire.close()
+
+
+def _told(last: StreamEvent, spans: RequestSpans) -> StreamEvent:
+    """Return the last event of an answer, once its request's spans have been told of it."""
+    assert last.generation is not None
+    spans.answered(last.generation, last.generation.timings.load_s)
+    return last

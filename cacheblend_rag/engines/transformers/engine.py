@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.blendable import why_not_blendable
 from cacheblend_rag.engines.end_tokens import end_tokens
@@ -36,6 +37,7 @@ from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, Score, StreamEvent, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.decoding import AnswerBuilder
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
@@ -197,27 +199,38 @@ class TransformersEngine(BlendEngine):
         return self._stream(self.request(prompt, sampling, settings), begin)
 
     def _stream(self, request: Request, begin: float) -> Iterator[StreamEvent]:
-        costs = self.costs  # as they are before this prompt corrects them
-        prefill = self._prefill(request)
+        prefill: _Prefill | None = None
+        try:
+            with RequestSpans(self.trace, self.tenant.name) as spans:
+                costs = self.costs  # as they are before this prompt corrects them
+                prefill = self._prefill(request, spans.trace)
+                answer, timings = yield from self._answer(request, prefill, begin, spans.trace)
+                rest, done = answer.flush(), _generation(request, prefill, answer, timings, costs)
+                spans.answered(done, prefill.load_s)
+                yield StreamEvent(rest, done)
+        finally:
+            if prefill is not None:
+                del prefill.cache
+                self._release(prefill)
+
+    def _answer(
+        self, request: Request, prefill: _Prefill, begin: float, trace: Trace | None
+    ) -> Generator[StreamEvent, None, tuple[AnswerBuilder, Timings]]:
+        """Yield the answer's pieces; return all of it, but for what is still to be flushed."""
         answer = AnswerBuilder(request.sampling, self.tokenizer, self._end_tokens, self.runner.device)
         logits, ttft = prefill.logits, 0.0
-        try:
-            while not answer.finished:
-                piece = answer.push(logits)
-                if not ttft:
-                    ttft = time.perf_counter() - begin
-                    self._observe(prefill)
-                    if self.on_first_logits is not None:
-                        self.on_first_logits(logits)
-                if piece is not None:
-                    yield StreamEvent(piece)
-                if not answer.finished:
-                    logits = self._decode(answer.tokens[-1], prefill)
-            timings = Timings(prefill.load_s, ttft, time.perf_counter() - begin)
-            yield StreamEvent(answer.flush(), _generation(request, prefill, answer, timings, costs))
-        finally:
-            del prefill.cache
-            self._release(prefill)
+        while not answer.finished:
+            piece = answer.push(logits)
+            if not ttft:
+                ttft = time.perf_counter() - begin
+                self._observe(prefill)
+                if self.on_first_logits is not None:
+                    self.on_first_logits(logits)
+            if piece is not None:
+                yield StreamEvent(piece)
+            if not answer.finished:
+                logits = self._decode(answer.tokens[-1], prefill, trace)
+        return answer, Timings(prefill.load_s, ttft, time.perf_counter() - begin)
 
     def score(
         self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
@@ -230,7 +243,7 @@ class TransformersEngine(BlendEngine):
         return [score for ids in completions for score in self._score(request, [ids])]
 
     def _score(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
-        prefill = self._prefill(request)
+        prefill = self._prefill(request, None)
         try:
             with self._lock:
                 return score_behind(self.runner, prefill.cache, prefill.logits, completions)
@@ -246,12 +259,9 @@ class TransformersEngine(BlendEngine):
             computed = Computed(tokens, plan.num_tokens, took, plan.stored_tokens)
             self.costs = self.costs.after(Measured((computed,), prefill.reads, prefill.load_s))
 
-    def _decode(self, token: int, prefill: _Prefill) -> torch.Tensor:
-        with self._lock, self._traced("token of the answer", 1):
+    def _decode(self, token: int, prefill: _Prefill, trace: Trace | None) -> torch.Tensor:
+        with self._lock, _traced(trace, DECODE, 1):
             return self.runner.append(torch.tensor([[token]], device=self.runner.device), prefill.cache)[0]
-
-    def _traced(self, name: str, tokens: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.trace is None else self.trace.during("computing", name, tokens=tokens)
 
     def _release(self, prefill: _Prefill) -> None:
         """Let go of stored KV, and write back what was missing."""
@@ -278,21 +288,24 @@ class TransformersEngine(BlendEngine):
         except CacheBlendError as error:
             warnings.warn(f"The static deviation of {len(chunks)} chunks could not be stored: {error}", stacklevel=2)
 
-    def _prefill(self, request: Request) -> _Prefill:
+    def _prefill(self, request: Request, trace: Trace | None) -> _Prefill:
         unusable: set[tuple[int, ...]] = set()
         late: set[tuple[int, ...]] = set()
         with self._lock:
             while True:
+                looked = time.perf_counter()
                 plan = self._plan(request, unusable | late).after_late(late)
+                if trace is not None and request.prompt.spans and request.settings.reuse != "off":
+                    trace.planned(plan, looked)
                 choice = self._choose(request, plan)
                 plan = plan if choice is None else choice.applied_to(plan)
                 began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
                 if not plan.uses_stored_kv:
-                    return replace(self._full_prefill(request.prompt, plan, began), choice=choice)
+                    return replace(self._full_prefill(request.prompt, plan, began, trace), choice=choice)
                 try:
                     if not self.gate.passed:
-                        return self._go_on(request, plan, began)
-                    return self._blend(request, plan, choice, began)
+                        return self._go_on(request, plan, began, trace)
+                    return self._blend(request, plan, choice, began, trace)
                 except UnusableSpanError as error:
                     # Missing, as far as this prompt goes: the next plan computes its chunk in place. Its tier has dropped
                     # what is damaged; what cannot be read now stays, and so does what other tiers have.
@@ -328,24 +341,28 @@ class TransformersEngine(BlendEngine):
         terms = Terms.of(costs, self.profile, settings, self.num_layers)
         return control(plan, terms, self.profile.ratio_of(settings))
 
-    def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan, began: float) -> _Prefill:
+    def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan, began: float, trace: Trace | None) -> _Prefill:
         # A model that failed the gate may keep something else than KV: it gets its own kind of cache.
         cache = self.runner.new_cache(len(prompt.token_ids)) if self.gate.passed else ModelsOwnCache()
         ids = torch.tensor([prompt.token_ids], device=self.runner.device)
-        with self._traced("prefill", ids.shape[1]):
+        with _traced(trace, PREFILL, ids.shape[1]):
             logits = self.runner.append(ids, cache)[0]
         return _Prefill(plan, began, logits, cache, len(prompt.token_ids))
 
-    def _go_on(self, request: Request, plan: BlendPlan, began: float) -> _Prefill:
+    def _go_on(self, request: Request, plan: BlendPlan, began: float, trace: Trace | None) -> _Prefill:
         """Run what stands behind the exact prefix, from its snapshot."""
         assert self._snapshots is not None
         begin = time.perf_counter()
         cache = self._snapshots.resume(plan.exact)
         load_s = time.perf_counter() - begin
         ids = torch.tensor([request.prompt.token_ids[plan.exact_tokens :]], device=self.runner.device)
-        return _Prefill(plan, began, self.runner.append(ids, cache)[0], cache, ids.shape[1], load_s=load_s)
+        with _traced(trace, REST, ids.shape[1]):
+            logits = self.runner.append(ids, cache)[0]
+        return _Prefill(plan, began, logits, cache, ids.shape[1], load_s=load_s)
 
-    def _blend(self, request: Request, plan: BlendPlan, choice: Choice | None, began: float) -> _Prefill:
+    def _blend(
+        self, request: Request, plan: BlendPlan, choice: Choice | None, began: float, trace: Trace | None
+    ) -> _Prefill:
         assert self.rope is not None
         settings = request.settings
         target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids)
@@ -353,7 +370,7 @@ class TransformersEngine(BlendEngine):
         ratio = self.profile.ratio_of(settings)
         ratio = ratio if choice is None else raised(ratio, choice.ratio)
         most_wait_s = None if choice is None else choice.most_wait_s
-        result = fuse(plan, target, policy(settings.policy), ratio, schedule, self.trace, most_wait_s)
+        result = fuse(plan, target, policy(settings.policy), ratio, schedule, trace, most_wait_s)
         assert target.logits is not None
         return _Prefill(
             plan,
@@ -406,6 +423,10 @@ class _Prefill:
     @property
     def mode(self) -> Mode:
         return "blend" if self.plan.uses_stored_kv else "prefill"
+
+
+def _traced(trace: Trace | None, name: str, tokens: int) -> AbstractContextManager[None]:
+    return nullcontext() if trace is None else trace.during("computing", name, tokens=tokens)
 
 
 def _generation(

@@ -8,7 +8,8 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -25,7 +26,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
-from cacheblend_rag.blending.trace import Recorded, Trace
+from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Recorded, Trace
 from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
@@ -42,6 +43,7 @@ from cacheblend_rag.engines.results import (
     likeliest,
 )
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob
 from cacheblend_rag.engines.vllm.precompute import Precompute
 from cacheblend_rag.errors import CacheBlendError, InputError
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
 class Outcome:
     """What became of a prompt, read from a finished request's ``kv_transfer_params``.
 
-    ``measured`` is what the workers have measured since the last one.
+    ``measured`` is what the workers have measured since the last one, ``out`` whether each remote tier was out by then.
     """
 
     mode: Mode
@@ -82,6 +84,7 @@ class Outcome:
     expected_s: float | None = None
     trace: Recorded | None = None
     measured: Measured = field(default_factory=Measured)
+    out: Mapping[str, bool] = field(default_factory=dict)
 
 
 class BlendClient:
@@ -176,7 +179,11 @@ class BlendClient:
         return self.profile.resolve(settings, self.num_layers, self.costs is not None)
 
     def tokens_prompt(
-        self, prompt: TokenizedPrompt, settings: BlendSettings | None = None, salt: str | None = None
+        self,
+        prompt: TokenizedPrompt,
+        settings: BlendSettings | None = None,
+        salt: str | None = None,
+        traced: bool = False,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return vLLM's prompt and the ``kv_transfer_params`` for it (empty: nothing to blend).
 
@@ -187,6 +194,7 @@ class BlendClient:
             prompt: Token ids and chunks.
             settings: How to treat stored KV.
             salt: A salt of the caller's own, kept apart as it would be without blending.
+            traced: Whether the outcome is to have a trace.
 
         Raises:
             InputError: A check layer beyond the model.
@@ -203,7 +211,7 @@ class BlendClient:
         if resolved.ratio == "auto" and self.costs is not None:
             terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
         ratio = self.profile.ratio_of(resolved)
-        job = BlendJob(spans, resolved, widths, ratio, terms, self.trace is not None, self.tenant)
+        job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.tenant)
         params = job.to_params()
         # What the question attends to shapes the KV of the chunks before it, too.
         shaping = prompt.token_ids if policy(resolved.policy).needs_attention else ()
@@ -256,6 +264,7 @@ class BlendClient:
                 {tier: TierReads(*reads) for tier, reads in ours.get("reads", {}).items()},
                 float(ours.get("load_s", 0.0)),
             ),
+            ours.get("out", {}),
         )
 
     async def precompute(
@@ -275,16 +284,23 @@ class BlendClient:
 
     async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         """See :meth:`BlendEngine.astream`; closing the iterator aborts the request."""
+        with RequestSpans(self.trace, self.tenant.name) as spans:
+            async with aclosing(self._answer(request, spans)) as events:
+                async for event in events:
+                    yield event
+
+    async def _answer(self, request: Request, spans: RequestSpans) -> AsyncGenerator[StreamEvent, None]:
         begin = time.perf_counter()
         prompt, sampling, settings = request.prompt, request.sampling, request.settings
-        tokens, params = self.tokens_prompt(prompt, settings)
+        tokens, params = self.tokens_prompt(prompt, settings, traced=spans.trace is not None)
         wanted = self._sampling(sampling, settings, params)
         text, ttft = "", 0.0
         arrived: list[tuple[float, int]] = []
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         last: RequestOutput | None = None
-        async for output in self.llm.generate(tokens, wanted, next(self._names)):  # type: ignore[arg-type]
+        headers = self.trace_headers(spans)
+        async for output in self.llm.generate(tokens, wanted, next(self._names), trace_headers=headers):  # type: ignore[arg-type]
             last = output
             piece = output.outputs[0]
             arrived.append((time.perf_counter(), len(piece.token_ids)))
@@ -308,8 +324,9 @@ class BlendClient:
             last.kv_transfer_params, len(prompt.token_ids), last.num_cached_tokens or 0, len(ids), asked=bool(params)
         )
         reason = "reuse was switched off" if settings.reuse == "off" and self.gate.passed else outcome.reason
-        if self.trace is not None:
-            _record(self.trace, outcome, begin, arrived)
+        if spans.trace is not None:
+            record(spans.trace, outcome, begin, arrived)
+        spans.answered(outcome, outcome.load_s)
         prefill_s = self.prefill_s(len(prompt.token_ids))  # as expected before this prompt corrects it
         self.finished(outcome, prompt)
         yield StreamEvent(
@@ -332,6 +349,11 @@ class BlendClient:
                 logprobs=tuple(logprobs[: len(ids)]),
             ),
         )
+
+    def trace_headers(self, spans: RequestSpans) -> dict[str, str] | None:
+        """Return what makes vLLM's span of a request a part of ours; None where vLLM traces nothing (--otlp-traces-endpoint)."""
+        own = self.llm.vllm_config.observability_config.otlp_traces_endpoint
+        return None if own is None else spans.headers
 
     async def score(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
         """See :meth:`BlendEngine.score`; vLLM computes what stands behind the last chunk itself, so it knows its likelihood."""
@@ -435,19 +457,19 @@ class BlendClient:
         )
 
 
-def _record(trace: Trace, outcome: Outcome, begin: float, arrived: Sequence[tuple[float, int]]) -> None:
-    """Record an answer: what its worker has recorded, and what vLLM computed itself until each of its pieces arrived.
+def record(trace: Trace, outcome: Outcome, begin: float, arrived: Sequence[tuple[float, int]]) -> None:
+    """Record an answer: what scheduler and worker have recorded, and what vLLM computed itself until each of its pieces arrived.
 
     ``arrived`` has when that was, by ``time.perf_counter``, and how many tokens it had.
     """
-    since = arrived[0][0]
-    if outcome.trace is None:
-        trace.add_until(since, "computing", "prefill", begin, tokens=outcome.usage.prompt_tokens)
-    else:
+    since, name = arrived[0][0], REST if outcome.mode == "blend" else PREFILL
+    if outcome.trace is not None:
         trace.merge(outcome.trace)
-        trace.add_until(since, "computing", "rest of the prompt", outcome.trace.computed_until)
+        begin = outcome.trace.computed_until
+    details = {} if outcome.mode == "blend" else {"tokens": outcome.usage.prompt_tokens}
+    trace.add_until(since, "computing", name, begin, **details)
     for until, tokens in arrived[1:]:
-        trace.add_until(until, "computing", "token of the answer", since, tokens=tokens)
+        trace.add_until(until, "computing", DECODE, since, tokens=tokens)
         since = until
 
 

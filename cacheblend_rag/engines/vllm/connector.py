@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,6 +19,7 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.groups import page_groups
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
+from cacheblend_rag.engines.vllm.starting import log_as_vllm
 from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.engines.vllm.whereabouts import RAMLog
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
@@ -42,6 +44,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Open the store named in the connector's configuration, for the scheduler or for a worker."""
         super().__init__(vllm_config, role, kv_cache_config)
+        if parent_process() is not None:
+            log_as_vllm()
         extra = self._kv_transfer_config.get_from_extra_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
         where = str(extra("store", None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.blending.controller import Choice, control
 from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.lookups import SideBySide, entries_of
 from cacheblend_rag.engines.vllm.groups import PageGroup
@@ -52,6 +54,7 @@ class _Tracked:
 
     def __init__(self, job: BlendJob | SaveJob | None, reason: str = ""):
         self.job, self.reason = job, reason
+        self.trace = Trace() if isinstance(job, BlendJob) and job.trace else None
         self.looking: Future[BlendPlan] | None = None
         self.found: BlendPlan | None = None
         self.plan: BlendPlan | None = None
@@ -161,12 +164,13 @@ class SchedulerSide:
     def _planned(self, request: Request, tracked: _Tracked, job: BlendJob) -> BlendPlan | None:
         """Return the plan of a request; None while it is made beside the engine's steps."""
         if self._lookups is None:
-            return self._plan(request, job)
+            return self._plan(request, job, tracked.trace)
         if tracked.looking is None:
-            tracked.looking = self._lookups.submit(self._plan, request, job)
+            tracked.looking = self._lookups.submit(self._plan, request, job, tracked.trace)
         return tracked.looking.result() if tracked.looking.done() else None
 
-    def _plan(self, request: Request, job: BlendJob) -> BlendPlan:
+    def _plan(self, request: Request, job: BlendJob, trace: Trace | None) -> BlendPlan:
+        begin = time.perf_counter()
         entries = self._entries.of(job.tenant)
 
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
@@ -176,7 +180,10 @@ class SchedulerSide:
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
         look = SideBySide(lookup, entries_of(prompt), entries.store.remote)
-        return make_plan(prompt, entries.header_ids, look, job.settings.reuse, self._longest)
+        plan = make_plan(prompt, entries.header_ids, look, job.settings.reuse, self._longest)
+        if trace is not None:
+            trace.planned(plan, begin)
+        return plan
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take note of the blocks that a blend is to fill, or that a precompute will be read from."""
@@ -251,6 +258,7 @@ class SchedulerSide:
         if tracked is None or isinstance(tracked.job, SaveJob):
             return None
         outcome: dict[str, Any] = {"reason": tracked.reason, "end": 0}
+        outcome["out"] = self._entries.store.out()
         outcome["measured"] = [astuple(took) for took in self._computed]
         self._computed.clear()
         if tracked.choice is not None and not tracked.failed:
@@ -276,6 +284,10 @@ class SchedulerSide:
                 "loads": [astuple(load) for load in b.loads],
                 "in_place": list(b.in_place),
                 "reads": {tier: astuple(reads) for tier, reads in b.reads.items()},
-                "trace": None if b.trace is None else [b.trace.began, list(b.trace.events)],
             }
+        if tracked.trace is not None:
+            if tracked.blended is not None and tracked.blended.trace is not None:
+                tracked.trace.merge(tracked.blended.trace)
+            recorded = tracked.trace.recorded()
+            outcome["trace"] = [recorded.began, list(recorded.events)]
         return {PARAMS: outcome}

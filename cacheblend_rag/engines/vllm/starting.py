@@ -6,6 +6,7 @@ somewhere in the middle.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import selectors
@@ -43,6 +44,13 @@ _ADVICE: Final = (
     (r"requires Triton", "Set VLLM_USE_V2_MODEL_RUNNER=0, or install Triton."),
     (r"[Mm]odel architectures? .*not supported", "This vLLM does not know the model; a newer one may."),
 )
+
+
+def log_as_vllm() -> None:
+    """Have this library's lines go where vLLM's go, in their format: for processes that are vLLM's, not a user's program."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("cacheblend_rag")
+    ours.handlers, ours.propagate = list(theirs.handlers), False
+    ours.setLevel(theirs.level)
 
 
 class StartError(ModelError):

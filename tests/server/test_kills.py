@@ -1,0 +1,107 @@
+"""Replicas over one store, killed at random under load: no answer is wrong, and nothing that was stored is lost.
+
+``make faults`` kills 200 times, of three replicas.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count, permutations
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from cacheblend_rag.store import DiskStore
+from tests.engines.contract import TEXTS
+from tests.server.running import RunningServer
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+pytestmark = pytest.mark.slow
+
+FULL = os.environ.get("CACHEBLEND_FAULTS") == "full"
+REPLICAS = 3 if FULL else 2
+KILLS = 200 if FULL else 2
+ORDERS = list(permutations(TEXTS))[: 24 if FULL else 5]
+# Their answers rest on stored KV alone, or on none of it.
+BLENDS: tuple[dict[str, Any], ...] = ({"ratio": 0.0}, {"ratio": 1.0})
+_numbers = count()
+
+
+def ask(server: RunningServer, order: tuple[str, ...], blend: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """The answer over chunks in some order, which vLLM's prefix cache has nothing of, and its report."""
+    fields = {"prompt": "\n\n".join([*order, "Question: Who?"]), "max_tokens": 6, "temperature": 0}
+    fields |= {"return_token_ids": True, "cacheblend": blend, "cache_salt": uuid4().hex}
+    answer = server.post("/v1/completions", fields)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return found["choices"][0]["token_ids"], found["usage"]["cacheblend"]
+
+
+class Load:
+    """Asks and registers on one replica, whatever happens to it, and keeps what went wrong."""
+
+    def __init__(self, server: RunningServer, want: dict[Any, list[int]]):
+        self.server, self.want = server, want
+        self.answered, self.stored = 0, list[str]()
+        self.wrong: list[str] = []
+
+    def run(self, stop: threading.Event) -> None:
+        chance = random.Random(id(self))
+        while not stop.is_set():
+            try:
+                self._step(chance)
+            except httpx.TransportError:
+                stop.wait(0.1)  # it was killed, and is starting again
+
+    def _step(self, chance: random.Random) -> None:
+        order, blend = chance.choice(ORDERS), chance.choice(BLENDS)
+        tokens, report = ask(self.server, order, blend)
+        if report["missing"] or report["mode"] != "blend":
+            self.wrong.append(f"what was stored is lost: {report}")
+        if tokens != self.want[order, blend["ratio"]]:
+            self.wrong.append(f"{tokens} over {order} at {blend}")
+        self.answered += 1
+        text = f"Entry {next(_numbers)}: the ships of the harbour were counted again."
+        answer = self.server.post("/v1/chunks", {"texts": [text]})
+        assert answer.status_code == 200, answer.text
+        self.stored += [chunk["id"] for chunk in answer.json()["data"] if chunk["stored"]]
+
+
+def test_replicas_that_are_killed_give_no_wrong_answer_and_lose_nothing(server_model: Path, tmp_path: Path) -> None:
+    store, chance = tmp_path / "store", random.Random(5)
+    servers = [RunningServer(server_model, store) for _ in range(REPLICAS)]
+    with ThreadPoolExecutor(REPLICAS) as pool, ExitStack() as opened:
+        list(pool.map(opened.enter_context, servers))
+        assert servers[0].post("/v1/chunks", {"texts": TEXTS}).json()["report"]["computed"] == len(TEXTS)
+        want = {(order, 0.0): ask(servers[0], order, BLENDS[0])[0] for order in ORDERS}
+        want |= {(order, 1.0): ask(servers[0], order, {"reuse": "off"})[0] for order in ORDERS}
+        assert len({tuple(tokens) for tokens in want.values()}) > 1
+        stop, loads = threading.Event(), [Load(server, want) for server in servers]
+        running = [pool.submit(load.run, stop) for load in loads]
+        opened.callback(stop.set)
+        for kill in range(KILLS):
+            load = chance.choice(loads)
+            assert load.server.process is not None
+            load.server.process.join(timeout=chance.uniform(0, 1.0))
+            load.server.kill()
+            # At another address: a client's own end may have taken the port by now.
+            load.server = opened.enter_context(RunningServer(server_model, store))
+            if FULL:
+                print(f"{kill + 1} kills, {sum(load.answered for load in loads)} answers", flush=True)  # noqa: T201
+            assert [line for load in loads for line in load.wrong] == []
+        stop.set()
+        for each in running:
+            each.result()
+        assert [line for load in loads for line in load.wrong] == []
+        assert all(load.answered and load.stored for load in loads)
+        for name in (name for load in loads for name in load.stored):
+            assert loads[0].server.get(f"/v1/chunks/{name}").json()["stored"]
+    with DiskStore(store) as left:
+        assert left.verify(repair=False).damaged == ()

@@ -1,0 +1,114 @@
+"""What a running server tells of a request: a trace that goes on where the client's began, log lines as JSON, and refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from cacheblend_rag import spans as told
+from cacheblend_rag.engines.remote import RemoteEngine
+from cacheblend_rag.engines.sampling import SamplingParams
+from tests.engines.contract import TEXTS
+from tests.recorded_spans import exporter
+from tests.server.running import KEY, RunningServer
+from tests.server.test_middleware import App
+from tests.server.test_server import PLAIN, body, register
+
+WORDS = {word for text in (*TEXTS, "Who runs the observatory?") for word in text.split() if len(word) > 5}
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+
+
+def asked(server: RunningServer, **fields: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Ask about registered chunks; return the answer, its spans by name, and the trace's id."""
+    trace_id, parent = uuid4().hex, uuid4().hex[:16]
+    answer = server.request(
+        "POST",
+        "/v1/chat/completions",
+        json=body(PLAIN, **fields),
+        headers={"traceparent": f"00-{trace_id}-{parent}-01"},
+    )
+    assert answer.status_code == 200, answer.text
+    assert server.collector is not None
+    found = server.collector.of_trace(trace_id, lambda spans: any(s.parent_span_id.hex() == parent for s in spans))
+    return answer.json(), {span.name: span for span in found}, trace_id
+
+
+@pytest.mark.slow
+def test_a_request_is_one_trace_from_the_clients_span_to_vllms(server: RunningServer) -> None:
+    register(server)
+    answer, spans, _ = asked(server, cacheblend={"ratio": 0.3, "policy": "hkvd"})
+    report = answer["usage"]["cacheblend"]
+    assert report["mode"] == "blend"
+    names = {span.span_id: span.name for span in spans.values()}
+    parents = {name: names.get(span.parent_span_id, "") for name, span in spans.items()}
+    request = "cacheblend.generate"
+    assert parents == {
+        "POST /v1/chat/completions": "",
+        "cacheblend.find": "POST /v1/chat/completions",
+        request: "POST /v1/chat/completions",
+        "llm_request": request,
+        "cacheblend.plan": request,
+        "cacheblend.load": request,
+        "cacheblend.fuse": request,
+        "cacheblend.dense_pass": "cacheblend.fuse",
+        "cacheblend.sparse_pass": "cacheblend.fuse",
+        "cacheblend.prefill": request,
+        "cacheblend.decode": request,
+    }
+    said = attributes(spans[request])
+    assert said["cacheblend.tokens.reused"] == report["reused_tokens"]
+    assert said["cacheblend.tokens.recomputed"] == report["recomputed_tokens"]
+    assert said["cacheblend.tier.disk.bytes"] == sum(load["nbytes"] for load in report["loads"])
+    assert attributes(spans["POST /v1/chat/completions"])["http.response.status_code"] == 200
+
+
+@pytest.mark.slow
+def test_no_span_and_no_log_line_says_what_a_prompt_says_and_each_line_knows_its_trace(server: RunningServer) -> None:
+    register(server)
+    before = len(server.log())
+    _, spans, trace_id = asked(server, cacheblend={"ratio": 0.3, "policy": "hkvd"})
+    log = server.log()[before:]
+    told = "\n".join(map(str, spans.values()))
+    assert not {word for word in WORDS if word in told or word in log}
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    (answered,) = (line for line in lines if line.get("trace_id") == trace_id)
+    assert (answered["tenant"], answered["cacheblend.mode"]) == ("default", "blend")
+    assert answered["cacheblend.tokens.reused"] > 0
+
+
+@pytest.mark.slow
+def test_a_remote_engines_span_and_the_servers_are_one_trace(server: RunningServer) -> None:
+    register(server)
+    kept = exporter()
+    kept.clear()
+    with RemoteEngine(f"{server.url}/v1", api_key=KEY) as engine, told.span("mine"):
+        engine.generate(PLAIN, SamplingParams(max_tokens=2))
+    mine = next(span for span in kept.get_finished_spans() if span.name == "cacheblend.generate")
+    assert server.collector is not None and mine.context is not None
+    client = mine.context.span_id.to_bytes(8, "big")
+    found = server.collector.of_trace(
+        f"{mine.context.trace_id:032x}", lambda spans: any(span.parent_span_id == client for span in spans)
+    )
+    assert "cacheblend.generate" in {span.name for span in found}
+
+
+async def test_refusals_are_counted_by_tenant_and_status_and_their_span_names_no_path() -> None:
+    refused: list[tuple[str, int]] = []
+    app = App(["right"], limit=10, refused=lambda tenant, status: refused.append((tenant, status)))
+    kept = exporter()
+    kept.clear()
+    async with app.client() as client:
+        for content in (b"x" * 11, b"x"):
+            await client.post("/v1/chunks?id=secret", headers={"Authorization": "Bearer right"}, content=content)
+        await client.post("/v1/chunks", content=b"x" * 11)  # without the key
+        await client.get("/secret/path", headers={"Authorization": "Bearer right"})
+    assert refused == [("default", 413)]
+    said = [(span.name, (span.attributes or {})["http.response.status_code"]) for span in kept.get_finished_spans()]
+    assert said == [("POST", 413), ("POST /v1/chunks", 200), ("GET", 404)]
+    assert all("secret" not in span.to_json() for span in kept.get_finished_spans())
