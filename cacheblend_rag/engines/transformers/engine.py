@@ -37,9 +37,11 @@ from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, Score, StreamEvent, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import guidance
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.conversations import Conversations, Said
 from cacheblend_rag.engines.transformers.decoding import AnswerBuilder
+from cacheblend_rag.engines.transformers.guidance import Guide
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.ranking import Ranker
@@ -70,6 +72,8 @@ class TransformersEngine(BlendEngine):
         on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
     """
 
+    supports_json_schema: ClassVar[bool] = guidance.INSTALLED
+    without_json_schema: ClassVar[str] = 'install llguidance ("cacheblend-rag[guided]"), or leave json_schema out'
     supports_scoring: ClassVar[bool] = True
     supports_trace: ClassVar[bool] = True
 
@@ -203,12 +207,16 @@ class TransformersEngine(BlendEngine):
     ) -> Iterator[StreamEvent]:
         """See :class:`BlendEngine`."""
         begin = time.perf_counter()
-        return self._stream(self.request(prompt, sampling, settings), begin)
+        request = self.request(prompt, sampling, settings)
+        schema = request.sampling.json_schema
+        vocabulary = self.subject().vocab_size
+        guide = None if schema is None else Guide(schema, self.tokenizer, vocabulary, self._end_tokens)
+        return self._stream(request, guide, begin)
 
-    def _stream(self, request: Request, begin: float) -> Iterator[StreamEvent]:
+    def _stream(self, request: Request, guide: Guide | None, begin: float) -> Iterator[StreamEvent]:
         costs = self.costs  # as they are before this prompt corrects them
         prefill = self._prefill(request)
-        answer = AnswerBuilder(request.sampling, self.tokenizer, self._end_tokens, self.runner.device)
+        answer = AnswerBuilder(request.sampling, self.tokenizer, self._end_tokens, self.runner.device, guide)
         logits, ttft, fed = prefill.logits, 0.0, 0
         try:
             while not answer.finished:

@@ -108,7 +108,8 @@ def key_blocks(request: Request, keys: Sequence[tuple[int, str]], block_size: in
             block = min((each for each in at if first <= each < len(hashes)), default=None)
             if block is None:
                 break
-            hashes[block] = hashlib.sha256(hashes[block] + at[block].encode()).digest()
+            own: Any = hashlib.sha256(hashes[block] + at[block].encode()).digest()
+            hashes[block] = own
             del hashes[block + 1 :]  # they are made of it
         new = hashes[known:]
         del hashes[known:]
