@@ -290,12 +290,9 @@ class CacheBlendLLM(FunctionCallingLLM):
         return await super().astructured_predict(output_cls, prompt, self._guided(output_cls, llm_kwargs), **args)
 
     def _guided(self, output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        guided: dict[str, Any] = {}
-        if self.calls_tools:  # LlamaIndex then asks for a call with the object as its arguments
-            guided = {"tool_choice": "required"}
-        elif self.engine.supports_json_schema:
-            guided = {"json_schema": output_cls.model_json_schema()}
-        return {**guided, **(llm_kwargs or {})}
+        # Of a model that calls tools LlamaIndex forces a call with the object as its arguments.
+        guided = self.engine.supports_json_schema and not self.calls_tools
+        return {**({"json_schema": output_cls.model_json_schema()} if guided else {}), **(llm_kwargs or {})}
 
     def _prepare_chat_with_tools(
         self,

@@ -31,7 +31,8 @@ def chat_arguments(
     asked = ChatMessage(role=MessageRole.USER, content=user_msg) if isinstance(user_msg, str) else user_msg
     messages = [*(chat_history or ()), *([] if asked is None else [asked])]
     specs = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
-    return {"messages": messages, "tools": specs, "tool_choice": "required" if required else "auto", **options}
+    given = {name: value for name, value in options.items() if name != "tool_choice" or value is not None}
+    return {"messages": messages, "tools": specs, "tool_choice": "required" if required else "auto", **given}
 
 
 def with_calls(response: ChatResponse, read: CallsRead) -> ChatResponse:
