@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         UnknownChunkError,
     )
     from cacheblend_rag.prompts.altered import RetrievalReport, RetrievedFate, explain_miss
+    from cacheblend_rag.prompts.calls import CallReader, CallsRead, call_schema, required_tool
     from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
     from cacheblend_rag.prompts.prompt import (
         DEFAULT_INSTRUCTION,
@@ -86,6 +87,8 @@ _HOMES = {
     "BlendPrompt": "prompts.prompt",
     "BlendSettings": "blending.settings",
     "CacheBlendError": "errors",
+    "CallReader": "prompts.calls",
+    "CallsRead": "prompts.calls",
     "Chunk": "prompts.chunk",
     "ChunkIndex": "retrieval.index",
     "ChunkRef": "prompts.prompt",
@@ -127,6 +130,7 @@ _HOMES = {
     "VLLMEngine": "engines.vllm",
     "bundled_corpus": "demo.bundle",
     "bundled_questions": "demo.bundle",
+    "call_schema": "prompts.calls",
     "chat_prompt": "prompts.prompt",
     "checked_on_miss": "engines.misses",
     "chunk_id": "prompts.chunk",
@@ -144,6 +148,7 @@ _HOMES = {
     "rag_header": "prompts.prompt",
     "rag_prompt": "prompts.prompt",
     "reads_tools": "prompts.templates",
+    "required_tool": "prompts.calls",
     "sampling_of": "engines.sampling",
     "shared_engine": "engines.sharing",
     "split_text": "retrieval.chunking",
@@ -163,6 +168,8 @@ __all__ = [
     "BlendPrompt",
     "BlendSettings",
     "CacheBlendError",
+    "CallReader",
+    "CallsRead",
     "Chunk",
     "ChunkIndex",
     "ChunkRef",
@@ -204,6 +211,7 @@ __all__ = [
     "VLLMEngine",
     "bundled_corpus",
     "bundled_questions",
+    "call_schema",
     "chat_prompt",
     "checked_on_miss",
     "chunk_id",
@@ -221,6 +229,7 @@ __all__ = [
     "rag_header",
     "rag_prompt",
     "reads_tools",
+    "required_tool",
     "sampling_of",
     "shared_engine",
     "split_text",

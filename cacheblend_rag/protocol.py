@@ -208,6 +208,7 @@ class ReuseReport(BaseModel):
         recomputed_tokens: Tokens with stored KV that were recomputed.
         computed_tokens: Prompt tokens that went through all layers.
         selection_tokens: What choosing them cost besides, in tokens through all layers; see :class:`Usage`.
+        kept_tokens: Those of the reused tokens that were in vLLM's prefix cache: of the conversation so far, for instance.
         missing: Ids of chunks without stored KV, computed in place.
         in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
         policy: What chose the tokens to recompute; None for a prefill.
@@ -227,6 +228,7 @@ class ReuseReport(BaseModel):
     recomputed_tokens: int
     computed_tokens: int
     selection_tokens: float = 0.0
+    kept_tokens: int = 0
     missing: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
     policy: str | None = None

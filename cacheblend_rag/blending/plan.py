@@ -91,6 +91,10 @@ class BlendPlan:
         behind = self.behind + self.num_tokens - end
         return replace(self, num_tokens=end, exact=exact, stale=stale, start=start, needs_logits=False, behind=behind)
 
+    def behind_kept(self, start: int) -> BlendPlan:
+        """Return the plan for what stands behind the first ``start`` tokens, whose KV is there already."""
+        return replace(self.within(start, self.num_tokens), needs_logits=self.needs_logits, behind=self.behind)
+
     def without(self, unused: Collection[StoredSpan], reason: str) -> BlendPlan:
         """Return the plan that computes the spans ``unused`` in place, although they are stored."""
         exact, stale = (tuple(s for s in spans if s not in unused) for spans in (self.exact, self.stale))

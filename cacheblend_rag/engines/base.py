@@ -64,11 +64,13 @@ class BlendEngine(ABC):
         tenant: Whose chunks and stored KV it uses (:meth:`for_tenant`).
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
+        without_json_schema: What to do where it has not.
         supports_scoring: Whether it has :meth:`score`.
         supports_trace: Whether it records to :attr:`trace`.
     """
 
     supports_json_schema: ClassVar[bool] = False
+    without_json_schema: ClassVar[str] = "leave json_schema out or use VLLMEngine"
     supports_scoring: ClassVar[bool] = False
     supports_trace: ClassVar[bool] = False
 
@@ -214,7 +216,7 @@ class BlendEngine(ABC):
         self.check_open()
         sampling = sampling or SamplingParams()
         if sampling.json_schema is not None and not self.supports_json_schema:
-            raise InputError(f"{type(self).__name__} has no guided decoding; leave json_schema out or use VLLMEngine.")
+            raise InputError(f"{type(self).__name__} has no guided decoding here; {self.without_json_schema}.")
         resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers, self.controlled)
         tokens = self.tokenize(prompt)
         check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)

@@ -26,6 +26,8 @@ class Usage:
         completion_tokens: Tokens generated.
         selection_tokens: What choosing the recomputed tokens cost besides: tokens of dense passes and of the question's pass over
             stored KV, times the share of layers they went through. 0 for `static`.
+        kept_tokens: Those of the reused tokens whose KV the engine had kept from an earlier prompt: of the conversation so far;
+            on vLLM of any prompt that begins alike.
     """
 
     prompt_tokens: int
@@ -34,6 +36,7 @@ class Usage:
     computed_tokens: int
     completion_tokens: int = 0
     selection_tokens: float = 0.0
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True)

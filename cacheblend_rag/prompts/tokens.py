@@ -56,6 +56,12 @@ class TextEncoder:
         """Encode text whose special tokens mean what they say (rendered by a chat template). Adds none."""
         return list(_encode(self._template, text, False).ids)
 
+    def template_between(self, text: str, begin: int, end: int) -> list[int]:
+        """Return those tokens of a template's ``text`` that lie between two characters, as they are in all of it."""
+        encoding = _encode(self._template, text, False)
+        found = zip(encoding.ids, encoding.offsets, strict=True)
+        return [token for token, (first, behind) in found if begin <= first < behind <= end]
+
     def document(self, text: str) -> list[int]:
         """Encode text in which nothing is a special token. Adds none."""
         encoding = _encode(self._document, text, False)

@@ -76,9 +76,11 @@ def prompt_fate(
     """
     wanted = engine.profile.resolve(settings or BlendSettings(), engine.num_layers)
     reuse: Reuse = wanted.reuse if done.mode == "blend" else "off"
-    missing = set(done.missing)
+    kept = done.usage.kept_tokens
+    missing = {span.chunk.id for span in prompt.spans if span.chunk.id in done.missing and span.end > kept}
     exact = _exact_prefix(engine, prompt, done, reuse)
-    stale = [span for span in prompt.spans if span.end > exact and span.chunk.id not in missing and reuse == "chunks"]
+    behind = max(exact, kept)
+    stale = [span for span in prompt.spans if span.end > behind and span.chunk.id not in missing and reuse == "chunks"]
     chosen = _chosen(engine, stale, done)
     chunks = []
     for span in prompt.spans:
@@ -88,8 +90,13 @@ def prompt_fate(
         if span in stale:
             fate = "reused"
             tokens = None if chosen is None else tuple(at for at in chosen if span.start <= at < span.end)
+        elif exact < span.end <= kept:
+            fate, tokens = "reused", ()  # as an earlier turn has left it
         chunks.append(ChunkFate(span.chunk.id, fate, span.start, len(every), tokens))
-    counts = {name: sum(c.tokens for c in chunks if c.fate == name) for name in ("missing", "recomputed")}
+    computed = {c.start: min(c.tokens, c.start + c.tokens - kept) for c in chunks}
+    counts = {
+        name: sum(max(0, computed[c.start]) for c in chunks if c.fate == name) for name in ("missing", "recomputed")
+    }
     recomputed = done.usage.recomputed_tokens if reuse == "chunks" else counts["recomputed"]
     text = done.usage.computed_tokens - recomputed - counts["missing"]
     reused = done.usage.reused_tokens - exact
@@ -112,9 +119,10 @@ def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation
 
 def _chosen(engine: BlendEngine, stale: Sequence[ChunkSpan], done: Generation) -> list[int] | None:
     """Return the positions that were recomputed; None where they are not known."""
-    wanted = done.usage.recomputed_tokens
-    if not wanted or wanted == sum(span.end - span.start for span in stale):
-        return [at for span in stale if wanted for at in range(span.start, span.end)]
+    wanted, kept = done.usage.recomputed_tokens, done.usage.kept_tokens
+    candidates = [at for span in stale for at in range(max(span.start, kept), span.end)]
+    if wanted in (0, len(candidates)):
+        return candidates[:wanted]
     entries = engine.entries
     if done.policy != "static" or entries is None:
         return None
@@ -126,8 +134,9 @@ def _chosen(engine: BlendEngine, stale: Sequence[ChunkSpan], done: Generation) -
     known = [each for each in static if each is not None]
     if len(known) < len(stale):
         return None
-    positions = torch.cat([torch.arange(span.start, span.end) for span in stale])
+    every = torch.cat([torch.arange(span.start, span.end) for span in stale])
+    positions, ranks = every[every >= kept], torch.cat(known)[every >= kept]
     nowhere = torch.zeros_like(positions)
-    keep = policy("static").select(Candidates(positions, nowhere, nowhere, static=torch.cat(known)), wanted)
+    keep = policy("static").select(Candidates(positions, nowhere, nowhere, static=ranks), wanted)
     chosen: list[int] = positions[keep].tolist()
     return chosen

@@ -23,7 +23,7 @@ from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import RequestOptions, read_options
 from cacheblend_rag.server.contents import search_contents, texts_in
 from cacheblend_rag.server.naming import ChunkNaming, lead_text, tokens_match
-from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, with_ticket
+from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, clients_salt, with_ticket
 from cacheblend_rag.spans import recording, span
 
 if TYPE_CHECKING:
@@ -257,9 +257,8 @@ class BlendRenderer:
         else:
             return engine_input
         self._check_length(request, len(prompt.token_ids))
-        tokens, ticket.params = self._client.tokens_prompt(
-            prompt, options.settings, engine_input.get("cache_salt"), recording()
-        )
+        salt = clients_salt(engine_input.get("cache_salt"))
+        tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, salt, recording())
         if not ticket.params:
             tokens.pop("cache_salt", None)  # the engine salts it, as every prompt that is not blended
         offsets = "prompt_token_offsets"  # of tokens that are no longer those of the prompt

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
 from cacheblend_rag.protocol import ReuseReport
 from cacheblend_rag.server.tenants import calling
-from cacheblend_rag.server.ticket import Ticket, take_ticket
+from cacheblend_rag.server.ticket import Ticket, clients_salt, take_ticket
 from cacheblend_rag.store.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ServedEngine:
     """Stands in for an ``AsyncLLM``; what it does not know itself, that one does.
 
     It runs a prompt with what its ticket says, and with nothing else: ``kv_transfer_params`` that came from a client would let
-    it store KV under names of its choice, and its ``cache_salt`` must not meet that of a blended prompt or of another tenant.
+    it store KV under names of its choice, and its ``cache_salt`` must not meet that of another tenant.
     """
 
     def __init__(self, llm: AsyncLLM, tenants: ServedTenants, metrics: ReuseMetrics):
@@ -99,6 +99,7 @@ class ServedEngine:
             recomputed_tokens=usage.recomputed_tokens,
             computed_tokens=usage.computed_tokens,
             selection_tokens=usage.selection_tokens,
+            kept_tokens=usage.kept_tokens,
             missing=outcome.missing,
             in_place=outcome.in_place,
             policy=outcome.policy,
@@ -163,9 +164,8 @@ class TokensUsed:
 
 
 def _with_own_salt(prompt: Any, tenant: Tenant) -> Any:
-    """Return a prompt whose salt is its tenant's, and can never be that of a blended prompt, whatever a client gave."""
-    given = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    salt = tenant.salt(None if given is None else f"client:{given}")
+    """Return a prompt whose salt is its tenant's, and can never be another tenant's, whatever a client gave."""
+    salt = tenant.salt(clients_salt(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None))
     if salt is None:
         return prompt
     if isinstance(prompt, Mapping) and "decoder_prompt" in prompt:  # where vLLM looks for it

@@ -46,3 +46,8 @@ def take_ticket(engine_input: Any) -> tuple[Any, Ticket | None]:
         return engine_input, None
     rest = {name: value for name, value in engine_input.items() if name != KEY}
     return rest, engine_input[KEY]
+
+
+def clients_salt(given: str | None) -> str | None:
+    """Return a client's ``cache_salt`` as one that can be no other tenant's."""
+    return None if given is None else f"client:{given}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -276,6 +277,25 @@ class EngineContract:
         assert engine.generate(prompt, SHORT).logprobs == ()
         with pytest.raises(InputError, match="logprobs is 21"):
             SamplingParams(logprobs=21)
+
+    def test_guided_decoding_follows_a_json_schema(self, engine) -> None:
+        if not engine.supports_json_schema:
+            pytest.skip("llguidance is not installed")
+        schema = {
+            "type": "object",
+            "properties": {"kind": {"enum": ["ship", "company"]}, "known": {"type": "boolean"}},
+            "required": ["kind", "known"],
+            "additionalProperties": False,
+        }
+        for wanted in (schema, json.dumps(schema)):
+            hot = SamplingParams(max_tokens=200, temperature=1.0, seed=1, json_schema=wanted)
+            answer = engine.generate("Is it so?", hot)
+            said = json.loads(answer.text)
+            assert answer.finish_reason == "stop"
+            assert (said["kind"] in ("ship", "company"), type(said["known"]), len(said)) == (True, bool, 2)
+            assert engine.generate("Is it so?", hot).text == answer.text
+        with pytest.raises(InputError, match="JSON"):
+            engine.generate("Is it so?", SamplingParams(max_tokens=4, json_schema="{no json"))
 
     def test_an_engine_that_cannot_score_says_which_can(self, engine, prompt) -> None:
         if engine.supports_scoring:

@@ -15,10 +15,13 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.remote import RemoteEngine
 from tests.engines.contract import SHORT, EngineContract
+from tests.engines.contract_conversation import ConversationContract
 from tests.server.running import KEY, RunningServer
 
 
-class TestRemoteEngine(EngineContract):
+class TestRemoteEngine(EngineContract, ConversationContract):
+    block = 128
+
     @pytest.fixture
     def engine(self, server: RunningServer) -> Any:
         with RemoteEngine(server.url, api_key=KEY) as engine:

@@ -23,6 +23,7 @@ from tests.blending.reference import Part, blend
 from tests.conftest import tokenizer_named
 from tests.engines.contract import TEXTS, EngineContract
 from tests.engines.contract_controller import ControllerContract
+from tests.engines.contract_conversation import ConversationContract
 from tests.engines.contract_spans import SpansContract
 from tests.engines.contract_trace import TraceContract
 
@@ -37,7 +38,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-class TestTransformersEngine(EngineContract, ControllerContract, TraceContract, SpansContract):
+class TestTransformersEngine(EngineContract, ControllerContract, ConversationContract, TraceContract, SpansContract):
     @pytest.fixture(autouse=True)
     def _directory(self, model_directory: Path) -> None:
         self.directory = model_directory

@@ -88,6 +88,7 @@ class Answer:
             computed_tokens=report.computed_tokens,
             completion_tokens=len(ids),
             selection_tokens=report.selection_tokens,
+            kept_tokens=report.kept_tokens,
         )
         total = time.perf_counter() - self._begin
         return StreamEvent(

@@ -87,6 +87,11 @@ class PositionedCache:
         """Number of slots written in all layers, from the first on."""
         return self._length
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of its buffers, in bytes."""
+        return sum(buffer.nbytes for buffer in (*self._k, *self._v) if buffer is not None)
+
     def append(self, count: int) -> None:
         """Prepare for a forward over the next ``count`` tokens in order."""
         self._positions = slice(self._length, self._length + count)
@@ -113,6 +118,14 @@ class PositionedCache:
             own_k, own_v = self._buffers(layer, k, v)
             own_k[:, :, : k.shape[2]], own_v[:, :, : v.shape[2]] = k, v
         self._length = prefix[0].k.shape[1]
+
+    def begin_as(self, other: PositionedCache, tokens: int) -> None:
+        """Begin with a copy of the first ``tokens`` of one sequence in another cache of the same model."""
+        for layer, (k, v) in enumerate(zip(other._k, other._v, strict=True)):
+            if k is not None and v is not None:
+                own_k, own_v = self._buffers(layer, k, v)
+                own_k[:, :, :tokens], own_v[:, :, :tokens] = k[:, :, :tokens], v[:, :, :tokens]
+        self._length = tokens
 
     def place(self, layer: int, kv: LayerKV, move: Move | None, positions: torch.Tensor) -> None:
         """Write stored ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``positions``."""

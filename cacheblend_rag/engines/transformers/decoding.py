@@ -11,6 +11,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from cacheblend_rag.engines.results import TokenLogprob
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers.guidance import Guide
 
 
 class Sampler:
@@ -111,8 +112,16 @@ class AnswerBuilder:
         finish_reason: Why.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: Any, end_tokens: frozenset[int], device: torch.device):
-        """Start an empty answer; no tokenizer, no text."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Any,
+        end_tokens: frozenset[int],
+        device: torch.device,
+        guide: Guide | None = None,
+    ):
+        """Start an empty answer; no tokenizer, no text. A ``guide`` says which tokens can come next."""
+        self._guide = guide
         self._params, self._has_text, self._end_tokens = params, tokenizer is not None, end_tokens
         self._sample, self._stream = Sampler(params, device), TextStream(tokenizer, params.stop)
         self.tokens: list[int] = []
@@ -127,7 +136,7 @@ class AnswerBuilder:
 
     def push(self, logits: torch.Tensor) -> str | None:
         """Sample from ``logits``, ``[vocab]``; return the text that is now certain, None if there is nothing to show."""
-        token = self._sample(logits)
+        token = self._sample(logits if self._guide is None else self._guide.allowed(logits))
         if token in self._end_tokens:
             self._finish("stop")
             return None
@@ -135,7 +144,7 @@ class AnswerBuilder:
         if self._params.logprobs is not None:
             self.logprobs.append(token_logprob(logits, token, self._params.logprobs))
         piece = self._stream.push(token)
-        if self._stream.stopped:
+        if self._stream.stopped or (self._guide is not None and self._guide.take(token)):
             self._finish("stop")
         elif len(self.tokens) == self._params.max_tokens:
             self._finish("length")

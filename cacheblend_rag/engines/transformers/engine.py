@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from cacheblend_rag.blending.costs import Computed, Costs, Measured, load_costs
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.origins import blend_terms, origins
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
@@ -38,8 +39,11 @@ from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, Score, StreamEvent, Timings, Usage
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
+from cacheblend_rag.engines.transformers import guidance
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
+from cacheblend_rag.engines.transformers.conversations import Conversations, Said
 from cacheblend_rag.engines.transformers.decoding import AnswerBuilder
+from cacheblend_rag.engines.transformers.guidance import Guide
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
 from cacheblend_rag.engines.transformers.ranking import Ranker
@@ -51,10 +55,12 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt, chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.turns import turn_ends, turn_lead
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import StoredKV
 from cacheblend_rag.store.tenants import Tenant
+from cacheblend_rag.store.urls import parse_size
 
 
 class TransformersEngine(BlendEngine):
@@ -68,6 +74,8 @@ class TransformersEngine(BlendEngine):
         on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
     """
 
+    supports_json_schema: ClassVar[bool] = guidance.INSTALLED
+    without_json_schema: ClassVar[str] = 'install llguidance ("cacheblend-rag[guided]"), or leave json_schema out'
     supports_scoring: ClassVar[bool] = True
     supports_trace: ClassVar[bool] = True
 
@@ -83,6 +91,7 @@ class TransformersEngine(BlendEngine):
         ratio: float | None = None,
         write_back: bool = True,
         rank: Rank | None = None,
+        conversations: int | str = "1GiB",
     ):
         """Load the model and run the parity gate.
 
@@ -99,9 +108,11 @@ class TransformersEngine(BlendEngine):
             write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
             rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
                 model whose profile's policy needs them, else ``"lazy"``.
+            conversations: Most memory for the KV of prompts and their answers, on the model's device, for prompts that go on from
+                there: bytes, or a size such as ``"4GiB"``; 0 keeps none.
 
         Raises:
-            InputError: There is no such device.
+            InputError: There is no such device, or ``conversations`` is no size.
             ModelError: The model cannot be loaded.
             StoreError: The store cannot be opened.
         """
@@ -122,6 +133,7 @@ class TransformersEngine(BlendEngine):
         self._probe: tuple[int, ...] = ()
         self._ranker: Ranker | None = None
         self._lock, self._storing = threading.Lock(), threading.Lock()
+        self._conversations = Conversations(parse_size(str(conversations)))
         self._closed = False
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self._end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
@@ -146,6 +158,7 @@ class TransformersEngine(BlendEngine):
         """Return an engine in front of another store; they share the model, and the lock that lets requests take turns."""
         sibling = copy.copy(self)
         sibling.store, sibling.registry, sibling._views = store, ChunkRegistry(), {}
+        sibling._conversations = Conversations(self._conversations.budget)
         store.pin_for(self.runner.device)
         if set(store.codecs) != set(self.store.codecs):
             sibling._judge()
@@ -196,28 +209,33 @@ class TransformersEngine(BlendEngine):
     ) -> Iterator[StreamEvent]:
         """See :class:`BlendEngine`."""
         begin = time.perf_counter()
-        return self._stream(self.request(prompt, sampling, settings), begin)
+        request = self.request(prompt, sampling, settings)
+        schema = request.sampling.json_schema
+        vocabulary = self.subject().vocab_size
+        guide = None if schema is None else Guide(schema, self.tokenizer, vocabulary, self._end_tokens)
+        return self._stream(request, guide, begin)
 
-    def _stream(self, request: Request, begin: float) -> Iterator[StreamEvent]:
+    def _stream(self, request: Request, guide: Guide | None, begin: float) -> Iterator[StreamEvent]:
         prefill: _Prefill | None = None
+        answer = AnswerBuilder(request.sampling, self.tokenizer, self._end_tokens, self.runner.device, guide)
         try:
             with RequestSpans(self.trace, self.tenant.name) as spans:
                 costs = self.costs  # as they are before this prompt corrects them
                 prefill = self._prefill(request, spans.trace)
-                answer, timings = yield from self._answer(request, prefill, begin, spans.trace)
+                timings = yield from self._answer(answer, prefill, begin, spans.trace)
                 rest, done = answer.flush(), _generation(request, prefill, answer, timings, costs)
                 spans.answered(done, prefill.load_s)
                 yield StreamEvent(rest, done)
         finally:
             if prefill is not None:
+                self._keep(request, prefill, answer.tokens[: prefill.fed])
                 del prefill.cache
                 self._release(prefill)
 
     def _answer(
-        self, request: Request, prefill: _Prefill, begin: float, trace: Trace | None
-    ) -> Generator[StreamEvent, None, tuple[AnswerBuilder, Timings]]:
-        """Yield the answer's pieces; return all of it, but for what is still to be flushed."""
-        answer = AnswerBuilder(request.sampling, self.tokenizer, self._end_tokens, self.runner.device)
+        self, answer: AnswerBuilder, prefill: _Prefill, begin: float, trace: Trace | None
+    ) -> Generator[StreamEvent, None, Timings]:
+        """Yield the answer's pieces, but for what is still to be flushed."""
         logits, ttft = prefill.logits, 0.0
         while not answer.finished:
             piece = answer.push(logits)
@@ -230,7 +248,17 @@ class TransformersEngine(BlendEngine):
                 yield StreamEvent(piece)
             if not answer.finished:
                 logits = self._decode(answer.tokens[-1], prefill, trace)
-        return answer, Timings(prefill.load_s, ttft, time.perf_counter() - begin)
+                prefill.fed = len(answer.tokens)
+        return Timings(prefill.load_s, ttft, time.perf_counter() - begin)
+
+    def _keep(self, request: Request, prefill: _Prefill, answer: Sequence[int]) -> None:
+        """Keep the KV of prompt and answer for what is asked next."""
+        said, cache = prefill.said, prefill.cache
+        if said is None or not isinstance(cache, PositionedCache):
+            return
+        said = replace(said, token_ids=(*request.prompt.token_ids, *answer))
+        if cache.length == len(said.token_ids):  # not where a token was on its way
+            self._conversations.keep(said, cache)
 
     def score(
         self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
@@ -291,27 +319,53 @@ class TransformersEngine(BlendEngine):
     def _prefill(self, request: Request, trace: Trace | None) -> _Prefill:
         unusable: set[tuple[int, ...]] = set()
         late: set[tuple[int, ...]] = set()
+        lead = turn_lead(self.tokenizer)
+        ends = turn_ends(request.prompt.token_ids, lead)
+        said = self._said(request, ends)
         with self._lock:
             while True:
                 looked = time.perf_counter()
-                plan = self._plan(request, unusable | late).after_late(late)
+                whole = self._plan(request, unusable | late).after_late(late)
                 if trace is not None and request.prompt.spans and request.settings.reuse != "off":
-                    trace.planned(plan, looked)
+                    trace.planned(whole, looked)
+                cache = self.runner.new_cache(len(request.prompt.token_ids)) if self.gate.passed else ModelsOwnCache()
+                kept = 0
+                if said is not None and isinstance(cache, PositionedCache):
+                    kept = self._conversations.begin(said, ends, len(lead), cache)
+                plan = whole.behind_kept(kept) if kept else whole
                 choice = self._choose(request, plan)
                 plan = plan if choice is None else choice.applied_to(plan)
                 began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
-                if not plan.uses_stored_kv:
-                    return replace(self._full_prefill(request.prompt, plan, began, trace), choice=choice)
+                how: dict[str, Any] = {"choice": choice, "said": said, "kept": kept}
+                how["blended"] = plan.uses_stored_kv or (kept > 0 and whole.uses_stored_kv)
                 try:
-                    if not self.gate.passed:
-                        return self._go_on(request, plan, began, trace)
-                    return self._blend(request, plan, choice, began, trace)
+                    if not plan.uses_stored_kv:
+                        return replace(self._full_prefill(request.prompt, plan, began, cache, trace), **how)
+                    if isinstance(cache, ModelsOwnCache):
+                        return replace(self._go_on(request, plan, began, trace), **how)
+                    return replace(self._blend(request, plan, choice, began, cache, trace), **how)
                 except UnusableSpanError as error:
                     # Missing, as far as this prompt goes: the next plan computes its chunk in place. Its tier has dropped
                     # what is damaged; what cannot be read now stays, and so does what other tiers have.
                     (late if error.late else unusable).update(error.entries)
                     if self.costs is not None:
                         self.costs = self.costs.after(Measured((), error.reads, error.waited_s))
+
+    def _said(self, request: Request, ends: Sequence[int]) -> Said | None:
+        """Return the prompt as it is looked for among the conversations; None where it may use none of them."""
+        prompt, settings = request.prompt, request.settings
+        longest = self.runner.longest
+        if settings.reuse == "off" or not self.gate.passed or (longest and len(prompt.token_ids) > longest):
+            return None
+        found = origins(
+            [(span.start, span.end) for span in prompt.spans],
+            prompt.token_ids,
+            ends,
+            len(self.header_ids),
+            blend_terms(settings, self.profile.schedule(settings.check_layers).widths, self.profile.ratio_of(settings)),
+            policy(settings.policy).needs_attention,
+        )
+        return Said(prompt.token_ids, found, self.tenant.name, len(prompt.token_ids))
 
     def _plan(self, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
         reuse = request.settings.reuse
@@ -341,13 +395,19 @@ class TransformersEngine(BlendEngine):
         terms = Terms.of(costs, self.profile, settings, self.num_layers)
         return control(plan, terms, self.profile.ratio_of(settings))
 
-    def _full_prefill(self, prompt: TokenizedPrompt, plan: BlendPlan, began: float, trace: Trace | None) -> _Prefill:
-        # A model that failed the gate may keep something else than KV: it gets its own kind of cache.
-        cache = self.runner.new_cache(len(prompt.token_ids)) if self.gate.passed else ModelsOwnCache()
-        ids = torch.tensor([prompt.token_ids], device=self.runner.device)
+    def _full_prefill(
+        self,
+        prompt: TokenizedPrompt,
+        plan: BlendPlan,
+        began: float,
+        cache: PositionedCache | ModelsOwnCache,
+        trace: Trace | None,
+    ) -> _Prefill:
+        """Run all that is not in ``cache``."""
+        ids = torch.tensor([prompt.token_ids[cache.length :]], device=self.runner.device)
         with _traced(trace, PREFILL, ids.shape[1]):
             logits = self.runner.append(ids, cache)[0]
-        return _Prefill(plan, began, logits, cache, len(prompt.token_ids))
+        return _Prefill(plan, began, logits, cache, ids.shape[1])
 
     def _go_on(self, request: Request, plan: BlendPlan, began: float, trace: Trace | None) -> _Prefill:
         """Run what stands behind the exact prefix, from its snapshot."""
@@ -361,11 +421,17 @@ class TransformersEngine(BlendEngine):
         return _Prefill(plan, began, logits, cache, ids.shape[1], load_s=load_s)
 
     def _blend(
-        self, request: Request, plan: BlendPlan, choice: Choice | None, began: float, trace: Trace | None
+        self,
+        request: Request,
+        plan: BlendPlan,
+        choice: Choice | None,
+        began: float,
+        cache: PositionedCache,
+        trace: Trace | None,
     ) -> _Prefill:
         assert self.rope is not None
         settings = request.settings
-        target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids)
+        target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids, cache)
         schedule = self.profile.schedule(settings.check_layers)
         ratio = self.profile.ratio_of(settings)
         ratio = ratio if choice is None else raised(ratio, choice.ratio)
@@ -386,14 +452,23 @@ class TransformersEngine(BlendEngine):
             result.unranked,
             result.reads,
             result.loads,
-            choice,
         )
+
+    def forget(self, chunks: Iterable[str | Chunk]) -> int:
+        """See :class:`BlendEngine`; conversations may hold their KV, too, and are forgotten with them."""
+        self._conversations.clear(self.tenant.name)
+        return super().forget(chunks)
+
+    def reset_prefix_cache(self) -> None:
+        """See :class:`BlendEngine`: forget the conversations so far."""
+        self._conversations.clear()
 
     def close(self) -> None:
         """Close the store and drop the model; closing twice is allowed."""
         if self._root is not None:
             return
         self.store.close()
+        self._conversations.clear()
         if not self._closed:
             self._closed = True
             every: list[TransformersEngine] = [self, *self._views.values()]
@@ -403,7 +478,11 @@ class TransformersEngine(BlendEngine):
 
 @dataclass
 class _Prefill:
-    """A prompt whose first token can be sampled; ``began`` says when its computing began, ``cache`` goes with the answer."""
+    """A prompt whose first token can be sampled; ``began`` says when its computing began, ``cache`` goes with the answer.
+
+    The ``plan`` is for what stands behind the first ``kept`` tokens, which a conversation has left. Of the answer ``fed`` tokens
+    are in the cache.
+    """
 
     plan: BlendPlan
     began: float
@@ -419,10 +498,14 @@ class _Prefill:
     reads: Mapping[str, TierReads] = field(default_factory=dict)
     loads: tuple[ChunkLoad, ...] = ()
     choice: Choice | None = None
+    said: Said | None = None
+    kept: int = 0
+    blended: bool = False
+    fed: int = 0
 
     @property
     def mode(self) -> Mode:
-        return "blend" if self.plan.uses_stored_kv else "prefill"
+        return "blend" if self.blended else "prefill"
 
 
 def _traced(trace: Trace | None, name: str, tokens: int) -> AbstractContextManager[None]:
@@ -446,6 +529,7 @@ def _generation(
             computed_tokens=prefill.computed,
             completion_tokens=len(answer.tokens),
             selection_tokens=prefill.selection,
+            kept_tokens=prefill.kept,
         ),
         timings=timings,
         missing=tuple(chunk.id for chunk in prefill.plan.missing),

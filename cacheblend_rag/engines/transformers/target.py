@@ -172,12 +172,12 @@ class TransformersTarget:
         cache: The prompt's KV cache, ready for decoding then.
     """
 
-    def __init__(self, runner: ModelRunner, rope: Rope, token_ids: Sequence[int]):
-        """Prepare an empty cache for the prompt ``token_ids``."""
+    def __init__(self, runner: ModelRunner, rope: Rope, token_ids: Sequence[int], cache: PositionedCache | None = None):
+        """Prepare the prompt ``token_ids``; ``cache`` may hold the KV of the first of them."""
         self._runner = runner
         self._ids = torch.tensor(token_ids, device=runner.device)
         self.num_layers, self.device, self.rope = runner.num_layers, runner.device, rope
-        self.cache = runner.new_cache(len(token_ids))
+        self.cache = runner.new_cache(len(token_ids)) if cache is None else cache
         self.logits: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import xxhash
 from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -51,6 +50,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import begins_with_space
+from cacheblend_rag.prompts.turns import turn_ends, turn_lead
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.tenants import DEFAULT, Tenant
@@ -187,13 +187,10 @@ class BlendClient:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return vLLM's prompt and the ``kv_transfer_params`` for it (empty: nothing to blend).
 
-        Blended KV is approximate: the prompt gets a cache salt of everything that shapes it, so that vLLM's prefix cache
-        serves it to equal blends alone and never to an exact request.
-
         Args:
             prompt: Token ids and chunks.
             settings: How to treat stored KV.
-            salt: A salt of the caller's own, kept apart as it would be without blending.
+            salt: A salt of the caller's own.
             traced: Whether the outcome is to have a trace.
 
         Raises:
@@ -211,12 +208,9 @@ class BlendClient:
         if resolved.ratio == "auto" and self.costs is not None:
             terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
         ratio = self.profile.ratio_of(resolved)
-        job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.tenant)
-        params = job.to_params()
-        # What the question attends to shapes the KV of the chunks before it, too.
-        shaping = prompt.token_ids if policy(resolved.policy).needs_attention else ()
-        tokens["cache_salt"] = _salt(params, salt, shaping)
-        return tokens, {PARAMS: params}
+        ends = turn_ends(prompt.token_ids, turn_lead(self.tokenizer))
+        job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.tenant, ends)
+        return tokens, {PARAMS: job.to_params()}
 
     def outcome(
         self, params: dict[str, Any] | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int, asked: bool
@@ -243,7 +237,8 @@ class BlendClient:
         else:
             reason = "no known chunk in the prompt"
         selection = float(ours.get("selection", 0.0))
-        usage = Usage(prompt_tokens, reused, recomputed, prompt_tokens - reused, completion_tokens, selection)
+        kept = min(cached_tokens, int(ours.get("kept", cached_tokens)))
+        usage = Usage(prompt_tokens, reused, recomputed, prompt_tokens - reused, completion_tokens, selection, kept)
         return Outcome(
             "blend" if blended else "prefill",
             reason,
@@ -471,14 +466,6 @@ def record(trace: Trace, outcome: Outcome, begin: float, arrived: Sequence[tuple
     for until, tokens in arrived[1:]:
         trace.add_until(until, "computing", DECODE, since, tokens=tokens)
         since = until
-
-
-def _salt(job: dict[str, Any], salt: str | None, token_ids: Sequence[int]) -> str:
-    # Of the loading controller's costs nothing is in it: whatever it decides recomputes as much as was asked for, or more.
-    kept = {name: value for name, value in job.items() if name not in {"terms", "trace"}}
-    kept["spans"] = [[a, b] for a, b, _ in job["spans"]]
-    text = json.dumps([kept, salt, *token_ids], sort_keys=True)
-    return f"cacheblend-{xxhash.xxh3_128_hexdigest(text.encode())}"
 
 
 def _logprobs(piece: CompletionOutput, count: int | None) -> list[TokenLogprob]:

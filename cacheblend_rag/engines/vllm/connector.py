@@ -60,6 +60,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
                 Entries(self._store, fingerprint, header, 0, ranks),
                 page_groups(kv_cache_config),
                 longest_blendable(vllm_config.model_config.hf_text_config),
+                lambda: getattr(kv_cache_config, "hash_block_size", None),  # set later
             )
         else:
             from vllm.distributed import get_tensor_model_parallel_rank

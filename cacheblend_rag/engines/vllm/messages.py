@@ -13,6 +13,8 @@ from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.origins import Origin, blend_terms, origins
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
 from cacheblend_rag.blending.trace import Recorded
 from cacheblend_rag.errors import CacheBlendError, InputError
@@ -38,6 +40,7 @@ class BlendJob:
         terms: What the loading controller reckons by, where the request leaves the ratio to it.
         trace: Whether to record when each layer is loaded and computed.
         tenant: Whose stored KV it uses.
+        turn_ends: Where earlier prompts of the conversation ended: the scheduler knows no template.
     """
 
     spans: tuple[tuple[int, int, str], ...]
@@ -47,6 +50,7 @@ class BlendJob:
     terms: Terms | None = None
     trace: bool = False
     tenant: Tenant = DEFAULT
+    turn_ends: tuple[int, ...] = ()
 
     @property
     def schedule(self) -> BlendSchedule:
@@ -55,9 +59,9 @@ class BlendJob:
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :meth:`from_params` reads."""
-        ratio = self.ratio.to_params() if isinstance(self.ratio, AutoRatio) else self.ratio
-        params: dict[str, Any] = {"spans": [list(span) for span in self.spans], "settings": self.settings.to_params()}
-        params |= {"widths": list(self.widths), "ratio": ratio, "trace": self.trace, **self.tenant.to_params()}
+        params: dict[str, Any] = {"spans": [list(span) for span in self.spans], "turn_ends": list(self.turn_ends)}
+        params |= blend_terms(self.settings, self.widths, self.ratio)
+        params |= {"trace": self.trace, **self.tenant.to_params()}
         return params if self.terms is None else {**params, "terms": self.terms.to_params()}
 
     @classmethod
@@ -77,6 +81,7 @@ class BlendJob:
             Terms.from_params(params["terms"]) if "terms" in params else None,
             bool(params["trace"]),
             Tenant.from_params(params),
+            tuple(int(end) for end in params["turn_ends"]),
         )
         if not (isinstance(job.ratio, AutoRatio) or 0 <= job.ratio <= 1):
             raise ValueError("the ratio is no share")
@@ -87,7 +92,20 @@ class BlendJob:
             raise ValueError("the spans are not ascending")
         if edges and not 0 <= edges[0] <= edges[-1] <= prompt_tokens:
             raise ValueError("a span lies outside the prompt")
+        if list(job.turn_ends) != sorted(job.turn_ends):
+            raise ValueError("the ends of turns are not ascending")
         return job
+
+    def origins(self, token_ids: tuple[int, ...], header_tokens: int) -> tuple[Origin, ...]:
+        """Return how the KV of the prompt will come about, but for what its tenant says."""
+        return origins(
+            [(a, b) for a, b, _ in self.spans],
+            token_ids,
+            self.turn_ends,
+            header_tokens,
+            blend_terms(self.settings, self.widths, self.ratio),
+            policy(self.settings.policy).needs_attention,
+        )
 
     def prompt(self, token_ids: tuple[int, ...]) -> TokenizedPrompt:
         """Return the prompt with the chunks in it."""

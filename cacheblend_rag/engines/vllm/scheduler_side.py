@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from cacheblend_rag.engines.vllm.messages import (
     read_params,
 )
 from cacheblend_rag.engines.vllm.pace import Pace
+from cacheblend_rag.engines.vllm.versions import key_blocks
 from cacheblend_rag.engines.vllm.whereabouts import Whereabouts
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ChunkKV, StoredKV
@@ -70,9 +71,18 @@ class _Tracked:
 class SchedulerSide:
     """Runs in the scheduler's thread; reads no KV."""
 
-    def __init__(self, entries: Entries, groups: Sequence[PageGroup], longest: int | None = None):
-        """Look for chunks in ``entries``; the KV cache consists of ``groups``; prompts longer than ``longest`` are computed."""
-        self._entries, self._longest = entries, longest
+    def __init__(
+        self,
+        entries: Entries,
+        groups: Sequence[PageGroup],
+        longest: int | None = None,
+        hash_block_size: Callable[[], int | None] = lambda: None,
+    ):
+        """Look for chunks in ``entries``; the KV cache consists of ``groups``; prompts longer than ``longest`` are computed.
+
+        ``hash_block_size`` says how many tokens each of a request's block hashes stands for; None: this vLLM does not say.
+        """
+        self._entries, self._longest, self._hash_block_size = entries, longest, hash_block_size
         self._lender = PageLender(groups)
         self._loses_pages = any(group.window for group in groups)
         self._tracked: dict[str, _Tracked] = {}
@@ -99,8 +109,17 @@ class SchedulerSide:
             _log.warning("Request %s is served by ordinary prefill: %s", request.request_id, error)
             self._tracked[request.request_id] = _Tracked(None, str(error))
             return
-        if job is not None:
-            self._tracked[request.request_id] = _Tracked(job)
+        if job is None:
+            return
+        if isinstance(job, BlendJob):
+            # Blended KV is approximate: vLLM's prefix cache must serve it to prompts alone that are blended alike up to there.
+            found = job.origins(tuple(request.prompt_token_ids or ()), len(self._entries.header_ids))
+            if not key_blocks(request, [(origin.start, origin.key) for origin in found], self._hash_block_size()):
+                self._tracked[request.request_id] = _Tracked(
+                    None, "this vLLM's prefix cache cannot hold blended KV apart"
+                )
+                return
+        self._tracked[request.request_id] = _Tracked(job)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the first ``computed`` a blend provides, and that it runs between steps.
@@ -259,6 +278,8 @@ class SchedulerSide:
             return None
         outcome: dict[str, Any] = {"reason": tracked.reason, "end": 0}
         outcome["out"] = self._entries.store.out()
+        if tracked.chosen_behind >= 0:
+            outcome["kept"] = tracked.chosen_behind
         outcome["measured"] = [astuple(took) for took in self._computed]
         self._computed.clear()
         if tracked.choice is not None and not tracked.failed:

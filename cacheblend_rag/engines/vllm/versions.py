@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +15,7 @@ from cacheblend_rag.errors import ModelError
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 OLDEST: Final = "0.32"
 """Older ones are refused."""
@@ -75,6 +78,47 @@ def _first_of(since_0_33: str, in_0_32: str) -> Any:
 def runner_name(use_v2_model_runner: bool) -> str:
     """Return what vLLM calls the model runner in use."""
     return "V2" if use_v2_model_runner else "V1"
+
+
+def key_blocks(request: Request, keys: Sequence[tuple[int, str]], block_size: int | None) -> bool:
+    """Make the hashes of a request's blocks depend on keys, each from its position on; return whether that can be done.
+
+    vLLM has a salt for whole prompts alone. A block's hash is made of that of the block before, so a key that goes into one is
+    in all behind it, those of the answer included.
+
+    Args:
+        request: A request that vLLM has just taken in.
+        keys: Positions, ascending, and keys.
+        block_size: How many tokens each hash stands for; None: not known, and the whole prompt depends on all keys.
+    """
+    hasher = getattr(request, "_block_hasher", None)
+    if hasher is None or not isinstance(getattr(request, "block_hashes", None), list):
+        return not getattr(request, "block_hashes", True)  # without hashes there is no prefix cache
+    at: dict[int, str] = {}
+    for position, key in keys:
+        block = position // block_size if block_size else 0
+        at[block] = at.get(block, "") + key
+
+    def keyed(asked: Request) -> list[Any]:
+        hashes = asked.block_hashes
+        known = len(hashes)
+        while True:
+            first = len(hashes)
+            hashes.extend(hasher(asked))
+            block = min((each for each in at if first <= each < len(hashes)), default=None)
+            if block is None:
+                break
+            own: Any = hashlib.sha256(hashes[block] + at[block].encode()).digest()
+            hashes[block] = own
+            del hashes[block + 1 :]  # they are made of it
+        new = hashes[known:]
+        del hashes[known:]
+        return new
+
+    request.block_hashes.clear()
+    request._block_hasher = keyed
+    request.update_block_hashes()
+    return True
 
 
 def connector_output(output: Any) -> KVConnectorOutput | None:

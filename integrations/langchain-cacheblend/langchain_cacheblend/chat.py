@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -13,7 +12,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
+from langchain_core.messages.tool import ToolCallChunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -23,17 +22,20 @@ from cacheblend_rag import (
     DEFAULT_MAX_TOKENS,
     BlendEngine,
     BlendPrompt,
+    CallReader,
     Generation,
     InputError,
     StreamEvent,
+    call_schema,
     chat_prompt,
     reads_tools,
+    required_tool,
 )
 from langchain_cacheblend.messages import chat_messages
 from langchain_cacheblend.requests import Asked, EngineFields, langchain_errors, usage_metadata
 from langchain_cacheblend.runs import run_of
 from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name
-from langchain_cacheblend.tools import CallReader, call_schema, required_tool, unreadable
+from langchain_cacheblend.tools import tool_call_chunks, tool_calls
 
 _OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
 
@@ -130,8 +132,8 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
     def _require_guidance(self, what: str) -> None:
         if not self.engine.supports_json_schema:
             raise InputError(
-                f"{type(self.engine).__name__} has no guided decoding, so {what} cannot be enforced. Use an engine that has "
-                "(VLLMEngine), or ask for plain text and parse it."
+                f"{type(self.engine).__name__} has no guided decoding here, so {what} cannot be enforced: "
+                f"{self.engine.without_json_schema}, and parse plain text."
             )
 
     def _generate(
@@ -166,7 +168,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
             text = call.reader.push(done.text)
             read = call.reader.finish()
             message.content = text + read.text
-            message.tool_calls, message.invalid_tool_calls = read.calls, read.invalid
+            message.tool_calls, message.invalid_tool_calls = tool_calls(read)
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _stream(
@@ -213,9 +215,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         if reader is not None:
             read = reader.finish()
             text += read.text
-            spelled = [(one["name"], json.dumps(one["args"], ensure_ascii=False), one["id"]) for one in read.calls]
-            spelled += [(one["name"] or "", unreadable(one["args"] or ""), one["id"]) for one in read.invalid]
-            calls = [tool_call_chunk(name=n, args=a, id=i, index=at) for at, (n, a, i) in enumerate(spelled)]
+            calls = tool_call_chunks(read)
         message = AIMessageChunk(
             content=text,
             tool_call_chunks=calls,

@@ -1,156 +1,32 @@
-"""Tool calls: which ones a call must make, as a JSON schema, and which ones an answer makes."""
+"""Tool calls that were read off an answer, in LangChain's form."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 from uuid import uuid4
 
 from langchain_core.messages import InvalidToolCall, ToolCall
-from langchain_core.messages.tool import invalid_tool_call, tool_call
+from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
-from cacheblend_rag import InputError
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_BLOCK = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
+from cacheblend_rag import CallsRead
 
 
-def required_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | bool:
-    """Say which tool an answer must call: a name, True for any one, False for none.
-
-    Args:
-        choice: LangChain's and OpenAI's ``tool_choice``.
-        tools: Tools in OpenAI's form.
-
-    Raises:
-        InputError: A choice of no known form, or of a tool that is not bound.
-    """
-    if isinstance(choice, Mapping):
-        choice = choice.get("function", choice).get("name")
-    if choice in (None, False, "auto", "none"):
-        return False
-    if choice in (True, "any", "required"):
-        return True
-    names = _names(tools)
-    if choice not in names:
-        raise InputError(
-            f"tool_choice is {choice!r}; give 'auto', 'any', 'none' or one of {', '.join(names) or '(no tools)'}."
-        )
-    return str(choice)
+def tool_calls(read: CallsRead) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    """Return the calls of an answer, and those that cannot be read."""
+    calls = [tool_call(name=call.name, args=call.arguments, id=_new_id()) for call in read.calls]
+    return calls, [invalid_tool_call(name=None, args=text, id=_new_id(), error=read.error) for text in read.invalid]
 
 
-def call_schema(tools: Sequence[Mapping[str, Any]], required: str | bool) -> dict[str, Any]:
-    """Return the JSON schema of one call: an object with ``name`` and ``arguments``.
-
-    Args:
-        tools: Tools in OpenAI's form.
-        required: The tool's name, or True for any of them.
-    """
-    calls, definitions = [], {}
-    for function in (tool["function"] for tool in tools):
-        if required is not True and function["name"] != required:
-            continue
-        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
-        for name, definition in parameters.pop("$defs", {}).items():
-            definitions[f"{function['name']}.{name}"] = _moved(definition, function["name"])
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": _moved(parameters, function["name"])},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {**schema, "$defs": definitions} if definitions else schema
+def tool_call_chunks(read: CallsRead) -> list[ToolCallChunk]:
+    """Return both as the last piece of a stream has them."""
+    calls, invalid = tool_calls(read)
+    spelled = [(one["name"], json.dumps(one["args"], ensure_ascii=False), one["id"]) for one in calls]
+    spelled += [(one["name"] or "", _unreadable(one["args"] or ""), one["id"]) for one in invalid]
+    return [tool_call_chunk(name=n, args=a, id=i, index=at) for at, (n, a, i) in enumerate(spelled)]
 
 
-def _moved(schema: Any, tool: str) -> Any:
-    """Let references to a tool's own definitions point to where :func:`call_schema` puts them."""
-    if isinstance(schema, Mapping):
-        return {
-            key: value.replace("#/$defs/", f"#/$defs/{tool}.", 1)
-            if key == "$ref" and isinstance(value, str)
-            else _moved(value, tool)
-            for key, value in schema.items()
-        }
-    return [_moved(item, tool) for item in schema] if isinstance(schema, list) else schema
-
-
-class CallsRead(NamedTuple):
-    """The rest of an answer's text, the calls it makes, and those that cannot be read."""
-
-    text: str
-    calls: list[ToolCall]
-    invalid: list[InvalidToolCall]
-
-
-class CallReader:
-    """Separates the tool calls of an answer from its text, piece by piece.
-
-    Two forms are read: blocks ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), and an answer that
-    is nothing but one such JSON object, or a list of them (Llama 3, Mistral; ``parameters`` for ``arguments``). JSON that is
-    no call of a bound tool is text; a block that cannot be read is an invalid call.
-    """
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]], required: str | bool = False):
-        """Read calls of ``tools``; with ``required`` the answer is known to be one."""
-        self._names = set(_names(tools))
-        self._held = required is not False
-        self._text = ""
-        self._sent = 0
-
-    def push(self, piece: str) -> str:
-        """Take the next piece of the answer; return the text that is certainly not part of a call."""
-        self._text += piece
-        if self._held or self._text.lstrip()[:1] in ("", "{", "["):
-            return ""
-        start = self._text.find(_OPEN, self._sent)
-        if start >= 0:
-            self._held = True
-        else:
-            start = len(self._text) - _overlap(self._text, _OPEN)
-        released = self._text[self._sent : start]
-        self._sent = max(self._sent, start)
-        return released
-
-    def finish(self) -> CallsRead:
-        """Return what is left of the answer, at its end."""
-        calls: list[ToolCall] = []
-        invalid: list[InvalidToolCall] = []
-        rest = self._text[self._sent :]
-        whole = self._whole()
-        if whole is not None:
-            return CallsRead("", whole, [])
-        for block in _BLOCK.findall(rest):
-            call = self._call(_json(block))
-            if call is None:
-                error = f"not a JSON object with the name of a bound tool and its arguments ({', '.join(sorted(self._names))})"
-                invalid.append(invalid_tool_call(name=None, args=block.strip(), id=_new_id(), error=error))
-            else:
-                calls.append(call)
-        text = _BLOCK.sub("", rest)
-        return CallsRead(text.rstrip() if calls or invalid else text, calls, invalid)
-
-    def _whole(self) -> list[ToolCall] | None:
-        body = _json(self._text) if self._sent == 0 else None
-        items = body if isinstance(body, list) else [body]
-        calls = [call for item in items if (call := self._call(item)) is not None]
-        return calls if calls and len(calls) == len(items) else None
-
-    def _call(self, item: Any) -> ToolCall | None:
-        if not isinstance(item, dict) or item.get("name") not in self._names:
-            return None
-        arguments = item.get("arguments", item.get("parameters", {}))
-        if isinstance(arguments, str):
-            arguments = _json(arguments)
-        return tool_call(name=item["name"], args=arguments, id=_new_id()) if isinstance(arguments, dict) else None
-
-
-def unreadable(arguments: str) -> str:
+def _unreadable(arguments: str) -> str:
     """Return the arguments of an invalid call so that LangChain, which mends half-written JSON, does not take them for valid."""
     try:
         mended = parse_partial_json(arguments)
@@ -159,21 +35,5 @@ def unreadable(arguments: str) -> str:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(mended, dict) else arguments
 
 
-def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [tool["function"]["name"] for tool in tools]
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _new_id() -> str:
     return f"call_{uuid4().hex[:24]}"
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``mark``."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

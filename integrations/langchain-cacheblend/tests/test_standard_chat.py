@@ -83,7 +83,7 @@ class OnBundledModel:
 
     @property
     def has_structured_output(self) -> bool:
-        return False  # transformers has no guided decoding; on vLLM so small a model fills a string to no end
+        return False  # guided, so small a model fills a string to no end
 
     @property
     def supported_usage_metadata_details(self) -> Any:

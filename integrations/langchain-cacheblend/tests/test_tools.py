@@ -13,9 +13,8 @@ from langchain_core.tools import tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
-from cacheblend_rag import InputError, TransformersEngine
+from cacheblend_rag import CallReader, InputError, TransformersEngine, call_schema, required_tool
 from langchain_cacheblend import ChatCacheBlend
-from langchain_cacheblend.tools import CallReader, call_schema, required_tool
 
 from scripted import ScriptedEngine
 
@@ -48,8 +47,8 @@ def read(text: str, sizes: list[int] | None = None, required: Any = False) -> tu
         sent += reader.push(text[at : at + size])
         at += size
     sent += reader.push(text[at:])
-    rest, calls, invalid = reader.finish()
-    return sent + rest, [(c["name"], c["args"]) for c in calls], [c["args"] for c in invalid]
+    read = reader.finish()
+    return sent + read.text, list(map(tuple, read.calls)), list(read.invalid)
 
 
 ANSWERS = {
@@ -81,6 +80,14 @@ def test_calls_and_text_are_told_apart(answer: str) -> None:
 @given(st.sampled_from(list(ANSWERS)), st.lists(st.integers(1, 9), max_size=30))
 def test_it_does_not_matter_how_an_answer_is_cut(answer: str, sizes: list[int]) -> None:
     assert read(answer, sizes) == ANSWERS[answer]
+
+
+@pytest.mark.parametrize("size", [1, 9, 99])
+def test_a_forced_call_that_was_cut_off_is_invalid_and_never_the_answer(size: int) -> None:
+    whole = json.dumps(CALL)
+    assert read(whole, [size], True) == ("", [("search", CALL["arguments"])], [])
+    assert read(whole[:-3], [size], "search") == ("", [], [whole[:-3]])
+    assert read("", None, True) == ("", [], [""])
 
 
 def test_text_before_a_call_is_not_held_back() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import llama_index.core
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
@@ -22,12 +22,14 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import LLM, default_completion_to_prompt
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.utils import set_global_tokenizer
 
 from cacheblend_rag import (
     BlendEngine,
+    CallsRead,
     Chunk,
     EngineName,
     Generation,
@@ -37,6 +39,7 @@ from cacheblend_rag import (
     StreamEvent,
     checked_on_miss,
     encoder_for,
+    reads_tools,
     sampling_of,
     with_usual_names,
 )
@@ -53,13 +56,17 @@ from llama_index_cacheblend.requests import (
     options_of,
 )
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
+from llama_index_cacheblend.tools import chat_arguments, selections, with_calls
 from llama_index_cacheblend.watch import Inbox, watch_for, watch_retrievals
+
+if TYPE_CHECKING:
+    from llama_index.core.tools.types import BaseTool
 
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 _Make = Callable[[str, str | None, dict[str, Any] | None], _Response]
 
 
-class CacheBlendLLM(LLM):
+class CacheBlendLLM(FunctionCallingLLM):
     """Answers chats and completions; chunks found in them bring their stored KV.
 
     Chunks are found in this order: named by ``chunk_ids=`` or by a message's ``additional_kwargs["chunk_ids"]``, then by exact
@@ -114,6 +121,7 @@ class CacheBlendLLM(LLM):
     _inbox: Inbox | None = PrivateAttr(default=None)
     _explicit: tuple[Chunk, ...] = PrivateAttr(default=())
     _record: list[dict[str, Any]] | None = PrivateAttr(default=None)
+    _calls_tools: bool | None = PrivateAttr(default=None)
 
     def __init__(
         self,
@@ -199,7 +207,15 @@ class CacheBlendLLM(LLM):
             num_output=answer_tokens(self.max_tokens, window),
             is_chat_model=self.is_chat_model,
             model_name=self.engine.fingerprint.name,
+            is_function_calling_model=self.calls_tools,
         )
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the chat template shows tools, and guided decoding can make the model call them."""
+        if self._calls_tools is None:
+            self._calls_tools = self.engine.supports_json_schema and reads_tools(self.engine.tokenizer)
+        return self._calls_tools
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
@@ -274,8 +290,31 @@ class CacheBlendLLM(LLM):
         return await super().astructured_predict(output_cls, prompt, self._guided(output_cls, llm_kwargs), **args)
 
     def _guided(self, output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        guided = {"json_schema": output_cls.model_json_schema()} if self.engine.supports_json_schema else {}
-        return {**guided, **(llm_kwargs or {})}
+        # Of a model that calls tools LlamaIndex forces a call with the object as its arguments.
+        guided = self.engine.supports_json_schema and not self.calls_tools
+        return {**({"json_schema": output_cls.model_json_schema()} if guided else {}), **(llm_kwargs or {})}
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        return chat_arguments(tools, user_msg, chat_history, tool_required, kwargs)
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """Return the calls of an answer.
+
+        Raises:
+            ValueError: There is none, and ``error_on_no_tool_call``.
+        """
+        return selections(response, error_on_no_tool_call)
 
     def _of_messages(self, messages: Sequence[ChatMessage]) -> Build:
         """Say how to build a chat's prompt: by `messages_to_prompt` if you gave one, else by the chat template."""
@@ -304,13 +343,18 @@ class CacheBlendLLM(LLM):
 
     def _answer(self, asked: Asked, make: _Make[_Response]) -> _Response:
         request = asked.request
-        done = self.engine.generate(request.prompt, request.sampling, request.settings)
-        return make(done.text, None, self._raw(done, asked))
+        return self._made(self.engine.generate(request.prompt, request.sampling, request.settings), asked, make)
 
     async def _aanswer(self, asked: Asked, make: _Make[_Response]) -> _Response:
         request = asked.request
-        done = await self.engine.agenerate(request.prompt, request.sampling, request.settings)
-        return make(done.text, None, self._raw(done, asked))
+        return self._made(await self.engine.agenerate(request.prompt, request.sampling, request.settings), asked, make)
+
+    def _made(self, done: Generation, asked: Asked, make: _Make[_Response]) -> _Response:
+        if asked.reader is None:
+            return make(done.text, None, self._raw(done, asked))
+        text = asked.reader.push(done.text)
+        read = asked.reader.finish()
+        return _with_calls(make(text + read.text, None, self._raw(done, asked)), read)
 
     def _raw(self, generation: Generation, asked: Asked) -> dict[str, Any]:
         raw = raw_of(generation, self.engine, asked)
@@ -327,8 +371,9 @@ class CacheBlendLLM(LLM):
             text = ""
             try:
                 for event in stream:
-                    text += event.text
-                    yield self._piece(text, event, make, asked)
+                    piece = self._piece(text, event, make, asked)
+                    text += piece.delta or ""
+                    yield piece
             finally:
                 close = getattr(stream, "close", None)
                 if close is not None:
@@ -341,15 +386,24 @@ class CacheBlendLLM(LLM):
         stream = self.engine.astream(request.prompt, request.sampling, request.settings)
         try:
             async for event in stream:
-                text += event.text
-                yield self._piece(text, event, make, asked)
+                piece = self._piece(text, event, make, asked)
+                text += piece.delta or ""
+                yield piece
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
 
     def _piece(self, text: str, event: StreamEvent, make: _Make[_Response], asked: Asked) -> _Response:
-        return make(text, event.text, None if event.generation is None else self._raw(event.generation, asked))
+        """Return the next piece of an answer of which ``text`` was said before; the last one brings its calls."""
+        new = event.text if asked.reader is None else asked.reader.push(event.text)
+        if event.generation is None:
+            return make(text + new, new, None)
+        if asked.reader is None:
+            return make(text + new, new, self._raw(event.generation, asked))
+        read = asked.reader.finish()
+        new += read.text
+        return _with_calls(make(text + new, new, self._raw(event.generation, asked)), read)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be pickled with a model inside."""
@@ -359,6 +413,12 @@ class CacheBlendLLM(LLM):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Copy all but the engine, which is shared."""
         return self.model_copy()
+
+
+def _with_calls(response: _Response, read: CallsRead) -> _Response:
+    if isinstance(response, ChatResponse):
+        with_calls(response, read)
+    return response
 
 
 def llm_for(engine: BlendEngine | None, llm: CacheBlendLLM | None, owner: str, **options: Any) -> CacheBlendLLM:

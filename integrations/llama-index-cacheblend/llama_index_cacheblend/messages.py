@@ -8,6 +8,7 @@ from typing import Any
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
 from cacheblend_rag import BlendEngine, Chunk, InputError, UnknownChunkError
+from llama_index_cacheblend.tools import CALLS
 
 _ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -34,6 +35,8 @@ def plain_message(engine: BlendEngine, message: ChatMessage) -> dict[str, Any]:
         "content": _text_of(message.blocks, message.role),
         "named": _named(engine, message.additional_kwargs.get(CHUNK_IDS) or ()),
     }
+    if (made := message.additional_kwargs.get(CALLS)) is not None:
+        plain["tool_calls"] = made
     calls: list[Any] = [block for block in message.blocks if block.block_type == "tool_call"]
     if calls:
         plain["tool_calls"] = [

@@ -19,14 +19,14 @@ from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import Document, TransformComponent
 from llama_index.core.settings import Settings
 
-from cacheblend_rag import DEFAULT_CHUNK_TOKENS, BlendEngine, InputError
+from cacheblend_rag import DEFAULT_CHUNK_TOKENS, DEFAULT_INSTRUCTION, BlendEngine, InputError
 from llama_index_cacheblend.embedding import BundledEmbedding
 from llama_index_cacheblend.llm import CacheBlendLLM, llm_for
 from llama_index_cacheblend.nodes import precompute_nodes
 from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
 from llama_index_cacheblend.retriever import CacheBlendRetriever
 from llama_index_cacheblend.synthesizer import CacheBlendSynthesizer
-from llama_index_cacheblend.templates import CONTEXT_PROMPT
+from llama_index_cacheblend.templates import qa_template
 
 _TOP_K = 6
 
@@ -111,7 +111,13 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
 
 
 class CacheBlendChatEngine(CondensePlusContextChatEngine):
-    """LlamaIndex's condense-plus-context chat engine, with prompts packed without cutting through chunks."""
+    """LlamaIndex's condense-plus-context chat engine, with prompts packed without cutting through chunks.
+
+    Chunks stand behind what was said before, with the question: so the conversation is a prefix of every later prompt, and not
+    computed again. With a ``context_prompt`` of yours they stand in the system message, as LlamaIndex has it.
+    """
+
+    _chunks_last = False
 
     @classmethod
     def from_retriever(
@@ -128,12 +134,12 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
             retriever: Any retriever.
             engine: The model, unless an LLM is given.
             llm: None makes one of ``engine``, else of that of `Settings.llm`.
-            options: As of LlamaIndex's `from_defaults`. ``context_prompt``: the default instruction and the chunks, unless given.
+            options: As of LlamaIndex's `from_defaults`.
         """
         own = llm_for(engine, llm, cls.__name__)
-        options.setdefault("context_prompt", CONTEXT_PROMPT)
         made = cls.from_defaults(CacheBlendRetriever(retriever, own.engine), own, **options)
         assert isinstance(made, cls)
+        made._chunks_last = options.get("context_prompt") is None
         return made
 
     @classmethod
@@ -143,6 +149,9 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
 
     def _get_response_synthesizer(self, chat_history: list[ChatMessage], streaming: bool = False) -> CompactAndRefine:
         synthesizer = super()._get_response_synthesizer(chat_history, streaming)
+        if self._chunks_last:
+            instruction = "\n\n".join([DEFAULT_INSTRUCTION, *([self._system_prompt] if self._system_prompt else [])])
+            synthesizer.update_prompts({"text_qa_template": qa_template(instruction, chat_history)})
         if isinstance(self._llm, CacheBlendLLM):
             synthesizer._prompt_helper = ChunkPreservingPromptHelper(self._llm.engine, self._llm.metadata.num_output)
         return synthesizer

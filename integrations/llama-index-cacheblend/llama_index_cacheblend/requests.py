@@ -14,12 +14,16 @@ from cacheblend_rag import (
     BlendEngine,
     BlendPrompt,
     BlendSettings,
+    CallReader,
     InputError,
     Request,
     RetrievalReport,
+    call_schema,
     chat_prompt,
     checked_on_miss,
     find_retrieved,
+    reads_tools,
+    required_tool,
     sampling_of,
     text_prompt,
     uses_of,
@@ -28,8 +32,8 @@ from cacheblend_rag import (
 from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_message
 from llama_index_cacheblend.watch import RETRIEVALS, current_span
 
-Build = Callable[[Sequence[str]], BlendPrompt]
-"""Builds a prompt, given the ids of the chunks to look for in it first."""
+Build = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], BlendPrompt]
+"""Builds a prompt, given the ids of the chunks to look for in it first, and the tools that the model is shown."""
 
 
 class Asked(NamedTuple):
@@ -37,6 +41,7 @@ class Asked(NamedTuple):
 
     request: Request
     retrieved: RetrievalReport
+    reader: CallReader | None = None  # of tool calls, where the answer may hold any
 
 
 _BLEND = tuple(option.name for option in fields(BlendSettings))
@@ -45,16 +50,24 @@ _BLEND = tuple(option.name for option in fields(BlendSettings))
 def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage]) -> Build:
     """Say how to build a chat's prompt: by the model's chat template."""
 
-    def build(ids: Sequence[str]) -> BlendPrompt:
+    def build(ids: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> BlendPrompt:
         plain = [plain_message(engine, message) for message in messages]
-        return chat_prompt(engine.tokenizer, plain, engine.registry, chunk_ids=ids)
+        return chat_prompt(engine.tokenizer, plain, engine.registry, chunk_ids=ids, tools=tools or None)
 
     return build
 
 
 def of_text(engine: BlendEngine, text: str) -> Build:
     """Say how to build the prompt of text that is formatted already."""
-    return lambda ids: text_prompt(engine.tokenizer, text, engine.registry, chunk_ids=ids)
+
+    def build(ids: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> BlendPrompt:
+        if tools:
+            raise InputError(
+                "Tools are shown by the chat template; this prompt is formatted without it. Leave tools out."
+            )
+        return text_prompt(engine.tokenizer, text, engine.registry, chunk_ids=ids)
+
+    return build
 
 
 def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any]) -> Asked:
@@ -73,14 +86,23 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
         AlteredChunkError: As ``on_miss`` wants it.
     """
     kwargs = with_usual_names(kwargs)
-    known = (*SAMPLING_OPTIONS, *_BLEND, "json_schema", CHUNK_IDS, "on_miss")
+    known = (*SAMPLING_OPTIONS, *_BLEND, "json_schema", CHUNK_IDS, "on_miss", "tools", "tool_choice")
     if unknown := set(kwargs) - set(known):
         raise InputError(f"A call of {type(llm).__name__} takes no {listed(unknown)}. It takes {listed(known)}.")
+    tools = () if kwargs.get("tool_choice") == "none" else kwargs.get("tools") or ()
+    if tools and not reads_tools(llm.engine.tokenizer):
+        raise InputError(
+            f"The chat template of {llm.engine.fingerprint.name} does not show tools to the model, so it cannot call any. Use a "
+            "model whose template does, or call it without tools."
+        )
+    required = required_tool(kwargs.get("tool_choice"), tools) if tools else False
     options = {**options_of(llm), **kwargs}
+    if required is not False:
+        options["json_schema"] = call_schema(tools, required)
     settings = blend_settings(options)
     ids = [*checked_ids(kwargs.get(CHUNK_IDS)), *named]
     on_miss = checked_on_miss(kwargs.get("on_miss", llm.on_miss))
-    prompt, report = find_retrieved(llm.engine, lambda: build(ids), RETRIEVALS, current_span(), on_miss)
+    prompt, report = find_retrieved(llm.engine, lambda: build(ids, tools), RETRIEVALS, current_span(), on_miss)
     tokens = llm.engine.tokenize(prompt)
     if not tokens.spans:
         # An engine that is a client may yet find chunks in the text, in the registry of its server.
@@ -88,7 +110,7 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
     room = llm.engine.context_window - len(tokens.token_ids)
     request: Request = llm.engine.request(tokens, sampling_of(options, room), settings)
     uses_of(llm.engine).introduce([span.chunk for span in tokens.spans], llm.engine)
-    return Asked(request, report)
+    return Asked(request, report, CallReader(tools, required) if tools else None)
 
 
 def options_of(llm: Any) -> dict[str, Any]:

@@ -112,7 +112,10 @@ async def test_async_structured_prediction_is_guided_too(scripted: ScriptedEngin
     assert scripted.asked[-1].sampling.json_schema is not None
 
 
-def test_without_guided_decoding_an_unparsable_answer_is_an_error(engine: TransformersEngine) -> None:
+def test_without_guided_decoding_an_unparsable_answer_is_an_error(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(engine), "supports_json_schema", False)
     with pytest.raises(ValueError, match="(?i)json"):  # noqa: RUF043 - a pattern
         CacheBlendLLM(engine=engine, max_tokens=4).structured_predict(Ship, PromptTemplate("A ship"))
     with pytest.raises(InputError, match="json_schema"):

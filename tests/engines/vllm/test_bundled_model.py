@@ -19,7 +19,6 @@ from cacheblend_rag.doctor.costs import token_bytes
 from cacheblend_rag.engines.results import StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.retrieval.chunking import split_text
@@ -199,6 +198,7 @@ def test_a_store_deleted_under_a_running_engine_is_prefilled(engine, corpus, que
 
 GOOD: dict[str, Any] = {
     "spans": [[5, 9, "x"]],
+    "turn_ends": [],
     "settings": {"ratio": 0.1, "policy": "hkvd", "check_layers": [1], "reuse": "chunks"},
     "widths": [1],
     "ratio": 0.1,
@@ -217,6 +217,7 @@ def wrong_settings(**changes: Any) -> dict[str, Any]:
         ({**GOOD, "spans": [[0, 10**9, "x"]]}, "outside the prompt"),
         ({**GOOD, "spans": [[9, 5, "x"]]}, "not ascending"),
         ({**GOOD, "widths": [1, 1]}, "widths"),
+        ({**GOOD, "turn_ends": [9, 5]}, "not ascending"),
         ({**GOOD, "settings": {}}, "ratio"),
         ({**GOOD, "ratio": 7}, "no share"),
         ({**GOOD, "terms": {"costs": "none"}}, ""),
@@ -256,16 +257,3 @@ def test_well_formed_options_are_read() -> None:
     job = read_params({"cacheblend": GOOD}, 20)
     assert isinstance(job, BlendJob)
     assert job.to_params() == GOOD
-
-
-def test_guided_decoding_follows_a_json_schema(engine) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    answer = engine.generate("Is it so?", SamplingParams(max_tokens=40, json_schema=schema))
-    assert set(json.loads(answer.text)) == {"ok"}
-    with pytest.raises(InputError, match="JSON"):
-        engine.generate("Is it so?", SamplingParams(max_tokens=4, json_schema="{no json"))

@@ -14,6 +14,7 @@ from cacheblend_rag.engines.base import BlendEngine
 from tests.conftest import tokenizer_named
 from tests.engines.contract import EngineContract
 from tests.engines.contract_controller import ControllerContract
+from tests.engines.contract_conversation import ConversationContract
 from tests.engines.contract_spans import SpansContract
 from tests.engines.contract_trace import TraceContract
 from tests.engines.vllm.engines import SHAPE, clear, save_model, start
@@ -38,7 +39,9 @@ def shared(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield engine
 
 
-class TestVLLMEngine(EngineContract, ControllerContract, TraceContract, SpansContract):
+class TestVLLMEngine(EngineContract, ControllerContract, ConversationContract, TraceContract, SpansContract):
+    block = 128
+
     @pytest.fixture(autouse=True)
     def _directory(self, model_directory: Path) -> None:
         self.directory = model_directory

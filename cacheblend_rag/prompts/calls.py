@@ -1,0 +1,183 @@
+"""Tool calls: which ones a call must make, as a JSON schema, and which ones an answer makes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cacheblend_rag.errors import InputError
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BLOCK = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
+
+
+def required_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | bool:
+    """Say which tool an answer must call: a name, True for any one, False for none.
+
+    Args:
+        choice: OpenAI's ``tool_choice``, with what LangChain allows beside it.
+        tools: Tools in OpenAI's form.
+
+    Raises:
+        InputError: A choice of no known form, or of a tool that is not bound.
+    """
+    if isinstance(choice, Mapping):
+        choice = choice.get("function", choice).get("name")
+    if choice in (None, False, "auto", "none"):
+        return False
+    if choice in (True, "any", "required"):
+        return True
+    names = _names(tools)
+    if choice not in names:
+        raise InputError(
+            f"tool_choice is {choice!r}; give 'auto', 'any', 'none' or one of {', '.join(names) or '(no tools)'}."
+        )
+    return str(choice)
+
+
+def call_schema(tools: Sequence[Mapping[str, Any]], required: str | bool) -> dict[str, Any]:
+    """Return the JSON schema of one call: an object with ``name`` and ``arguments``.
+
+    Args:
+        tools: Tools in OpenAI's form.
+        required: The tool's name, or True for any of them.
+    """
+    calls, definitions = [], {}
+    for function in (tool["function"] for tool in tools):
+        if required is not True and function["name"] != required:
+            continue
+        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+        for name, definition in parameters.pop("$defs", {}).items():
+            definitions[f"{function['name']}.{name}"] = _moved(definition, function["name"])
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "arguments": _moved(parameters, function["name"])},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _moved(schema: Any, tool: str) -> Any:
+    """Let references to a tool's own definitions point to where :func:`call_schema` puts them."""
+    if isinstance(schema, Mapping):
+        return {
+            key: value.replace("#/$defs/", f"#/$defs/{tool}.", 1)
+            if key == "$ref" and isinstance(value, str)
+            else _moved(value, tool)
+            for key, value in schema.items()
+        }
+    return [_moved(item, tool) for item in schema] if isinstance(schema, list) else schema
+
+
+class CallRead(NamedTuple):
+    """A call of a tool: its name and arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CallsRead:
+    """What an answer's end holds.
+
+    Attributes:
+        text: The rest of its text.
+        calls: The calls it makes.
+        invalid: Text that should have been a call and cannot be read.
+        error: Why it cannot.
+    """
+
+    text: str
+    calls: tuple[CallRead, ...] = ()
+    invalid: tuple[str, ...] = ()
+    error: str = ""
+
+
+class CallReader:
+    """Separates the tool calls of an answer from its text, piece by piece.
+
+    Two forms are read: blocks ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), and an answer that
+    is nothing but one such JSON object, or a list of them (Llama 3, Mistral; ``parameters`` for ``arguments``). JSON that is
+    no call of a bound tool is text; a block that cannot be read is an invalid call, and so is an answer that had to be one: a
+    forced call that was cut off, say.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]], required: str | bool = False):
+        """Read calls of ``tools``; with ``required`` the answer is known to be one."""
+        self._names = set(_names(tools))
+        self._required = self._held = required is not False
+        self._text = ""
+        self._sent = 0
+
+    def push(self, piece: str) -> str:
+        """Take the next piece of the answer; return the text that is certainly not part of a call."""
+        self._text += piece
+        if self._held or self._text.lstrip()[:1] in ("", "{", "["):
+            return ""
+        start = self._text.find(_OPEN, self._sent)
+        if start >= 0:
+            self._held = True
+        else:
+            start = len(self._text) - _overlap(self._text, _OPEN)
+        released = self._text[self._sent : start]
+        self._sent = max(self._sent, start)
+        return released
+
+    def finish(self) -> CallsRead:
+        """Return what is left of the answer, at its end."""
+        rest = self._text[self._sent :]
+        whole = self._whole()
+        if whole is not None:
+            return CallsRead("", tuple(whole))
+        calls: list[CallRead] = []
+        invalid: list[str] = []
+        for block in _BLOCK.findall(rest):
+            call = self._call(_json(block))
+            if call is None:
+                invalid.append(block.strip())
+            else:
+                calls.append(call)
+        text = _BLOCK.sub("", rest)
+        if self._required and not (calls or invalid):
+            text, invalid = "", [rest.strip()]
+        error = f"not a JSON object with the name of a bound tool and its arguments ({', '.join(sorted(self._names))})"
+        return CallsRead(
+            text.rstrip() if calls or invalid else text, tuple(calls), tuple(invalid), error if invalid else ""
+        )
+
+    def _whole(self) -> list[CallRead] | None:
+        body = _json(self._text) if self._sent == 0 else None
+        items = body if isinstance(body, list) else [body]
+        calls = [call for item in items if (call := self._call(item)) is not None]
+        return calls if calls and len(calls) == len(items) else None
+
+    def _call(self, item: Any) -> CallRead | None:
+        if not isinstance(item, dict) or item.get("name") not in self._names:
+            return None
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _json(arguments)
+        return CallRead(item["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``mark``."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

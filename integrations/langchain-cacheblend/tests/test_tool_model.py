@@ -1,0 +1,123 @@
+"""Tools and structured output on a model whose template shows tools: random weights, which guided decoding makes valid."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ToolStrategy
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, ToolMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cacheblend_rag import BlendEngine, TransformersEngine, make_chunk
+from langchain_cacheblend import ChatCacheBlend
+
+from plain import BUNDLED
+from scripted import TEMPLATE
+
+NOTES = {
+    "harbour": "The harbour of Marlow was built in 1911 by Ada Brenmoor, who came from the company and stayed for long.",
+    "bakery": "The bakery was founded by Sonia Halston, whose daughter runs it now, behind the old lighthouse in the west.",
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    """Random weights behind a template with tools: on transformers, or on vLLM with ``CACHEBLEND_TEST_ENGINE=vllm``."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed; make setup installs it")
+    directory: Path = tmp_path_factory.mktemp("tools")
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **shape)).save_pretrained(
+        directory
+    )
+    if os.environ.get("CACHEBLEND_TEST_ENGINE") == "vllm":
+        from cacheblend_rag import VLLMEngine
+
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        made: BlendEngine = VLLMEngine(str(directory), enforce_eager=True)
+    else:
+        made = TransformersEngine(str(directory), device="cpu")
+    with made as engine:
+        engine.precompute([make_chunk(note, engine.tokenizer) for note in NOTES.values()])
+        yield engine
+
+
+@tool(response_format="content_and_artifact")
+def look_up(topic: Literal["harbour", "bakery"]) -> tuple[str, list[Document]]:
+    """Look a topic up in the notes."""
+    return NOTES[topic], [Document(NOTES[topic])]
+
+
+@tool
+def write_down(text: str) -> str:
+    """Write something down."""
+    return text
+
+
+class Verdict(BaseModel):
+    """What the notes say."""
+
+    known: bool
+    about: Literal["harbour", "bakery"]
+
+
+def hot(engine: BlendEngine, seed: int = 0, **options: Any) -> ChatCacheBlend:
+    return ChatCacheBlend(engine=engine, **{"max_tokens": 100, "temperature": 1.5, "seed": seed, **options})
+
+
+@pytest.mark.parametrize("choice", ["any", "look_up"])
+def test_a_forced_call_is_one_that_the_tool_takes(engine: BlendEngine, choice: str) -> None:
+    for seed in range(4):
+        answer = hot(engine, seed).bind_tools([look_up], tool_choice=choice).invoke("What of the harbour?")
+        (call,) = answer.tool_calls
+        assert (call["name"], answer.content, answer.invalid_tool_calls) == ("look_up", "", [])
+        assert look_up.invoke(call).artifact[0].page_content in NOTES.values()
+
+
+def test_a_forced_call_that_is_cut_off_is_invalid_and_says_so(engine: BlendEngine) -> None:
+    """Random weights fill a string to no end."""
+    llm = hot(engine, max_tokens=24).bind_tools([write_down], tool_choice="any")
+    whole = llm.invoke("Write.")
+    streamed = None
+    for chunk in llm.stream("Write."):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert streamed is not None
+    for answer in (whole, streamed):
+        assert (answer.tool_calls, answer.content) == ([], "")
+        assert len(answer.invalid_tool_calls) == 1
+        assert answer.response_metadata["finish_reason"] == "length"
+    assert whole.invalid_tool_calls[0]["args"].startswith('{"name"')
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output_conforms_whatever_the_weights(engine: BlendEngine, method: Any) -> None:
+    for seed in range(4):
+        made = hot(engine, seed).with_structured_output(Verdict, method=method).invoke("What of it?")
+        assert isinstance(made, Verdict)
+
+
+def test_an_agent_calls_its_tools_itself_and_reuses_what_they_return(engine: BlendEngine) -> None:
+    """Which of the two a random model calls is a toss: it ends soon, and looks something up before long."""
+    for _ in range(50):
+        llm = hot(engine, ratio=0.15).model_copy(update={"seed": None})
+        agent = create_agent(llm, [look_up], response_format=ToolStrategy(Verdict))
+        state = agent.invoke({"messages": [("human", "What of the harbour?")]}, {"recursion_limit": 60})
+        assert isinstance(state["structured_response"], Verdict)
+        found = [m for m in state["messages"] if isinstance(m, ToolMessage) and m.name == "look_up"]
+        last = [m for m in state["messages"] if isinstance(m, AIMessage)][-1]
+        assert last.response_metadata["cacheblend"]["mode"] == ("blend" if found else "prefill")
+        if found:
+            return
+    raise AssertionError("Nothing was ever looked up.")

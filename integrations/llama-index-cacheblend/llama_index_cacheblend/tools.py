@@ -1,0 +1,70 @@
+"""Tool calls in LlamaIndex's form: which ones a chat must make, and which ones an answer makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.llms.llm import ToolSelection
+
+from cacheblend_rag import CallsRead
+
+if TYPE_CHECKING:
+    from llama_index.core.tools.types import BaseTool
+
+CALLS = "tool_calls"
+"""Key of `ChatMessage.additional_kwargs` with the calls of an answer, in OpenAI's form; arguments are an object."""
+INVALID = "invalid_tool_calls"
+"""The same, with the texts that should have been calls and cannot be read."""
+
+
+def chat_arguments(
+    tools: Sequence[BaseTool],
+    user_msg: str | ChatMessage | None,
+    chat_history: Sequence[ChatMessage] | None,
+    required: bool,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments of a chat with tools."""
+    asked = ChatMessage(role=MessageRole.USER, content=user_msg) if isinstance(user_msg, str) else user_msg
+    messages = [*(chat_history or ()), *([] if asked is None else [asked])]
+    specs = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+    given = {name: value for name, value in options.items() if name != "tool_choice" or value is not None}
+    return {"messages": messages, "tools": specs, "tool_choice": "required" if required else "auto", **given}
+
+
+def with_calls(response: ChatResponse, read: CallsRead) -> ChatResponse:
+    """Put the calls of an answer into its message."""
+    kwargs = response.message.additional_kwargs
+    if read.calls:
+        kwargs[CALLS] = [
+            {
+                "id": f"call_{uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in read.calls
+        ]
+    if read.invalid:
+        kwargs[INVALID] = list(read.invalid)
+    return response
+
+
+def selections(response: ChatResponse, must: bool) -> list[ToolSelection]:
+    """Return the calls of an answer.
+
+    Raises:
+        ValueError: There is none, and there ``must`` be one; LlamaIndex's own programs expect this error.
+    """
+    kwargs = response.message.additional_kwargs
+    found = [
+        ToolSelection(tool_id=call["id"], tool_name=call["function"]["name"], tool_kwargs=call["function"]["arguments"])
+        for call in kwargs.get(CALLS, ())
+    ]
+    if must and not found:
+        broken = kwargs.get(INVALID)
+        why = f"one that cannot be read, cut off perhaps: {broken[0]!r:.200}" if broken else "none"
+        raise ValueError(f"The answer should call a tool, but has {why}.")
+    return found

@@ -1,0 +1,81 @@
+"""Chat engines and their memories: what was said before the last question is not computed again."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from llama_index.core import VectorStoreIndex
+from llama_index.core.chat_engine import SimpleChatEngine
+from llama_index.core.memory import ChatMemoryBuffer, Memory
+
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_questions
+from llama_index_cacheblend import CacheBlendChatEngine, CacheBlendLLM, collect_usage
+
+QUESTIONS = [question.question for question in bundled_questions()[:5]]
+
+
+@pytest.fixture
+def block(engine: BlendEngine) -> int:
+    """How many tokens may be computed again where what is kept ends."""
+    return 4 if isinstance(engine, TransformersEngine) else 128
+
+
+@pytest.fixture
+def llm(engine: BlendEngine) -> CacheBlendLLM:
+    engine.reset_prefix_cache()
+    return CacheBlendLLM(engine=engine, max_tokens=10, ratio=0.15)
+
+
+def usages(chat: Any) -> list[dict[str, Any]]:
+    """What the last call of each turn took."""
+    found = []
+    for question in QUESTIONS:
+        with collect_usage() as calls:
+            chat.chat(question)
+        found.append(calls[-1].usage)
+    return found
+
+
+def over(index: VectorStoreIndex, llm: CacheBlendLLM, **options: Any) -> CacheBlendChatEngine:
+    memory = Memory.from_defaults(token_limit=4000)
+    return CacheBlendChatEngine.from_index(
+        index, llm=llm, similarity_top_k=2, skip_condense=True, memory=memory, **options
+    )
+
+
+def test_a_chat_without_notes_computes_what_is_new(llm: CacheBlendLLM, block: int) -> None:
+    chat = SimpleChatEngine.from_defaults(llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=4000))
+    for before, after in pairwise(usages(chat)):
+        assert after["kept_tokens"] > before["prompt_tokens"] - block
+
+
+def test_a_chat_over_an_index_keeps_all_but_the_last_exchange(
+    llm: CacheBlendLLM, index: VectorStoreIndex, block: int
+) -> None:
+    chat = over(index, llm)
+    seen = usages(chat)
+    history = chat.chat_history
+    for turn, usage in enumerate(seen[2:], 2):
+        said = "".join(str(message.content) for message in history[: 2 * turn - 2])
+        assert usage["kept_tokens"] > len(llm.tokenizer(said)) - block
+
+
+def test_notes_in_the_system_message_leave_the_history_behind_them_to_be_computed(
+    llm: CacheBlendLLM, index: VectorStoreIndex
+) -> None:
+    prompt = "Notes:\n\n{context_str}\n\nAnswer from them."
+    seen = usages(over(index, llm, context_prompt=prompt))
+    assert [usage["kept_tokens"] for usage in seen] == [0] * len(QUESTIONS)
+    text = [usage["computed_tokens"] - usage["recomputed_tokens"] for usage in seen]
+    assert text == sorted(text) and text[-1] > text[0] + 40
+
+
+def test_a_chat_is_answered_as_by_a_model_that_keeps_nothing(
+    llm: CacheBlendLLM, engine: BlendEngine, index: VectorStoreIndex
+) -> None:
+    kept = over(index, CacheBlendLLM(engine=engine, max_tokens=10, ratio=1.0))
+    whole = over(index, CacheBlendLLM(engine=engine, max_tokens=10, reuse="off"))
+    for question in QUESTIONS:
+        assert str(kept.chat(question)) == str(whole.chat(question))

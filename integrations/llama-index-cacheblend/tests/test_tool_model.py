@@ -1,0 +1,122 @@
+"""Function calling on a model whose template shows tools: random weights, which guided decoding makes valid."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel
+from scripted import ScriptedEngine
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cacheblend_rag import InputError, TransformersEngine, bundled_corpus, make_chunk
+from llama_index_cacheblend import CacheBlendLLM, collect_usage
+
+NOTE = "The harbour of Marlow was built in 1911 by Ada Brenmoor, who came from the company and stayed for long."
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}"
+    "{% for m in messages %}<<{{ m['role'] }}>>{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<<end>>\n{% endfor %}"
+    "{% if add_generation_prompt %}<<assistant>>{% endif %}"
+)
+Topic = Literal["harbour", "bakery"]
+
+
+class Verdict(BaseModel):
+    """What the notes say."""
+
+    known: bool
+    about: Topic
+
+
+def look_up(topic: Topic) -> str:
+    """Look a topic up in the notes."""
+    return f"{NOTE} ({topic})"
+
+
+def write_down(text: str) -> str:
+    """Write something down."""
+    return text
+
+
+LOOK_UP, WRITE_DOWN = FunctionTool.from_defaults(look_up), FunctionTool.from_defaults(write_down)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransformersEngine]:
+    """Random weights behind a template with tools."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed; make setup installs it")
+    tokenizer = AutoTokenizer.from_pretrained(bundled_corpus().parent / "model")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **shape)).eval()
+    with TransformersEngine(model, tokenizer=tokenizer, device="cpu") as engine:
+        engine.precompute([make_chunk(NOTE, engine.tokenizer)])
+        yield engine
+
+
+@pytest.fixture
+def llm(engine: TransformersEngine) -> CacheBlendLLM:
+    return CacheBlendLLM(engine=engine, max_tokens=100, temperature=1.5, seed=1, set_tokenizer=False)
+
+
+def test_a_required_call_is_one_that_the_tool_takes(llm: CacheBlendLLM) -> None:
+    assert llm.metadata.is_function_calling_model
+    answer = llm.chat_with_tools([LOOK_UP], user_msg="What of the harbour?", tool_required=True)
+    (call,) = llm.get_tool_calls_from_response(answer)
+    assert call.tool_name == "look_up" and call.tool_kwargs["topic"] in ("harbour", "bakery")
+    assert answer.message.content in ("", None)
+    *_, last = llm.stream_chat_with_tools([LOOK_UP], user_msg="What of the harbour?", tool_required=True)
+    assert [c.tool_kwargs for c in llm.get_tool_calls_from_response(last)] == [call.tool_kwargs]
+
+
+async def test_a_call_is_carried_out_and_its_result_reused_in_the_next_prompt(llm: CacheBlendLLM) -> None:
+    done = llm.predict_and_call([LOOK_UP], user_msg="What of the harbour?", tool_required=True)
+    assert str(done).startswith(NOTE)
+    answer = await llm.achat_with_tools([LOOK_UP], user_msg="What of the harbour?", tool_required=True)
+    asked = ChatMessage(role="user", content="What of the harbour?")
+    told = ChatMessage(role="tool", content=str(done))
+    with collect_usage() as calls:
+        llm.chat([asked, answer.message, told])
+    assert calls[0].mode == "blend"
+    text = llm.engine.tokenizer.decode(llm.engine.tokenize(str(done)).token_ids)
+    assert NOTE in text
+
+
+def test_a_required_call_that_is_cut_off_is_no_call_and_no_answer(engine: TransformersEngine) -> None:
+    """Random weights fill a string to no end."""
+    llm = CacheBlendLLM(engine=engine, max_tokens=24, temperature=1.5, seed=1, set_tokenizer=False)
+    answer = llm.chat_with_tools([WRITE_DOWN], user_msg="Write.", tool_required=True)
+    assert answer.message.content in ("", None)
+    assert answer.raw["finish_reason"] == "length"
+    assert llm.get_tool_calls_from_response(answer, error_on_no_tool_call=False) == []
+    with pytest.raises(ValueError, match="cut off"):
+        llm.get_tool_calls_from_response(answer)
+
+
+def test_objects_are_predicted_by_forced_calls(llm: CacheBlendLLM) -> None:
+    made = llm.structured_predict(Verdict, PromptTemplate("What of {it}?"), it="the harbour")
+    assert isinstance(made, Verdict)
+
+
+def test_calls_are_read_off_an_answer_that_was_not_forced(engine: TransformersEngine) -> None:
+    spoken = 'Let me see.\n<tool_call>{"name": "look_up", "arguments": {"topic": "bakery"}}</tool_call>'
+    llm = CacheBlendLLM(engine=ScriptedEngine(engine.tokenizer, spoken), set_tokenizer=False)
+    answer = llm.chat_with_tools([LOOK_UP], user_msg="x")
+    assert answer.message.content == "Let me see.\n"
+    assert [c.tool_kwargs for c in llm.get_tool_calls_from_response(answer)] == [{"topic": "bakery"}]
+    assert llm.chat([ChatMessage(role="user", content="x")]).message.content == spoken
+
+
+def test_models_whose_template_shows_no_tools_say_so(llm: CacheBlendLLM) -> None:
+    plain: Any = AutoTokenizer.from_pretrained(bundled_corpus().parent / "model")
+    other = CacheBlendLLM(engine=ScriptedEngine(plain), set_tokenizer=False)
+    assert not other.metadata.is_function_calling_model
+    with pytest.raises(InputError, match="does not show tools"):
+        other.chat_with_tools([LOOK_UP], user_msg="x")
+    with pytest.raises(InputError, match="formatted without it"):
+        llm.complete("x", formatted=True, tools=[LOOK_UP.metadata.to_openai_tool()])

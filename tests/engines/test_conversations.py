@@ -1,0 +1,165 @@
+"""Conversations on the transformers engine: what is kept of them, against an independent reference, and for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, chat_prompt
+from tests.blending.families import _BASE, make_model
+from tests.blending.reference import Part, blend
+from tests.conftest import tokenizer_named
+from tests.engines.contract_conversation import NOTES
+
+RATIO = 0.3
+SINK = BlendSettings(ratio=RATIO, policy="sink")
+_CONFIG = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model(hf.LlamaConfig(**_CONFIG))
+
+
+def engine_of(model: Any, **options: Any) -> TransformersEngine:
+    engine = TransformersEngine(model, tokenizer=tokenizer_named("byte_level"), device="cpu", **options)
+    engine.precompute([make_chunk(note, engine.tokenizer) for note in NOTES])
+    return engine
+
+
+@pytest.fixture
+def engine(model: Any) -> TransformersEngine:
+    return engine_of(model)
+
+
+def asked(engine: TransformersEngine, turns: int, subject: str = "it") -> TokenizedPrompt:
+    """The prompt of the last of ``turns`` questions over two notes each, all answered alike."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": DEFAULT_INSTRUCTION}]
+    for turn in range(turns):
+        notes = "\n\n".join(NOTES[2 * turn : 2 * turn + 2])
+        messages.append({"role": "user", "content": f"{notes}\n\nQuestion: who runs {subject}?"})
+        messages.append({"role": "assistant", "content": "Ada Brenmoor."})
+    return engine.tokenize(chat_prompt(engine.tokenizer, messages[:-1], engine.registry))
+
+
+def kept(engine: Any, turns: int, settings: BlendSettings = SINK, subject: str = "it") -> int:
+    prompt = asked(engine, turns, subject)
+    return engine.generate(prompt, SamplingParams(max_tokens=1), settings).usage.kept_tokens
+
+
+def parts(engine: TransformersEngine, prompt: TokenizedPrompt) -> list[Part]:
+    """The prompt for the reference; the first chunk stands behind the header that it was computed behind."""
+    found, at = [], 0
+    for number, span in enumerate(prompt.spans):
+        found.append(Part(list(prompt.token_ids[at : span.start]), "text"))
+        found.append(Part(list(prompt.token_ids[span.start : span.end]), "stale" if number else "exact"))
+        at = span.end
+    assert prompt.spans[0].start == len(engine.header_ids)
+    return [*found, Part(list(prompt.token_ids[at:]), "text")]
+
+
+def first_tokens(spans: Sequence[Any]) -> list[int]:
+    """What the policy `sink` recomputes of the chunks of one turn."""
+    each = round(round(RATIO * sum(span.end - span.start for span in spans)) / len(spans))
+    return [at for span in spans for at in range(span.start, min(span.start + each, span.end))]
+
+
+def test_each_answer_is_that_of_the_turns_blended_one_after_the_other(engine: TransformersEngine) -> None:
+    seen: list[torch.Tensor] = []
+    engine.on_first_logits = seen.append
+    chosen: list[int] = []
+    for turn in range(1, 4):
+        prompt = asked(engine, turn)
+        usage = engine.generate(prompt, SamplingParams(max_tokens=3), SINK).usage
+        assert (usage.kept_tokens > 0) == (turn > 1)
+        chosen += first_tokens(prompt.spans[1:2] if turn == 1 else prompt.spans[2 * turn - 2 :])
+        want = blend(engine.runner.model, list(engine.header_ids), parts(engine, prompt), RATIO, chosen=chosen)
+        assert torch.allclose(seen[-1], want.logits, atol=1e-4)
+
+
+def test_a_question_that_only_begins_like_another_is_blended_for_itself(engine: TransformersEngine) -> None:
+    assert [kept(engine, 1), kept(engine, 1), kept(engine, 1, subject="all of it")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("policy", ["query", "static-query", "hybrid"])
+def test_where_the_question_selects_another_question_keeps_nothing_of_its_turn(model: Any, policy: str) -> None:
+    engine = engine_of(model, rank="now")
+    settings = BlendSettings(ratio=RATIO, policy=policy, check_layers=(1,))
+    assert kept(engine, 1, settings) == 0
+    assert kept(engine, 2, settings, subject="all of it") == 0
+    assert kept(engine, 2, settings) > 0
+
+
+def test_a_text_that_goes_on_needs_no_template_and_one_that_only_begins_alike_shares_nothing(engine: Any) -> None:
+    def of(text: str) -> int:
+        return engine.generate(text, SamplingParams(max_tokens=2), SINK).usage.kept_tokens
+
+    first = "Human: Who runs the observatory?\nAI:"
+    assert [of(first), of(first), of("Human: Who runs the company?\nAI:")] == [0, 0, 0]
+    longer = f"{first} Ada.\nHuman: Who else?\nAI:"
+    assert of(longer) >= len(engine.tokenize(first).token_ids) - 1
+    assert of("Human: Who runs the company now, and who did before?\nAI:") == 0
+
+
+def test_a_full_prefill_neither_finds_a_conversation_nor_leaves_one(engine: TransformersEngine) -> None:
+    off = BlendSettings(reuse="off")
+    assert [kept(engine, 1, off), kept(engine, 2, off), kept(engine, 2)] == [0, 0, 0]
+    assert kept(engine, 3) > 0
+    assert kept(engine, 3, off) == 0
+
+
+def test_only_so_much_is_kept_and_the_conversation_that_rested_longest_goes(model: Any) -> None:
+    with engine_of(model) as engine:
+        engine.generate(asked(engine, 1), SamplingParams(max_tokens=1), SINK)
+        nbytes = engine._conversations._kept[0][1].nbytes
+    with engine_of(model, conversations=int(2.5 * nbytes)) as engine:
+        for subject in ("a", "b", "c"):
+            kept(engine, 1, subject=subject)
+        assert [kept(engine, 2, subject=subject) > 0 for subject in ("a", "c")] == [False, True]
+    with engine_of(model, conversations=0) as engine:
+        assert [kept(engine, 1), kept(engine, 2)] == [0, 0]
+    with pytest.raises(InputError, match="'much' is not a size"):
+        engine_of(model, conversations="much")
+
+
+def test_a_prompt_that_goes_on_takes_the_place_of_the_one_before(engine: TransformersEngine) -> None:
+    for turn in range(1, 4):
+        kept(engine, turn)
+        assert len(engine._conversations._kept) == 1
+
+
+def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine: TransformersEngine) -> None:
+    kept(engine, 1)
+    engine.forget([make_chunk(NOTES[0], engine.tokenizer)])
+    assert kept(engine, 2) == 0
+    engine.reset_prefix_cache()
+    assert kept(engine, 3) == 0
+    assert kept(engine, 4) > 0
+
+
+def test_tenants_share_no_conversation(engine: TransformersEngine) -> None:
+    acme = engine.for_tenant("acme")
+    acme.precompute(list(engine.registry))
+    assert kept(acme, 1) == 0
+    assert kept(engine, 2) == 0
+    assert kept(acme, 2) > 0
+    acme.forget(list(acme.registry)[:1])
+    assert kept(engine, 3) > 0
+
+
+def test_an_answer_that_was_left_in_the_middle_is_kept_as_far_as_it_came(engine: TransformersEngine) -> None:
+    stream = engine.stream(asked(engine, 1), SamplingParams(max_tokens=9), SINK)
+    next(stream)
+    stream.close()
+    prompt = asked(engine, 2)
+    want = len(asked(engine, 1).token_ids)
+    assert want <= engine.generate(prompt, SamplingParams(max_tokens=1), SINK).usage.kept_tokens <= want + 9
