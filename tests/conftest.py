@@ -109,18 +109,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-# In these files a vLLM may be started.
-_VLLM = ("tests/engines/vllm/", "tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py")
+# In these files a vLLM may be started: in the first by each file, in the others mostly one server for all.
+_VLLM = ("tests/engines/vllm/",)
+_SERVER = ("tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of two workers (`pytest -n 2`) one runs all that starts a vLLM; a file's tests stay together: they share its fixtures."""
+    """Keep a file's tests together, since they share its fixtures, and all tests of vLLM's engine and all of its server."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "vllm" if nodeid.startswith(_VLLM) else nodeid.partition("::")[0]
+            if nodeid.startswith(_VLLM):
+                return "vllm"
+            return "server" if nodeid.startswith(_SERVER) else nodeid.partition("::")[0]
 
     return ByFile(config, log)
 
