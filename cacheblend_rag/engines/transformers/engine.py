@@ -6,9 +6,9 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,10 +16,9 @@ import torch
 
 from cacheblend_rag.blending.auto import raised
 from cacheblend_rag.blending.controller import Choice, Terms, control
-from cacheblend_rag.blending.costs import Computed, Costs, Measured, load_costs
+from cacheblend_rag.blending.costs import Computed, Measured, load_costs
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.gate import GateReport, run_gate
-from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.origins import blend_terms, origins
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
@@ -36,7 +35,7 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.lookups import SideBySide, entries_of
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
-from cacheblend_rag.engines.results import Generation, Mode, PrecomputeReport, Score, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.results import PrecomputeReport, Score, StreamEvent, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.transformers import guidance
@@ -46,6 +45,7 @@ from cacheblend_rag.engines.transformers.decoding import AnswerBuilder
 from cacheblend_rag.engines.transformers.guidance import Guide
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
 from cacheblend_rag.engines.transformers.precompute import precompute
+from cacheblend_rag.engines.transformers.prefill import Prefill, generation_of
 from cacheblend_rag.engines.transformers.ranking import Ranker
 from cacheblend_rag.engines.transformers.recurrent import snapshots_of
 from cacheblend_rag.engines.transformers.scoring import score_behind
@@ -57,7 +57,6 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt, chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.turns import turn_ends, turn_lead
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import StoredKV
 from cacheblend_rag.store.tenants import Tenant
 from cacheblend_rag.store.urls import parse_size
@@ -216,14 +215,14 @@ class TransformersEngine(BlendEngine):
         return self._stream(request, guide, begin)
 
     def _stream(self, request: Request, guide: Guide | None, begin: float) -> Iterator[StreamEvent]:
-        prefill: _Prefill | None = None
+        prefill: Prefill | None = None
         answer = AnswerBuilder(request.sampling, self.tokenizer, self._end_tokens, self.runner.device, guide)
         try:
             with RequestSpans(self.trace, self.tenant.name) as spans:
                 costs = self.costs  # as they are before this prompt corrects them
                 prefill = self._prefill(request, spans.trace)
                 timings = yield from self._answer(answer, prefill, begin, spans.trace)
-                rest, done = answer.flush(), _generation(request, prefill, answer, timings, costs)
+                rest, done = answer.flush(), generation_of(request, prefill, answer, timings, costs)
                 spans.answered(done, prefill.load_s)
                 yield StreamEvent(rest, done)
         finally:
@@ -233,7 +232,7 @@ class TransformersEngine(BlendEngine):
                 self._release(prefill)
 
     def _answer(
-        self, answer: AnswerBuilder, prefill: _Prefill, begin: float, trace: Trace | None
+        self, answer: AnswerBuilder, prefill: Prefill, begin: float, trace: Trace | None
     ) -> Generator[StreamEvent, None, Timings]:
         """Yield the answer's pieces, but for what is still to be flushed."""
         logits, ttft = prefill.logits, 0.0
@@ -251,7 +250,7 @@ class TransformersEngine(BlendEngine):
                 prefill.fed = len(answer.tokens)
         return Timings(prefill.load_s, ttft, time.perf_counter() - begin)
 
-    def _keep(self, request: Request, prefill: _Prefill, answer: Sequence[int]) -> None:
+    def _keep(self, request: Request, prefill: Prefill, answer: Sequence[int]) -> None:
         """Keep the KV of prompt and answer for what is asked next."""
         said, cache = prefill.said, prefill.cache
         if said is None or not isinstance(cache, PositionedCache):
@@ -279,7 +278,7 @@ class TransformersEngine(BlendEngine):
             del prefill.cache
             self._release(prefill)
 
-    def _observe(self, prefill: _Prefill) -> None:
+    def _observe(self, prefill: Prefill) -> None:
         """Let what a prompt took keep the controller's costs current; its first token is there, so its work is done."""
         if self.costs is not None:
             plan, took = prefill.plan, time.perf_counter() - prefill.began - prefill.load_s
@@ -287,11 +286,11 @@ class TransformersEngine(BlendEngine):
             computed = Computed(tokens, plan.num_tokens, took, plan.stored_tokens)
             self.costs = self.costs.after(Measured((computed,), prefill.reads, prefill.load_s))
 
-    def _decode(self, token: int, prefill: _Prefill, trace: Trace | None) -> torch.Tensor:
+    def _decode(self, token: int, prefill: Prefill, trace: Trace | None) -> torch.Tensor:
         with self._lock, _traced(trace, DECODE, 1):
             return self.runner.append(torch.tensor([[token]], device=self.runner.device), prefill.cache)[0]
 
-    def _release(self, prefill: _Prefill) -> None:
+    def _release(self, prefill: Prefill) -> None:
         """Let go of stored KV, and write back what was missing."""
         plan = prefill.plan
         for span in (*plan.exact, *plan.stale):
@@ -316,7 +315,7 @@ class TransformersEngine(BlendEngine):
         except CacheBlendError as error:
             warnings.warn(f"The static deviation of {len(chunks)} chunks could not be stored: {error}", stacklevel=2)
 
-    def _prefill(self, request: Request, trace: Trace | None) -> _Prefill:
+    def _prefill(self, request: Request, trace: Trace | None) -> Prefill:
         unusable: set[tuple[int, ...]] = set()
         late: set[tuple[int, ...]] = set()
         lead = turn_lead(self.tokenizer)
@@ -402,14 +401,14 @@ class TransformersEngine(BlendEngine):
         began: float,
         cache: PositionedCache | ModelsOwnCache,
         trace: Trace | None,
-    ) -> _Prefill:
+    ) -> Prefill:
         """Run all that is not in ``cache``."""
         ids = torch.tensor([prompt.token_ids[cache.length :]], device=self.runner.device)
         with _traced(trace, PREFILL, ids.shape[1]):
             logits = self.runner.append(ids, cache)[0]
-        return _Prefill(plan, began, logits, cache, ids.shape[1])
+        return Prefill(plan, began, logits, cache, ids.shape[1])
 
-    def _go_on(self, request: Request, plan: BlendPlan, began: float, trace: Trace | None) -> _Prefill:
+    def _go_on(self, request: Request, plan: BlendPlan, began: float, trace: Trace | None) -> Prefill:
         """Run what stands behind the exact prefix, from its snapshot."""
         assert self._snapshots is not None
         begin = time.perf_counter()
@@ -418,7 +417,7 @@ class TransformersEngine(BlendEngine):
         ids = torch.tensor([request.prompt.token_ids[plan.exact_tokens :]], device=self.runner.device)
         with _traced(trace, REST, ids.shape[1]):
             logits = self.runner.append(ids, cache)[0]
-        return _Prefill(plan, began, logits, cache, ids.shape[1], load_s=load_s)
+        return Prefill(plan, began, logits, cache, ids.shape[1], load_s=load_s)
 
     def _blend(
         self,
@@ -428,7 +427,7 @@ class TransformersEngine(BlendEngine):
         began: float,
         cache: PositionedCache,
         trace: Trace | None,
-    ) -> _Prefill:
+    ) -> Prefill:
         assert self.rope is not None
         settings = request.settings
         target = TransformersTarget(self.runner, self.rope, request.prompt.token_ids, cache)
@@ -438,7 +437,7 @@ class TransformersEngine(BlendEngine):
         most_wait_s = None if choice is None else choice.most_wait_s
         result = fuse(plan, target, policy(settings.policy), ratio, schedule, trace, most_wait_s)
         assert target.logits is not None
-        return _Prefill(
+        return Prefill(
             plan,
             began,
             target.logits,
@@ -476,68 +475,5 @@ class TransformersEngine(BlendEngine):
                 del each.runner
 
 
-@dataclass
-class _Prefill:
-    """A prompt whose first token can be sampled; ``began`` says when its computing began, ``cache`` goes with the answer.
-
-    The ``plan`` is for what stands behind the first ``kept`` tokens, which a conversation has left. Of the answer ``fed`` tokens
-    are in the cache.
-    """
-
-    plan: BlendPlan
-    began: float
-    logits: torch.Tensor
-    cache: PositionedCache | ModelsOwnCache
-    computed: int
-    recomputed: int = 0
-    selection: float = 0.0
-    load_s: float = 0.0
-    policy: str | None = None
-    ratio: float | None = None
-    unranked: bool = False
-    reads: Mapping[str, TierReads] = field(default_factory=dict)
-    loads: tuple[ChunkLoad, ...] = ()
-    choice: Choice | None = None
-    said: Said | None = None
-    kept: int = 0
-    blended: bool = False
-    fed: int = 0
-
-    @property
-    def mode(self) -> Mode:
-        return "blend" if self.blended else "prefill"
-
-
 def _traced(trace: Trace | None, name: str, tokens: int) -> AbstractContextManager[None]:
     return nullcontext() if trace is None else trace.during("computing", name, tokens=tokens)
-
-
-def _generation(
-    request: Request, prefill: _Prefill, answer: AnswerBuilder, timings: Timings, costs: Costs | None
-) -> Generation:
-    prompt_tokens = len(request.prompt.token_ids)
-    return Generation(
-        text=answer.text,
-        token_ids=tuple(answer.tokens),
-        finish_reason=answer.finish_reason,
-        mode=prefill.mode,
-        reason=prefill.plan.reason,
-        usage=Usage(
-            prompt_tokens=prompt_tokens,
-            reused_tokens=prompt_tokens - prefill.computed,
-            recomputed_tokens=prefill.recomputed,
-            computed_tokens=prefill.computed,
-            completion_tokens=len(answer.tokens),
-            selection_tokens=prefill.selection,
-            kept_tokens=prefill.kept,
-        ),
-        timings=timings,
-        missing=tuple(chunk.id for chunk in prefill.plan.missing),
-        in_place=tuple(chunk.id for chunk in prefill.plan.in_place),
-        policy=prefill.policy,
-        ratio=prefill.ratio,
-        loads=prefill.loads,
-        prefill_s=None if costs is None else costs.compute.seconds(prompt_tokens, prompt_tokens),
-        expected_s=None if prefill.choice is None else prefill.choice.expected_s,
-        logprobs=tuple(answer.logprobs),
-    )

@@ -43,6 +43,7 @@ from cacheblend_rag.engines.results import (
 )
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
+from cacheblend_rag.engines.vllm.asking import ask_workers
 from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob
 from cacheblend_rag.engines.vllm.precompute import Precompute
 from cacheblend_rag.errors import CacheBlendError, InputError
@@ -157,8 +158,12 @@ class BlendClient:
         write_back: bool = True,
         rank: Rank | None = None,
     ) -> BlendClient:
-        """Ask the workers for the gate's findings; warn once if the model is not blended."""
-        found = (await llm.collective_rpc("cacheblend_gate"))[0]
+        """Ask the workers for the gate's findings; warn once if the model is not blended.
+
+        Raises:
+            EngineDeadError: vLLM's engine has died meanwhile.
+        """
+        found = (await ask_workers(llm, "cacheblend_gate"))[0]
         gate = GateReport(**found)
         if not gate.passed:
             warnings.warn(

@@ -27,6 +27,7 @@ from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, 
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
+from cacheblend_rag.engines.vllm.asking import ask_workers
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.starting import StartError
 from cacheblend_rag.errors import InputError
@@ -254,7 +255,7 @@ class VLLMEngine(BlendEngine):
 
     def ask_worker(self, method: str) -> Any:
         """Return what a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` says on the first rank."""
-        return self._run(self._llm.collective_rpc(method))[0]
+        return self._run(ask_workers(self._llm, method))[0]
 
     def close(self) -> None:
         """Stop vLLM, finish what is being written and close the store."""

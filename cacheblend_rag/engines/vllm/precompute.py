@@ -12,6 +12,7 @@ from vllm import SamplingParams as VLLMSampling
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.engines.vllm.asking import ask_workers
 from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store.tenants import DEFAULT, Tenant
@@ -140,7 +141,7 @@ class Precompute:
 
     async def _collect(self) -> None:
         await asyncio.sleep(_POLL_S)
-        for rank in await self._llm.collective_rpc("cacheblend_written"):
+        for rank in await ask_workers(self._llm, "cacheblend_written"):
             self._written.update(rank)
 
     async def _prefill(self, prompt: list[int], job: SaveJob | None, tenant: Tenant) -> bool:

@@ -104,6 +104,8 @@ def test_one_client_is_never_refused_for_want_of_room() -> None:
 class Client:
     """vLLM as `Precompute` sees it: every request ends at once; receipts come as they are given here."""
 
+    errored = False
+
     def __init__(self, receipts: list[str]):
         self.receipts, self.prompts = receipts, 0
 

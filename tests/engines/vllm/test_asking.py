@@ -1,0 +1,49 @@
+"""A question to vLLM's workers ends, whatever becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.engines.vllm.asking import ask_workers
+
+
+class Engine(SimpleNamespace):
+    """An engine that answers when it is let, or dies before."""
+
+    def __init__(self) -> None:
+        super().__init__(errored=False, dead_error=RuntimeError("the engine has died"), asked=[])
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def collective_rpc(self, method: str) -> Any:
+        self.asked.append(method)
+        return await self.answer
+
+
+async def test_the_answer_of_every_rank_is_given() -> None:
+    engine = Engine()
+    engine.answer.set_result(("first", "second"))
+    assert await ask_workers(engine, "which") == ["first", "second"]  # type: ignore[arg-type]
+    assert engine.asked == ["which"]
+
+
+async def test_an_engine_that_dies_before_it_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engines.vllm.asking._LOOK_S", 0.001)
+    engine = Engine()
+    asking = asyncio.ensure_future(ask_workers(engine, "which"))  # type: ignore[arg-type]
+    while not engine.asked:
+        await asyncio.wait({asking}, timeout=0)
+    engine.errored = True
+    with pytest.raises(RuntimeError, match="has died"):
+        await asyncio.wait_for(asking, 60)
+    assert engine.answer.cancelled(), "nothing is left that waits"
+
+
+async def test_what_a_worker_raises_is_raised() -> None:
+    engine = Engine()
+    engine.answer.set_exception(ValueError("no such method"))
+    with pytest.raises(ValueError, match="no such"):
+        await ask_workers(engine, "which")  # type: ignore[arg-type]
