@@ -26,6 +26,7 @@ _MEASURES = (
     "hybrid_blend.py",
     "packed_recall.py",
     "plot_policies.py",
+    "plot_retriever.py",
     "plot_trace.py",
     "pooled_quality.py",
     "page_latency.py",
