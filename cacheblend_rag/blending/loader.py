@@ -99,6 +99,7 @@ class LayerLoader:
     ) -> None:
         """Stop reading. Where the blend has failed, nobody waits for reads that have begun: they may be what is late."""
         self._reads.close(wait=error is None)
+        self._tell_waits()
 
     @property
     def ready(self) -> bool:
@@ -144,6 +145,14 @@ class LayerLoader:
         fixed = self._exact_tokens
         move = None if count == fixed else self._rope.move(index, self._rotations, first=fixed)
         return PlacedLayer(kv, move, self._positions[:count], fixed)
+
+    def _tell_waits(self) -> None:
+        """Tell each tier of its share of the time that was waited, by how long it was read."""
+        read_s = {tier: taken.seconds for tier, taken in self.reads.items()}
+        total = sum(read_s.values())
+        one_of = {span.kv.tier: span.kv for span in self._all if total and span.kv.tier in read_s}
+        for tier, kv in one_of.items():
+            kv.waited(self.wait_s * read_s[tier] / total)
 
     def _spans(self, layer: int) -> tuple[StoredSpan, ...]:
         return self._all if layer >= self._stale_from_layer else self._exact

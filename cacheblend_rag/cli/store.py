@@ -29,7 +29,10 @@ app.add_typer(store, name="store")
 
 @store.command()
 def stats(directory: options.Store = None, tenant: options.Tenant = "default", as_json: options.AsJSON = False) -> None:
-    """Show what the store holds, tier by tier, and what was counted of them: by the processes that have closed it."""
+    """Show what the store holds, tier by tier, and what was counted of them: by the processes that have closed it.
+
+    Hidden is the share of the time of reading for which no computation waited.
+    """
     from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.store import recorded_tiers
 
@@ -52,7 +55,7 @@ def stats(directory: options.Store = None, tenant: options.Tenant = "default", a
     pinned = f", {pins:,} pinned" if pins else ""
     typer.echo(f"KV     {kv.entries:,} entries{pinned}, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
     typer.echo()
-    rows = [["tier", "codec", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading"]]
+    rows = [["tier", "codec", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading", "hidden"]]
     for tier in tiers:
         found, counted = tier.stats, tier.activity
         held = found is not None and not found.out
@@ -67,6 +70,7 @@ def stats(directory: options.Store = None, tenant: options.Tenant = "default", a
                 f"{counted.evictions:,}",
                 f"{counted.damaged:,}",
                 "-" if counted.bytes_per_s is None else f"{counted.bytes_per_s / 1e6:,.0f} MB/s",
+                "-" if counted.hidden is None else f"{counted.hidden:.0%}",
             ]
         )
     typer.echo(table(rows))
@@ -92,6 +96,7 @@ def _tier_json(tier: TierUse) -> dict[str, Any]:
         "evictions": counted.evictions,
         "damaged": counted.damaged,
         "read_bytes_per_s": counted.bytes_per_s,
+        "hidden": counted.hidden,
         "out": found.out if found is not None else "",
     }
 

@@ -43,6 +43,12 @@ class ReuseMetrics:
         self._tier_chunks = counter(
             "tier_loaded_chunks", "Chunks found stored, by the tier that they came from.", "tier"
         )
+        self._tier_waits = Counter(
+            "cacheblend_tier_waited_seconds",
+            "Seconds that blends waited for reads; the rest of the time of reading hid behind computing.",
+            ("tier",),
+            registry=registry,
+        )
         self._tier_out = Gauge(
             "cacheblend_tier_out",
             "1 while a remote tier is not used since it failed, as of the last prompt with chunks.",
@@ -95,7 +101,9 @@ class ReuseMetrics:
         if report.loaded_bytes:
             self._loaded.labels(tenant).inc(report.reused_tokens + report.recomputed_tokens)
             self._bytes.labels(tenant).inc(report.loaded_bytes)
+        read_s = sum(load.seconds for load in report.loads)
         for load in report.loads:
+            self._tier_waits.labels(load.tier).inc(report.load_s * load.seconds / read_s if read_s else 0.0)
             self._tier_chunks.labels(tenant, load.tier).inc(bool(load.chunk_id))
             self._tier_bytes.labels(tenant, load.tier).inc(load.nbytes)
             self._tier_seconds.labels(tenant, load.tier).inc(load.seconds)

@@ -52,7 +52,7 @@ class ReadClock:
         self._lock = threading.Lock()
         self._done = TierReads()
         self._running = self._running_bytes = 0
-        self._since = 0.0
+        self._since = self._waited_s = 0.0
 
     @contextmanager
     def reading(self, nbytes: int) -> Iterator[None]:
@@ -79,6 +79,17 @@ class ReadClock:
         with self._lock:
             return self._done
 
+    def wait(self, seconds: float) -> None:
+        """Count time in which a computation waited for reads."""
+        with self._lock:
+            self._waited_s += seconds
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that computations waited for reads so far."""
+        with self._lock:
+            return self._waited_s
+
     def under_way(self) -> TierReads | None:
         """Return what was read so far and what is being read, as if that ended now; None where nothing is being read."""
         with self._lock:
@@ -100,6 +111,7 @@ class Activity:
         damaged: Entries found damaged.
         read_bytes: Size of the layers read.
         read_s: Seconds in which at least one of a process's reads ran.
+        waited_s: Seconds that computations waited for them.
     """
 
     hits: int = 0
@@ -109,6 +121,7 @@ class Activity:
     damaged: int = 0
     read_bytes: int = 0
     read_s: float = 0.0
+    waited_s: float = 0.0
 
     def __add__(self, other: Activity) -> Activity:
         """Return both together."""
@@ -125,6 +138,11 @@ class Activity:
     def bytes_per_s(self) -> float | None:
         """Rate of reading; None where nothing was read."""
         return self.read_bytes / self.read_s if self.read_s > 0 else None
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the time of reading that hid behind computing (paper section 5); None where nothing was read."""
+        return max(0.0, 1 - self.waited_s / self.read_s) if self.read_s > 0 else None
 
 
 class Events:
@@ -153,4 +171,4 @@ class Events:
     def activity(self) -> Activity:
         """Return all that was counted so far."""
         reads = self.reads.taken()
-        return Activity(**self.counts(), read_bytes=reads.nbytes, read_s=reads.seconds)
+        return Activity(**self.counts(), read_bytes=reads.nbytes, read_s=reads.seconds, waited_s=self.reads.waited_s)

@@ -235,6 +235,10 @@ class KVFile(StoredKV):
         self._read_static = static
         return static
 
+    def waited(self, seconds: float) -> None:
+        """See :meth:`StoredKV.waited`."""
+        self._clock.wait(seconds)
+
     def verify(self) -> None:
         """Read everything against its checksums.
 

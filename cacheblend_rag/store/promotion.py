@@ -64,6 +64,10 @@ class Promotion(StoredKV):
         """See :meth:`StoredKV.static_deviation`."""
         return self._source.static_deviation()
 
+    def waited(self, seconds: float) -> None:
+        """See :meth:`StoredKV.waited`."""
+        self._source.waited(seconds)
+
     def finish(self) -> None:
         """See :meth:`StoredKV.finish`: read what the blend did not need, such as the layers below its check layer."""
         try:

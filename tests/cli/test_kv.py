@@ -68,6 +68,7 @@ def test_stats_show_each_tier_and_what_earlier_commands_counted(run, model_dir, 
     assert tiers["redis"]["budget"] == 32 << 20
     assert tiers["redis"]["hit_rate"] > 0
     assert tiers["redis"]["read_bytes_per_s"] > 0
+    assert 0 <= tiers["redis"]["hidden"] <= 1
     shown = run("store", "stats", "--store", store).stdout
     assert address in shown
     assert "32.0 MiB" in shown
