@@ -110,6 +110,14 @@ def test_a_text_that_goes_on_needs_no_template_and_one_that_only_begins_alike_sh
     assert of("Human: Who runs the company now, and who did before?\nAI:") == 0
 
 
+def test_a_prompt_of_two_tokens_is_no_conversation_that_any_other_goes_on_with(engine: TransformersEngine) -> None:
+    first = TokenizedPrompt((0, 5), ())
+    engine.generate(first, SamplingParams(max_tokens=1))
+    other = TokenizedPrompt((0, *range(7, 40)), ())
+    assert engine.generate(other, SamplingParams(max_tokens=1)).usage.kept_tokens == 0
+    assert engine.generate(TokenizedPrompt((0, 5, 6), ()), SamplingParams(max_tokens=1)).usage.kept_tokens == 2
+
+
 def test_a_full_prefill_neither_finds_a_conversation_nor_leaves_one(engine: TransformersEngine) -> None:
     off = BlendSettings(reuse="off")
     assert [kept(engine, 1, off), kept(engine, 2, off), kept(engine, 2)] == [0, 0, 0]

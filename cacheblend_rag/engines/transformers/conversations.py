@@ -61,6 +61,7 @@ class Conversations:
         def serves(said: Said) -> int:
             common = min(said.common(prompt), len(prompt.token_ids) - 1)
             goes_on = said.asked - lead_tokens - _MERGED <= common and said.asked < len(prompt.token_ids)
+            goes_on = goes_on and 2 * common > said.asked  # of the shortest prompts that would be next to nothing
             return common if goes_on or common >= first_turn else 0
 
         with self._lock:

@@ -158,6 +158,7 @@ class Engine:
             request_id=name,
             num_prompt_tokens=PROMPT,
             prompt_token_ids=list(range(PROMPT)),
+            block_hashes=[],  # no prefix cache
             kv_transfer_params={PARAMS: params},
         )
         self._scheduler.on_new_request(made)

@@ -69,6 +69,7 @@ class Scheduler:
             request_id=name,
             num_prompt_tokens=len(prompt),
             prompt_token_ids=prompt,
+            block_hashes=[],  # no prefix cache
             kv_transfer_params={PARAMS: BlendJob(spans, SETTINGS, (1.0,), 0.2, self.terms).to_params()},
         )
         self.side.new_request(made)

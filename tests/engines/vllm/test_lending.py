@@ -48,7 +48,7 @@ class Scheduler:
         self.entries = Entries(store or MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
         kv = torch.zeros(1, len(CHUNK), 8)
         self.entries.put(CHUNK, ChunkKV([LayerKV(kv, kv)] * 2, 0), replace=False)
-        self.side = SchedulerSide(self.entries, page_groups(config))
+        self.side = SchedulerSide(self.entries, page_groups(config), hash_block_size=lambda: BLOCK)
         self.side.bind(self.manager.block_pool)
 
     @property
@@ -64,12 +64,13 @@ class Scheduler:
         return request
 
     def blend(self, before: int = 20, chunks: int = 1) -> Request:
-        """A prompt with the stored chunk behind ``before`` tokens, so many times."""
+        """A conversation with the stored chunk behind ``before`` tokens, so many times: once in each turn."""
         size = len(CHUNK)
         spans = tuple((before + i * size, before + (i + 1) * size, f"chunk {i}") for i in range(chunks))
         settings = ResolvedSettings(ratio=0.2, policy="hkvd", check_layers=(1,), reuse="chunks")
         ids = (*range(1, before + 1), *CHUNK * chunks, *range(200, 205))
-        return self.request(ids, BlendJob(spans, settings, (1.0,), 0.2))
+        ends = tuple(end for _, end, _ in spans[:-1])
+        return self.request(ids, BlendJob(spans, settings, (1.0,), 0.2, turn_ends=ends))
 
     def admit(self, request: Request) -> int | None:
         """Ask the connector and allocate what it promises; return its promise."""
