@@ -73,11 +73,17 @@ def test_no_span_and_no_log_line_says_what_a_prompt_says_and_each_line_knows_its
     register(server)
     before = len(server.log())
     _, spans, trace_id = asked(server, cacheblend={"ratio": 0.3, "policy": "hkvd"})
-    log = server.log()[before:]
+    log = ""
+    for _ in range(200):  # the line may come after the answer
+        log = server.log()[before:]
+        if trace_id in log and log.endswith("\n"):
+            break
+        server.get("/health")
     told = "\n".join(map(str, spans.values()))
     assert not {word for word in WORDS if word in told or word in log}
-    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    (answered,) = (line for line in lines if line.get("trace_id") == trace_id)
+    # Other processes write there, too: what they say may stand in front of it.
+    (line,) = (line for line in log.splitlines() if trace_id in line)
+    answered = json.loads(line[line.index("{") :])
     assert (answered["tenant"], answered["cacheblend.mode"]) == ("default", "blend")
     assert answered["cacheblend.tokens.reused"] > 0
 
