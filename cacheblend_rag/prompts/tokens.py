@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
 from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.prompts.remembered import PerTokenizer
 
 
 class TextEncoder:
@@ -121,26 +121,21 @@ def _encode(backend: Tokenizer, text: str, add_special_tokens: bool) -> Any:
         raise InputError(f"Text that is not valid Unicode cannot be tokenised ({error}).") from error
 
 
-_encoders: WeakKeyDictionary[Any, tuple[object, TextEncoder]] = WeakKeyDictionary()
-_encoders_lock = threading.Lock()
+_encoders = PerTokenizer(TextEncoder)
 _integers: list[int] = []
+_integers_lock = threading.Lock()
 
 
 def encoder_for(tokenizer: Any) -> TextEncoder:
     """Return the encoder of ``tokenizer``, made on first use and again when its vocabulary or chat template changed."""
-    state = (len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
-    with _encoders_lock:
-        known = _encoders.get(tokenizer)
-        if known is None or known[0] != state:
-            known = _encoders[tokenizer] = (state, TextEncoder(tokenizer))
-        return known[1]
+    return _encoders(tokenizer)
 
 
 def pack_ids(ids: Iterable[int]) -> tuple[int, ...]:
     """Return ``ids`` as a tuple that shares its integers with every other: 8 bytes a token instead of 36."""
     ids = list(ids)
     top = max(ids, default=-1)
-    with _encoders_lock:
+    with _integers_lock:
         if top >= len(_integers):
             _integers.extend(range(len(_integers), top + 1))
     return tuple(map(_integers.__getitem__, ids))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.prompts.remembered import PerTokenizer
 from cacheblend_rag.prompts.templates import PROBE, render
 from cacheblend_rag.prompts.tokens import encoder_for
-
-_leads: WeakKeyDictionary[Any, tuple[object, tuple[int, ...]]] = WeakKeyDictionary()
-_leads_lock = threading.Lock()
 
 
 def turn_lead(tokenizer: Any) -> tuple[int, ...]:
@@ -22,12 +18,7 @@ def turn_lead(tokenizer: Any) -> tuple[int, ...]:
     """
     if tokenizer is None:
         return ()
-    state = (len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
-    with _leads_lock:
-        known = _leads.get(tokenizer)
-        if known is None or known[0] != state:
-            known = _leads[tokenizer] = (state, _measured(tokenizer))
-        return known[1]
+    return _leads(tokenizer)
 
 
 def _measured(tokenizer: Any) -> tuple[int, ...]:
@@ -45,6 +36,9 @@ def _measured(tokenizer: Any) -> tuple[int, ...]:
         return ()
     begin += between.index(lead)
     return tuple(encoder.template_between(rendered, begin, begin + len(lead)))
+
+
+_leads = PerTokenizer(_measured)
 
 
 def turn_ends(token_ids: Sequence[int], lead: Sequence[int]) -> tuple[int, ...]:

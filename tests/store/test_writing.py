@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,9 @@ def test_a_demoted_tier_has_what_the_disk_has_evicted_and_nothing_else(root: Pat
     assert keys(disk) == set()
 
 
-def test_an_entry_leaves_the_disk_only_when_the_tier_behind_has_it(root: Path) -> None:
+@contextmanager
+def third_put(root: Path) -> Iterator[tuple[DiskStore, Slow]]:
+    """A disk of two entries while a third is put: the first is on its way to the tier behind it."""
     slow = Slow("demoted")
     store, disk = demoting(root, 2, slow)
     for number in (1, 2):
@@ -173,24 +176,24 @@ def test_an_entry_leaves_the_disk_only_when_the_tier_behind_has_it(root: Path) -
     with ThreadPoolExecutor(1) as pool:
         third = pool.submit(store.put, key_of(3), kv_of(3))
         assert slow.began.wait(60)
+        try:
+            yield disk, slow
+        finally:
+            slow.go_on.set()
+        assert third.result()
+
+
+def test_an_entry_leaves_the_disk_only_when_the_tier_behind_has_it(root: Path) -> None:
+    with third_put(root) as (disk, slow):
         assert keys(disk) == {key_of(1), key_of(2)}
         assert disk.get(key_of(2)) is not None, "nobody waits for the other tier but who puts"
-        slow.go_on.set()
-        assert third.result()
     assert keys(slow) == {key_of(1)}
+    assert keys(disk) == {key_of(2), key_of(3)}
 
 
 def test_an_entry_that_is_used_while_it_is_demoted_stays_on_the_disk(root: Path) -> None:
-    slow = Slow("demoted")
-    store, disk = demoting(root, 2, slow)
-    for number in (1, 2):
-        store.put(key_of(number), kv_of(number))
-    with ThreadPoolExecutor(1) as pool:
-        third = pool.submit(store.put, key_of(3), kv_of(3))
-        assert slow.began.wait(60)
+    with third_put(root) as (disk, slow):
         disk.get(key_of(1))
-        slow.go_on.set()
-        assert third.result()
     assert keys(disk) == {key_of(1), key_of(3)}
     assert key_of(2) in keys(slow)
 
