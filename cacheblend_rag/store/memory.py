@@ -195,7 +195,7 @@ class MemoryStore(KVStore):
         return self.budget is None or nbytes <= self.budget
 
     def _has_room(self, key: KVKey, nbytes: int) -> bool:
-        if self.budget is None:
+        if self.budget is None or nbytes + self._nbytes <= self.budget:
             return True
         pinned = (self._held[each].kv.nbytes for each in self._pins if each != key and each in self._held)
         return nbytes + sum(pinned) <= self.budget

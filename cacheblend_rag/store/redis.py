@@ -103,7 +103,8 @@ if old and ARGV[5] == '0' then
   use(key)
   return {1, 0, 0}
 end
-if budget >= 0 and pinned(key) + size > budget then
+local bytes = tonumber(redis.call('GET', BYTES) or '0')
+if budget >= 0 and bytes + size > budget and pinned(key) + size > budget then
   redis.call('UNLINK', payload(key, version))
   return {0, 0, 0}
 end

@@ -73,7 +73,7 @@ class TieredStore(KVStore):
     def get(self, key: KVKey) -> StoredKV | None:
         """See :meth:`KVStore.get`. The fastest tier that has the entry serves it; the use counts in all of them."""
         for level, tier in enumerate(self.tiers):
-            found = tier.get(key) or self._on_its_way(tier, key)
+            found = self._on_its_way(tier, key) or tier.get(key)
             if found is None:
                 continue
             for slower in self.tiers[level + 1 :]:
@@ -159,8 +159,8 @@ class TieredStore(KVStore):
         """
         self.flush()
         wanting = [tier for tier in self.tiers if tier.lasts and tier.writes != "demoted"]
-        lists = {tier: {entry.key for entry in tier.entries()} for tier in wanting}
-        keys = {entry.key for tier in self.tiers for entry in tier.entries()}
+        lists = {tier: {entry.key for entry in tier.entries()} for tier in self.tiers}
+        keys = set().union(*lists.values())
         copied = unreadable = 0
         for done, key in enumerate(sorted(keys)):
             on_step(done, len(keys))
@@ -184,7 +184,7 @@ class TieredStore(KVStore):
 
     def contains(self, key: KVKey) -> bool:
         """See :meth:`KVStore.contains`."""
-        return any(tier.contains(key) or self._on_its_way(tier, key) is not None for tier in self.tiers)
+        return any(self._on_its_way(tier, key) is not None or tier.contains(key) for tier in self.tiers)
 
     def delete(self, key: KVKey) -> bool:
         """See :meth:`KVStore.delete`; from every tier, also where one refuses."""

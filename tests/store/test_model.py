@@ -18,6 +18,7 @@ from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
+from tests.conftest import free_port
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 pytestmark = pytest.mark.slow
@@ -169,7 +170,7 @@ class _Settled(RedisStore):
 
 @cache
 def _server() -> ValkeyServer:
-    server = ValkeyServer(save="")
+    server = ValkeyServer(port=free_port(), save="")
     server.start()
     return server
 

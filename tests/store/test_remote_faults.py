@@ -18,6 +18,7 @@ from cacheblend_rag.errors import StoreError, StoreUnavailableError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, calls
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
+from tests.conftest import free_port
 from tests.store.faulty import FaultyS3
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
@@ -117,7 +118,7 @@ def test_a_server_that_refuses_is_a_miss_and_says_where_it_is(caplog) -> None:
 
 @pytest.mark.usefixtures("tried_again_at_once")
 def test_a_server_killed_between_and_during_reads_loses_nothing(tmp_path: Path, caplog) -> None:
-    server = ValkeyServer(data_dir=tmp_path, appendonly="yes", appendfsync="always")
+    server = ValkeyServer(port=free_port(), data_dir=tmp_path, appendonly="yes", appendfsync="always")
     server.start()
     try:
         port = server.port
@@ -149,7 +150,7 @@ def test_a_server_killed_between_and_during_reads_loses_nothing(tmp_path: Path, 
 def test_a_server_killed_at_any_moment_loses_nothing_it_had_acknowledged(tmp_path: Path) -> None:
     chance = random.Random(5)
     options = {"appendonly": "yes", "appendfsync": "always"}
-    server = ValkeyServer(data_dir=tmp_path, **options)
+    server = ValkeyServer(port=free_port(), data_dir=tmp_path, **options)
     server.start()
     store = RedisStore(server.connection_url, timeout_s=10)
     acknowledged: list[int] = []
