@@ -5,6 +5,7 @@ Prompts are random tokens, so any model will do, also one of random weights. Eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -28,6 +29,8 @@ Progress = Callable[[str], None]
 
 CHUNK_TOKENS: Final = 512
 QUESTION_TOKENS: Final = 32
+READY: Final = "ready"
+"""The method that blends KV which needs no loading."""
 _SIMULATED_REQUESTS: Final = 4000
 _METHODS: Final = name_methods(BLEND)
 
@@ -84,11 +87,14 @@ def sweep_devices(
     bandwidths: Sequence[float] = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 4.8e9),
     repeat: int = 3,
     say: Progress = lambda line: None,
+    blend: BlendSettings = BLEND,
 ) -> list[Point]:
     """Vary the bandwidth, in bytes per second, that stored KV is read with; prefix caching loads for free.
 
-    Beside the other methods stands ``controller``: the loading controller, which knows the device's bandwidth and what the
-    model's prefills take here, chooses what to load and how much to recompute.
+    Beside the other methods stand two. ``controller``: the loading controller, which knows the device's bandwidth and what the
+    model's prefills take here, chooses what to load and how much to recompute. ``ready``: the blend from a device that reads in
+    no time, so what recomputing takes by itself. The blend's point has ``bound_s``, the longer one of loading and recomputing:
+    no overlap of the two can be sooner (paper section 5.1).
 
     Raises:
         InputError: The engine's store is not a :class:`~cacheblend_rag.bench.throttled.ThrottledStore`.
@@ -98,15 +104,23 @@ def sweep_devices(
         raise InputError("Storage devices are simulated by a throttled store; open a transformers engine with one.")
     usual = engine.costs, engine.profile
     compute = measure_compute(place)
-    compared = _METHODS | {"controller": BlendSettings("auto")}
+    compared = name_methods(blend) | {"controller": replace(blend, ratio="auto"), READY: blend}
     points = []
+    lowest = blend.ratio if isinstance(blend.ratio, float) else engine.profile.ratio
     # Random tokens are unlike any text, which would raise the ratio above what the controller chooses.
-    engine.profile = replace(engine.profile, text=None)
+    engine.profile = replace(engine.profile, text=None, ratio=lowest)
     try:
         for rate in bandwidths:
-            store.bytes_per_s = rate
+
+            def set_rate(method: str, rate: float = rate) -> None:
+                store.bytes_per_s = math.inf if method == READY else rate
+
             engine.costs = Costs(engine.num_layers, compute, {"device": TierCost(0.0, rate)})
-            points += _point(place, {"bytes_per_s": rate}, 6, CHUNK_TOKENS, compared, repeat, say)
+            found = _point(place, {"bytes_per_s": rate}, 6, CHUNK_TOKENS, compared, repeat, say, before=set_rate)
+            by_name = {point["method"]: point for point in found}
+            blended = by_name["blend"]
+            blended["bound_s"] = max(blended["loaded_bytes"] / rate, by_name[READY]["ttft_s"])
+            points += found
     finally:
         engine.costs, engine.profile = usual
     return points
@@ -168,6 +182,7 @@ def _point(
     repeat: int,
     say: Progress,
     batch: int = 1,
+    before: Callable[[str], None] = lambda method: None,
 ) -> list[Point]:
     say(", ".join(f"{key} {value:g}" for key, value in at.items()) or "all ratios")
     prompt = _prompt(place, chunks, chunk_tokens)
@@ -176,6 +191,7 @@ def _point(
     for number in range(repeat + 1):
         for name in take_turns(compared, number):
             total = 0.0
+            before(name)
             for _ in range(batch):
                 *_, last = place.engine.stream(prompt, SamplingParams(1), compared[name])
                 assert last.generation is not None

@@ -98,15 +98,21 @@ def devices(
     *,
     bandwidths: Annotated[str, typer.Option(help="GB per second.")] = "0.05,0.1,0.2,0.5,1,2,4.8",
     how: SweepOptions,
+    ratio: options.BlendRatio = BlendOptions.ratio,
+    policy: options.Policy = BlendOptions.policy,
 ) -> None:
-    """Measure the TTFT against the storage device's bandwidth, simulated by a throttled RAM store."""
+    """Measure the TTFT against the storage device's bandwidth, simulated by a throttled RAM store.
+
+    "of the bound" holds the blend against the longer one of loading its KV and recomputing its tokens, each alone.
+    """
     wanted = [rate * 1e9 for rate in _parse_numbers(bandwidths, "--bandwidths", float)]
+    settings = BlendOptions(ratio, policy).settings()
     from cacheblend_rag.bench.sweeps import sweep_devices
     from cacheblend_rag.bench.throttled import ThrottledStore
 
     def sweep(place: Workbench, say: Say) -> list[Point]:
         place.engine.store = ThrottledStore(wanted[0])
-        return sweep_devices(place, wanted, how.repeat, say)
+        return sweep_devices(place, wanted, how.repeat, say, settings)
 
     _run(how, sweep, {"bytes_per_s": "bandwidth"})
 
@@ -129,13 +135,14 @@ def _run(how: SweepOptions, sweep: Sweep, axes: dict[str, str]) -> None:
 
 
 def _rows(points: Sequence[Point], key: str, label: str) -> list[list[str]]:
-    labels = METHOD_NAMES | {"controller": "controller"}
+    labels = METHOD_NAMES | {"controller": "controller", "ready": "blend, KV at hand"}
     names = [name for name in labels if any(point["method"] == name for point in points)]
-    rows = [[label, *(labels[name] for name in names)]]
+    bounds = {point[key]: point["ttft_s"] / point["bound_s"] for point in points if "bound_s" in point}
+    rows = [[label, *(labels[name] for name in names), *(["of the bound"] if bounds else [])]]
     for value in sorted({point[key] for point in points}, key=float):
         found = {point["method"]: point["ttft_s"] for point in points if point[key] == value}
         cells = ["-" if found.get(name) is None else seconds(found[name]) for name in names]
-        rows.append([_named(key, float(value)), *cells])
+        rows.append([_named(key, float(value)), *cells, *([f"{bounds[value]:.2f}"] if bounds else [])])
     return rows
 
 

@@ -164,6 +164,15 @@ def test_sweeps_print_a_table_or_json(run, args, axis):
     assert " ms" in shown
 
 
+def test_a_sweep_of_devices_holds_the_blend_against_loading_and_recomputing_alone(run):
+    slow = ("devices", "--bandwidths", "0.05", "--policy", "static", "--ratio", "0.05")
+    tiny = ("--random-weights", "llama:2x256", "--repeat", "1", "--threads", "1")
+    points = {point["method"]: point for point in as_json(run("bench", *slow, *tiny, "--json"))["points"]}
+    blend, ready = points["blend"], points["ready"]
+    assert ready["ttft_s"] < blend["bound_s"] == blend["loaded_bytes"] / 5e7 <= blend["ttft_s"]
+    assert "of the bound" in run("bench", *slow, *tiny).stdout
+
+
 def test_load_is_measured_from_the_command_line(run):
     tiny = ("--random-weights", "llama:2x256", "--chunks", "2", "--chunk-tokens", "32", "--threads", "1")
     found = run("bench", "throughput", *tiny, "--corpus", "2", "--requests", "2", "--target-ttft", "1e-6")

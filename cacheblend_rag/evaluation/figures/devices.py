@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from cacheblend_rag.bench.sweeps import sweep_devices
+from cacheblend_rag.bench.measure import median
+from cacheblend_rag.bench.sweeps import READY, sweep_devices
 from cacheblend_rag.bench.throttled import ThrottledStore
 from cacheblend_rag.evaluation.figures.base import Context, Figure, Row, Say
 from cacheblend_rag.evaluation.methods import LABELS
@@ -17,23 +18,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 _RATES: Final = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 4.8e9)
-_AT_ONCE: Final = 1e15
-"""Bytes per second of a device whose loads take no time: what is left is recomputing."""
 _LABELS: Final = {**LABELS, "blend": "blend, lowest ratio", "controller": "loading controller"}
 _GB: Final = 1e-9
 
 
 def _measure(context: Context, say: Say) -> list[Row]:
-    """Measure once for both figures: every method at every bandwidth, and without any wait for loading."""
+    """Measure once for both figures: every method at every bandwidth."""
 
     def sweep() -> list[Row]:
         engine = context.engine
         usual = engine.store
-        engine.store = ThrottledStore(_AT_ONCE)
+        engine.store = ThrottledStore(_RATES[0])
         try:
-            rates, begun = (*_RATES, _AT_ONCE), itertools.count()
+            begun = itertools.count()
             return sweep_devices(
-                context.workbench, rates, context.repeat, lambda text: say(next(begun) / len(rates), text)
+                context.workbench, _RATES, context.repeat, lambda text: say(next(begun) / len(_RATES), text)
             )
         finally:
             engine.store = usual
@@ -42,16 +41,16 @@ def _measure(context: Context, say: Say) -> list[Row]:
 
 
 def _measure_times(context: Context, say: Say) -> list[Row]:
-    return [row for row in _measure(context, say) if row["bytes_per_s"] < _AT_ONCE]
+    return [row for row in _measure(context, say) if not _of(row, READY)]
 
 
 def _measure_choices(context: Context, say: Say) -> list[Row]:
     rows = _measure(context, say)
-    recompute_s = next(row["ttft_s"] for row in rows if _of(row, "blend") and row["bytes_per_s"] == _AT_ONCE)
+    recompute_s = median([row["ttft_s"] for row in rows if _of(row, READY)])
     return [
         {**row, "load_s": row["loaded_bytes"] / row["bytes_per_s"], "recompute_s": recompute_s}
         for row in rows
-        if row["bytes_per_s"] < _AT_ONCE and row["method"] in ("full", "blend", "controller")
+        if row["method"] in ("full", "blend", "controller")
     ]
 
 
