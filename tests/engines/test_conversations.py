@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,3 +173,37 @@ def test_an_answer_that_was_left_in_the_middle_is_kept_as_far_as_it_came(engine:
     prompt = asked(engine, 2)
     want = len(asked(engine, 1).token_ids)
     assert want <= engine.generate(prompt, SamplingParams(max_tokens=1), SINK).usage.kept_tokens <= want + 9
+
+
+@pytest.mark.parametrize(
+    "policy", [None, "full-reuse", "full-recompute", "static", "hkvd", "static-query", "query", "sink"]
+)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_memory_of_a_prompt_is_free_when_it_ends_and_not_when_garbage_is_collected(
+    model: Any, policy: str | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, conversations=0)
+    settings = BlendSettings(reuse="off") if policy is None else BlendSettings(ratio=RATIO, policy=policy)
+    prompt = asked(engine, 1)
+    engine.generate(prompt, SamplingParams(max_tokens=1), settings)
+    made: list[weakref.ref[Any]] = []
+    new_cache = engine.runner.new_cache
+
+    def remembered(*args: Any) -> Any:
+        made.append(weakref.ref(cache := new_cache(*args)))
+        return cache
+
+    monkeypatch.setattr(engine.runner, "new_cache", remembered)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.generate(prompt, SamplingParams(max_tokens=4), settings)
+        events = engine.stream(prompt, SamplingParams(max_tokens=8), settings)
+        for _ in range(tokens):
+            next(events)
+        events.close()  # type: ignore[attr-defined]
+        del events
+        assert made
+        assert [cache() for cache in made] == [None] * len(made)
+    finally:
+        gc.enable()

@@ -107,6 +107,10 @@ class PositionedCache:
         self._positions, self._visible = positions, visible
         self._before_layer, self._stop_layer = before_layer, stop_layer
 
+    def scattered(self) -> None:
+        """End what :meth:`scatter` began: what was to be called knows the blend, which has this cache."""
+        self._before_layer = self._stop_layer = None
+
     def filled(self, length: int) -> None:
         """Declare the first ``length`` slots of all layers written."""
         self._length = length

@@ -100,6 +100,8 @@ class ModelRunner:
                 return self._forward(ids[None], positions[None], cache, self._mask(positions, visible))[0, -1]
         except StopForward as stop:
             return stop.fresh
+        finally:
+            cache.scattered()
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: PositionedCache, mask: Any, keep: int = 1
