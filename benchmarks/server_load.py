@@ -3,14 +3,17 @@
     python benchmarks/server_load.py connections --count 1000
     python benchmarks/server_load.py registrations --count 1000000
 
-Each starts `cacheblend serve` with the bundled model and two tenants, measures how long the one answers (p99) and how much
-memory its process has, lets the other one loose, and measures again.
+Each starts `cacheblend serve` with the bundled model and two tenants, and measures how soon the one gets its answers (p99) and
+how much memory the server's process has: alone; while the other one does that to a bare process that refuses whatever comes,
+since clients and server share this machine's cores; and while it does it to the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
+import multiprocessing.process
 import os
 import re
 import socket
@@ -18,11 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
+import uvicorn
 
 MOST_CHUNKS, AT_ONCE = 100, 1000
 KEYS = f"""
@@ -42,13 +48,26 @@ max_chunks = {MOST_CHUNKS}
 """
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait_for(port: int) -> None:
+    """Wait until somebody listens."""
+    for _ in range(600):
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"Nobody listens to port {port}.")
+
+
 class Server:
     """A running `cacheblend serve`."""
 
     def __init__(self, folder: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         keys = folder / "keys.toml"
         keys.write_text(KEYS)
         command = [
@@ -86,52 +105,99 @@ class Server:
         return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
 
-async def p99_ms(client: httpx.AsyncClient, count: int) -> float:
-    """How long all but the slowest hundredth of the quiet tenant's answers take."""
+async def ask(client: httpx.AsyncClient, count: int) -> list[float]:
+    """Return how many milliseconds each of the quiet tenant's answers took."""
     took = []
     for number in range(count):
         begin = time.perf_counter()
         body = {"prompt": f"Question {number}: who?", "max_tokens": 4, "temperature": 0}
         (await client.post("/v1/completions", json=body)).raise_for_status()
-        took.append(time.perf_counter() - begin)
-    return 1e3 * sorted(took)[int(0.99 * len(took))]
+        took.append(1e3 * (time.perf_counter() - begin))
+    return took
 
 
-async def compare(server: Server, requests: int, loud: Callable[[], Awaitable[str]]) -> None:
-    """Measure the quiet tenant alone and beside the loud one; while that goes on, and at least as long as ``requests`` take."""
+def p99(took: list[float]) -> float:
+    return sorted(took)[int(0.99 * len(took))]
+
+
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Read a request, answer 507: the least that a server of this kind can do (an ASGI application)."""
+    if scope["type"] == "http":
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 507, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def refuse_all(port: int) -> None:
+    uvicorn.run(refuse, host="127.0.0.1", port=port, log_level="error")
+
+
+@contextmanager
+def apart(work: Callable[..., object], *arguments: object) -> Iterator[multiprocessing.process.BaseProcess]:
+    """Run something in a process of its own, so that it takes no time of the client that is measured."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+async def beside(server: Server, process: multiprocessing.process.BaseProcess) -> tuple[float, float]:
+    """Return the quiet tenant's p99, and the server's most memory, while ``process`` runs."""
+    took, most = list[float](), 0.0
     async with server.client("quiet") as quiet:
-        await p99_ms(quiet, 20)
-        alone, before = await p99_ms(quiet, requests), server.megabytes()
-        work = asyncio.ensure_future(loud())
-        beside, most = [], before
-        while not work.done() or not beside:
-            beside.append(await p99_ms(quiet, requests))
+        while process.is_alive() or not took:
+            took += await ask(quiet, 10)
             most = max(most, server.megabytes())
-        said = await work
-    print(said)
-    print(f"p99 of the other tenant: {alone:.0f} ms alone, {max(beside):.0f} ms at most beside")
+    return p99(took), most
+
+
+async def compare(server: Server, requests: int, loud: Callable[..., None], count: int, seconds: float) -> None:
+    """Measure the quiet tenant alone, while a loud one asks a process that refuses it all, and while it asks this server."""
+    async with server.client("quiet") as quiet:
+        await ask(quiet, 20)
+        alone, before = p99(await ask(quiet, requests)), server.megabytes()
+    port = free_port()
+    with apart(refuse_all, port):
+        wait_for(port)
+        with apart(loud, port, count, seconds, "elsewhere") as process:
+            elsewhere, _ = await beside(server, process)
+    with apart(loud, server.port, count, seconds, "here") as process:
+        here, most = await beside(server, process)
+    print(f"p99 of the other tenant: {alone:.0f} ms alone, {elsewhere:.0f} ms beside a process that refuses the same")
+    print(f"requests, {here:.0f} ms beside the server's own refusals")
     print(f"memory: {before:.0f} MiB before, {most:.0f} MiB at most")
 
 
-async def connections(server: Server, count: int, seconds: float) -> str:
+def connections(port: int, count: int, seconds: float, where: str) -> None:
     """Hold connections that send a byte of their headers, or of a body, every few seconds."""
-    answered = 0
 
-    async def slow(number: int) -> None:
-        nonlocal answered
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async def slow(number: int) -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = b"POST /v1/chunks HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer loud\r\n"
         body = b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
         writer.write(head + (body if number % 2 else b"X-Slow: "))
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not reader.at_eof():
-            writer.write(b" ")
-            await asyncio.sleep(5)
-        answered += bool(reader._buffer)  # type: ignore[attr-defined]
-        writer.close()
+        answer = asyncio.ensure_future(reader.read(12))
+        try:
+            while time.monotonic() < until and not answer.done():
+                writer.write(b" ")
+                await asyncio.wait([answer], timeout=5)
+            return (await answer).decode().partition(" ")[2] or "closed" if answer.done() else "open"
+        except ConnectionError:
+            return "closed"
+        finally:
+            answer.cancel()
+            writer.close()
 
-    await asyncio.gather(*(slow(number) for number in range(count)), return_exceptions=True)
-    return f"{count} slow connections for {seconds:g} s; {answered} of them were answered (408 after 60 s)"
+    async def hold() -> None:
+        ends = Counter(await asyncio.gather(*(slow(number) for number in range(count))))
+        print(f"{where}: {count} slow connections for {seconds:g} s; at their end: {dict(ends)}", flush=True)
+
+    asyncio.run(hold())
 
 
 async def fill(server: Server) -> None:
@@ -141,16 +207,21 @@ async def fill(server: Server) -> None:
         (await client.post("/v1/chunks", json={"texts": texts})).raise_for_status()
 
 
-async def registrations(server: Server, count: int) -> str:
+def registrations(port: int, count: int, seconds: float, where: str) -> None:
     """Register texts, a thousand in a request, all of them new and beyond the quota."""
-    begin, statuses = time.perf_counter(), dict[int, int]()
-    async with server.client("loud") as client:
-        for first in range(0, count, AT_ONCE):
-            size = min(AT_ONCE, count - first)
-            texts = [f"Text {first + number} of a tenant that does not stop." for number in range(size)]
-            status = (await client.post("/v1/chunks", json={"texts": texts})).status_code
-            statuses[status] = statuses.get(status, 0) + size
-    return f"{count} registrations in {time.perf_counter() - begin:.0f} s: {statuses}"
+
+    async def register() -> None:
+        begin, statuses = time.perf_counter(), Counter[int]()
+        headers = {"Authorization": "Bearer loud"}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120) as client:
+            for first in range(0, count, AT_ONCE):
+                size = min(AT_ONCE, count - first)
+                texts = [f"Text {first + number} of a tenant that does not stop." for number in range(size)]
+                statuses[(await client.post("/v1/chunks", json={"texts": texts})).status_code] += size
+        took = time.perf_counter() - begin
+        print(f"{where}: {count} registrations in {took:.0f} s, by status: {dict(statuses)}", flush=True)
+
+    asyncio.run(register())
 
 
 @asynccontextmanager
@@ -168,11 +239,10 @@ async def serving() -> AsyncIterator[Server]:
 
 async def run(options: argparse.Namespace) -> None:
     async with serving() as server:
-        if options.what == "connections":
-            await compare(server, options.requests, lambda: connections(server, options.count, options.seconds))
-        else:
+        if options.what == "registrations":
             await fill(server)
-            await compare(server, options.requests, lambda: registrations(server, options.count))
+        loud = {"connections": connections, "registrations": registrations}[options.what]
+        await compare(server, options.requests, loud, options.count, options.seconds)
 
 
 def main() -> None:
@@ -180,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("connections", "registrations"))
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--requests", type=int, default=200, help="of the other tenant, for each p99")
+    parser.add_argument("--requests", type=int, default=1000, help="of the other tenant alone")
     parser.add_argument("--seconds", type=float, default=70, help="how long connections are held")
     asyncio.run(run(parser.parse_args()))
 

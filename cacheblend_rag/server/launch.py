@@ -19,7 +19,7 @@ from cacheblend_rag.server.keys import Key, Keys, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.middleware import NAMES, Limits
 from cacheblend_rag.server.observing import share_logging
-from cacheblend_rag.server.quotas import Admission
+from cacheblend_rag.server.quotas import Admission, Quota
 from cacheblend_rag.server.tenants import ByTenant, ServedTenants, StandIn
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.tenants import DEFAULT_NAME
@@ -153,9 +153,10 @@ def guard(options: ServeOptions, args: Namespace) -> Limits:
         keys.keys,
         options.max_request_size,
         local=local,
+        held=4 * options.max_request_size,
         tenants=keys.tenants,
         quotas=keys.quotas,
-        admissions={name: Admission(quota) for name, quota in keys.quotas.items()},
+        admissions={tenant.name: Admission(keys.quotas.get(tenant.name, Quota())) for tenant in keys.tenants},
     )
 
 

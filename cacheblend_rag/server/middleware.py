@@ -1,11 +1,10 @@
-"""What stands before every route: the API key, the tenant's quota, and the limit on a request's size.
+"""What stands before every route: the API key, the tenant's quota, and (``bodies.py``) the limits on a request's body.
 
 vLLM adds middleware by name and without arguments, so these read theirs from the application's ``state.limits``.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cacheblend_rag.server.keys import Key, key_of, may
 from cacheblend_rag.server.quotas import Admission, Quota
@@ -22,8 +21,9 @@ from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 DEFAULT_BODY_LIMIT = 32 << 20
 DEFAULT_BODY_DEADLINE_S = 60.0
+DEFAULT_VALUES_LIMIT = 500_000
 NAMES = (
-    f"{__name__}.LimitBody",
+    "cacheblend_rag.server.bodies.LimitBody",
     f"{__name__}.Admit",
     "cacheblend_rag.server.observing.Observe",
     f"{__name__}.RequireKey",
@@ -43,6 +43,8 @@ class Limits:
         keys: API keys; none: everybody may do everything.
         body: Largest request body in bytes.
         body_deadline_s: Seconds until all of it must have come.
+        values: Most JSON values in it.
+        held: Most bytes of the bodies of one tenant's requests at a time.
         local: Whether requests must call the server by a name of this machine: another name may be that of a page in a browser
             here, whose owner has it resolved to this machine.
         tenants: Whose the keys are.
@@ -54,6 +56,8 @@ class Limits:
     keys: tuple[Key, ...] = ()
     body: int = DEFAULT_BODY_LIMIT
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
+    values: int = DEFAULT_VALUES_LIMIT
+    held: int = 4 * DEFAULT_BODY_LIMIT
     local: bool = False
     tenants: tuple[Tenant, ...] = (DEFAULT,)
     quotas: Mapping[str, Quota] = field(default_factory=dict)
@@ -82,17 +86,17 @@ class RequireKey:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        if _limits(scope).local and not _called_locally(scope):
+        if limits_of(scope).local and not _called_locally(scope):
             await _misdirected()(scope, receive, send)
             return
-        keys = _limits(scope).keys
+        keys = limits_of(scope).keys
         key = key_of(_bearer(scope), keys) if keys else _ANYBODY
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if is_open(scope):
             await self._app(scope, receive, send)
             return
         if key is not None and may(key, scope.get("method", ""), path, scope["query_string"]):
-            admission = _limits(scope).admissions.get(key.tenant, _NO_LIMIT)
+            admission = limits_of(scope).admissions.get(key.tenant, _NO_LIMIT)
             token = calling.set(Caller(key.tenant, key.operator, admission))
             try:
                 await self._app(scope, receive, send)
@@ -143,95 +147,12 @@ class Admit:
             admission.end()
 
 
-class LimitBody:
-    """Answers 413 to requests whose body is larger than the limit, whether they say so or not, and 408 to slow ones.
-
-    What anybody may ask without a key has no body: whatever comes is not read.
-    """
-
-    def __init__(self, app: ASGIApp):
-        """Guard ``app``."""
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if is_open(scope):
-            await self._app(scope, _with_body(b"", receive), send)
-            return
-        limits = _limits(scope)
-        declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > limits.body:
-            await _too_large(limits.body)(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(limits.body_deadline_s):
-                body = await _read(receive, limits.body)
-        except TimeoutError:
-            await _too_slow(limits.body_deadline_s)(scope, receive, send)
-            return
-        if body is None:  # the client has gone
-            return
-        if len(body) > limits.body:
-            await _too_large(limits.body)(scope, receive, send)
-            return
-        await self._app(scope, _with_body(bytes(body), receive), send)
-
-
 def is_open(scope: Scope) -> bool:
     """Say whether anybody may ask that: a health check, or a CORS preflight, which is answered before any route."""
     if scope["type"] != "http":
         return False
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     return (path in _OPEN_PATHS and scope["method"] in ("GET", "HEAD")) or _is_preflight(scope)
-
-
-async def _read(receive: Receive, limit: int) -> bytearray | None:
-    """Return a request's body, or its beginning of more than ``limit`` bytes; None if the client goes away."""
-    # Every route reads its whole body before it does anything, so holding it here costs nothing more.
-    body, more = bytearray(), True
-    while more and len(body) <= limit:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-def _with_body(body: bytes, receive: Receive) -> Receive:
-    """Return what receives ``body`` first, and nothing that is still coming of another."""
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        while (message := await receive())["type"] == "http.request":
-            pass
-        return message
-
-    return replay
-
-
-def _too_slow(deadline_s: float) -> JSONResponse:
-    response = error_response(f"The request's body has not come within {deadline_s:g} seconds.", 408, "RequestTimeout")
-    response.headers["Connection"] = "close"
-    return response
-
-
-def _too_large(limit: int) -> JSONResponse:
-    response = error_response(
-        f"The request is larger than {limit} bytes. Send fewer or shorter texts at a time, or start the server with a "
-        "larger --max-request-size.",
-        413,
-        "RequestTooLarge",
-    )
-    response.headers["Connection"] = "close"
-    return response
 
 
 def _bearer(scope: Scope) -> str:
@@ -263,7 +184,8 @@ def _is_preflight(scope: Scope) -> bool:
     return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
-def _limits(scope: Scope) -> Limits:
+def limits_of(scope: Scope) -> Limits:
+    """Return the limits of the application that serves a request."""
     found = scope["app"].state.limits
     assert isinstance(found, Limits)
     return found

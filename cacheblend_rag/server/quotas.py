@@ -63,6 +63,8 @@ class Admission:
         rate = quota.tokens_per_minute
         self._bucket = None if rate is None else TokenBucket(rate, clock)
         self._quota, self._serving = quota, 0
+        self.held = 0
+        """Bytes of the bodies of its requests that have come, and are not served yet."""
 
     def refusal(self) -> tuple[str, int] | None:
         """Return why no request is let in now, and after how many seconds to try again; None if one is."""

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.server.tenants import ServedTenants
 
 _JSON = re.compile(r"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
+_REFUSED_S = 0.1
+"""How long a refusal for want of room takes."""
 _Route = Callable[..., Awaitable[Response]]
 
 
@@ -103,8 +105,15 @@ class ChunkRoutes:
             return error_response(
                 "Send JSON, with the header 'Content-Type: application/json'.", 415, "UnsupportedMediaType"
             )
-        wanted, holder = await asyncio.to_thread(self._chunks.read, await request.body())
-        client = self._tenants.current.client
+        served = self._tenants.current
+        client = served.client
+        # One at a time: who registers without end, most of all beyond a quota, takes his own time and not that of others.
+        async with served.reading:
+            try:
+                wanted, holder = await asyncio.to_thread(served.chunks.read, await request.body())
+            except StoreError:
+                await asyncio.sleep(_REFUSED_S)
+                raise
         report = await client.store_kv(wanted)
         self._metrics.precomputed(report, client.tenant.name)
         calling.get().admission.charge(report.tokens)

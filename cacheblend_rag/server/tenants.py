@@ -45,10 +45,17 @@ request has no tenant, and fails rather than taking another one's."""
 
 @dataclass(frozen=True)
 class Served:
-    """One tenant's part of the server."""
+    """One tenant's part of the server.
+
+    Attributes:
+        client: Blends for it.
+        catalogue: Its chunks.
+        reading: Held while a registration is read and tokenised.
+    """
 
     client: BlendClient
     catalogue: ChunkCatalogue
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def chunks(self) -> ServedChunks:

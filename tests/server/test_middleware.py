@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -16,8 +19,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from cacheblend_rag.server import bodies
 from cacheblend_rag.server.keys import Key
 from cacheblend_rag.server.middleware import NAMES, Limits
+from cacheblend_rag.server.quotas import Admission
 
 
 class App:
@@ -132,6 +137,23 @@ async def test_a_body_beyond_the_limit_is_read_no_further() -> None:
     assert (await large.ask(app), large.read, app.bodies) == (413, 3, [])
 
 
+async def test_a_tenants_bodies_together_are_limited_and_others_are_still_read() -> None:
+    keys = [replace(Key.of(name), tenant=name) for name in ("loud", "quiet")]
+    admissions = {"loud": Admission(), "quiet": Admission()}
+    app = App(keys, limit=1000, held=200, admissions=admissions)
+    loud = [Connection("POST", "/v1/chunks", (b"authorization", b"Bearer loud"), pieces=3) for _ in range(2)]
+    waiting = [asyncio.ensure_future(connection.ask(app)) for connection in loud]
+    refused = await waiting[1]
+    assert (refused, admissions["loud"].held) == (429, 150)
+    assert (b"retry-after", b"1") in loud[1].sent[0]["headers"]
+    async with app.client() as client:
+        answer = await client.post("/v1/chunks", content=b"x" * 150, headers={"Authorization": "Bearer quiet"})
+    assert (answer.status_code, app.bodies) == (200, [b"x" * 150])
+    waiting[0].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (admissions["loud"].held, admissions["quiet"].held) == (0, 0)
+
+
 async def test_a_client_that_goes_away_in_the_middle_of_its_body_reaches_no_route() -> None:
     app = App()
     gone = Connection("POST", "/v1/chunks")
@@ -168,3 +190,39 @@ async def test_without_a_key_the_server_answers_to_the_names_of_its_machine_alon
     async with App(["right"]).client() as client:
         headers = {"Host": host, "Authorization": "Bearer right"}
         assert (await client.post("/v1/chunks", headers=headers)).status_code == 200
+
+
+_JSON = st.recursive(
+    st.none() | st.integers() | st.text('\\"[]{},: a\n\u00e9'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('\\"[{,:a'), inner),
+    max_leaves=40,
+)
+
+
+def _values(found: Any) -> int:
+    if isinstance(found, dict):
+        return 1 + sum(1 + _values(value) for value in found.values())
+    return 1 + sum(map(_values, found)) if isinstance(found, list) else 1
+
+
+@settings(max_examples=200)
+@given(value=_JSON, size=st.integers(1, 7), spaced=st.booleans())
+def test_values_are_counted_wherever_the_body_is_cut_and_not_inside_of_strings(
+    value: Any, size: int, spaced: bool
+) -> None:
+    text = json.dumps(value, separators=None if spaced else (",", ":"), ensure_ascii=size % 2 == 0).encode()
+    there = _values(value)
+    found = bodies.count_values(text)
+    assert there // 2 <= found <= 2 * there
+    with mock.patch.object(bodies, "_SLICE", size):
+        assert bodies.count_values(text) == found
+
+
+async def test_bodies_of_too_many_values_are_refused_before_they_are_parsed_whatever_their_size() -> None:
+    app = App(limit=10_000, values=1000)
+    async with app.client() as client:
+        refused = await client.post("/v1/chunks", content=b'{"chunks":[' + b'{"text":"a"},' * 400 + b'{"text":"a"}]}')
+        served = await client.post("/v1/chunks", content=json.dumps({"texts": ['[{"a, b", c}: '] * 400}))
+    assert (refused.status_code, len(app.bodies)) == (413, 1)
+    assert "1000 values" in refused.json()["error"]["message"]
+    assert served.status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,31 @@ async def test_any_id_can_be_asked_for_and_deleted(server: Server, name: str) ->
     assert (await server("GET", path)).json()["id"] == name
     assert (await server("DELETE", path)).json()["deleted"]
     assert (await server("GET", path)).status_code == 404
+
+
+async def test_refusals_for_want_of_room_are_given_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, paused, most = Server(tmp_path, most=1), 0, 0
+
+    async def pause(seconds: float) -> None:
+        nonlocal paused, most
+        paused += 1
+        most = max(most, paused)
+        for _ in range(100):  # all the others could be refused meanwhile
+            await original(0)
+        paused -= 1
+
+    original = asyncio.sleep
+    monkeypatch.setattr("cacheblend_rag.server.routes.asyncio.sleep", pause)
+    answers = await asyncio.gather(*(full.register(*TEXTS[:2]) for _ in range(4)))
+    assert ([answer.status_code for answer in answers], most) == ([507] * 4, 1)
+
+
+async def test_an_id_that_a_route_would_hide_is_refused(server: Server) -> None:
+    refused = await server.register({"text": TEXTS[0], "id": "stats"})
+    assert (refused.status_code, len(server.registry)) == (422, 0)
+    assert "chunks.0: the id 'stats'" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
