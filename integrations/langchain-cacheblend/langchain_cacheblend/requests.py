@@ -10,9 +10,14 @@ from typing import Any, Literal, NamedTuple, Self, cast, get_args
 from uuid import UUID
 
 from langchain_core.exceptions import ContextOverflowError
+from langchain_core.load.serializable import (
+    Serializable,
+    SerializedConstructor,
+    SerializedNotImplemented,
+    SerializedSecret,
+)
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SecretStr,
@@ -48,6 +53,7 @@ _BLEND = tuple(option.name for option in fields(BlendSettings))
 _IGNORED = {"strict", "parallel_tool_calls", "stream", "streaming"}
 # What names an engine: with one that is given it would say nothing, or something else.
 _NAMING = ("model", "store", "device", "base_url")
+_KEY_VARIABLE = "CACHEBLEND_API_KEY"
 # LangChain gives these to every model; an engine that is given has its own, or no connection at all.
 _CONNECTION = ("api_key", "timeout", "max_retries")
 
@@ -72,10 +78,11 @@ def langchain_errors() -> Iterator[None]:
         raise PromptTooLong(str(error)) from error
 
 
-class EngineFields(BaseModel):
+class EngineFields(Serializable):
     """The fields of both models. Those from ``max_tokens`` on may be given per call, too: ``llm.invoke(x, ratio=0.3)``.
 
-    ``engine=`` takes an engine of yours: it is held, not owned, so close it yourself; it is never serialised, printed or traced.
+    ``engine=`` takes an engine of yours: it is held, not owned, so close it yourself; it is never serialised, printed or traced,
+    and a model that has one is written by ``langchain_core.load.dumps`` as one that cannot be read back.
     Without one the next fields name it; it is opened when it is first needed, shared by all that name it alike, and closed when
     the process ends. With neither, the environment does: ``CACHEBLEND_BASE_URL``, or ``CACHEBLEND_MODEL`` and
     ``CACHEBLEND_STORE``. ``engine="vllm"`` runs a model that is named on vLLM.
@@ -178,6 +185,31 @@ class EngineFields(BaseModel):
             timeout_s=self.timeout,
             max_retries=self.max_retries,
         )
+
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        """The field whose value ``dumps`` never writes, and the environment variable that ``loads`` takes it from."""
+        return {"api_key": _KEY_VARIABLE}
+
+    def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
+        """Return what ``dumps`` writes: the fields that are set; of a model that holds an engine, that it cannot be made of them.
+
+        ``loads(text, allowed_objects=[ChatCacheBlend], valid_namespaces=["langchain_cacheblend"], secrets_from_env=True)`` reads
+        it back, the key from ``CACHEBLEND_API_KEY``. ``is_lc_serializable`` stays False: else LangChain's cache would take models
+        that hold different engines for one.
+        """
+        if isinstance(self.given_engine, BlendEngine):
+            return self.to_json_not_implemented()
+        written = {
+            name: value
+            for name, field in type(self).model_fields.items()
+            if not field.exclude and (value := getattr(self, name)) != field.get_default(call_default_factory=True)
+        }
+        if self.given_engine is not None:
+            written["engine"] = self.given_engine
+        if self.api_key is not None:
+            written["api_key"] = SerializedSecret(lc=1, type="secret", id=[_KEY_VARIABLE])
+        return SerializedConstructor(lc=1, type="constructor", id=self.lc_id(), kwargs=written)
 
     @property
     def model_name(self) -> str:

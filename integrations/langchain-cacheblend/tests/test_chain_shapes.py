@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, hook_config
-from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
+from langchain_classic.chains import (
+    ConversationalRetrievalChain,
+    RetrievalQA,
+    create_history_aware_retriever,
+    create_retrieval_chain,
+)
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.chains.combine_documents.refine import RefineDocumentsChain
 from langchain_classic.chains.llm import LLMChain
@@ -181,6 +186,17 @@ def refine(p: Parts) -> Runnable[Any, Any]:
     return found | chain | RunnableLambda(lambda out: out["output_text"])
 
 
+def retrieval_qa(p: Parts) -> Runnable[Any, Any]:
+    made = RetrievalQA.from_chain_type(p.llm, chain_type="stuff", retriever=p.retriever)
+    return RunnableLambda(lambda question: {"query": question}) | made | RunnableLambda(lambda out: out["result"])
+
+
+def conversational_retrieval(p: Parts) -> Runnable[Any, Any]:
+    made = ConversationalRetrievalChain.from_llm(p.llm, p.retriever)
+    given = RunnableLambda(lambda question: {"question": question, "chat_history": HISTORY})
+    return given | made | RunnableLambda(lambda out: out["answer"])
+
+
 SHAPES = {
     "stuff": lambda p: stuff(p.retriever, p.llm),
     "lcel_join": lcel_join,
@@ -194,6 +210,8 @@ SHAPES = {
     "parent_document": parent_document,
     "blended_documents": blended_documents,
     "refine": refine,
+    "retrieval_qa": retrieval_qa,
+    "conversational_retrieval": conversational_retrieval,
 }
 
 

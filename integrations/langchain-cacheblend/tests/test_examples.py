@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +47,18 @@ def test_the_agent_example_takes_its_chunks_from_stored_kv(example: Any, engine:
     result = agent.main(engine)
     assert right(agent.QUESTIONS[0], result["answer"])
     assert result["usage"]["input_token_details"]["cache_read"] > 0.8 * result["usage"]["input_tokens"]
+
+
+def test_celery_workers_open_the_model_by_name_and_answer_from_what_was_stored(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTES_FOLDER", str(tmp_path))
+    workers = example("celery_workers")
+    answers = workers.main()
+    assert len(answers) == 3 and sum(map(right, workers.QUESTIONS, (got["answer"] for got in answers))) >= 2
+    assert os.getpid() not in {got["worker"] for got in answers}
+    for got in answers:
+        assert got["usage"]["input_token_details"]["cache_read"] > 0.8 * got["usage"]["input_tokens"]
 
 
 def test_the_migrated_chain_answers_as_the_one_before_and_differs_in_two_places(

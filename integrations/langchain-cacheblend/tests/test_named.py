@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.runnables import RunnableLambda
+from langchain_core.load import dumps, loads
+from langchain_core.prompts import ChatPromptTemplate, HumanMessagePromptTemplate, PromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnableSequence
 
 from cacheblend_rag import InputError, ServerError, TransformersEngine
 from langchain_cacheblend import CacheBlendLLM, CacheBlendRetriever, ChatCacheBlend
@@ -71,3 +74,30 @@ def test_what_names_a_model_can_be_sent_to_another_process_and_what_holds_one_sa
         with pytest.raises(InputError, match="model given by name"):
             pickle.dumps(holder)
         assert copy.deepcopy(holder).engine is scripted
+
+
+def test_what_names_a_model_is_written_as_json_and_read_back_without_its_key(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_back(text: str) -> Any:
+        allowed = [ChatCacheBlend, CacheBlendLLM, RunnableSequence, ChatPromptTemplate, HumanMessagePromptTemplate]
+        allowed.append(PromptTemplate)
+        names = ["langchain_cacheblend"]
+        return loads(text, allowed_objects=allowed, valid_namespaces=names, secrets_from_env=True)
+
+    monkeypatch.setenv("CACHEBLEND_API_KEY", "of the reader")
+    for kind in (ChatCacheBlend, CacheBlendLLM):
+        remote = kind(base_url="http://127.0.0.1:9", api_key="not for you", ratio=0.3, check_layers=(2,), stop=["."])
+        text = dumps(remote)
+        assert "not for you" not in text
+        found = read_back(text)
+        assert isinstance(found, kind)
+        assert found.api_key.get_secret_value() == "of the reader"
+        assert found.model_dump() == remote.model_dump()
+        assert read_back(dumps(kind(engine="vllm", model="bundled"))).given_engine == "vllm"
+        held = dumps(kind(engine=scripted))
+        assert json.loads(held)["type"] == "not_implemented"
+        with pytest.raises(NotImplementedError, match=kind.__name__):
+            read_back(held)
+    prompted = ChatPromptTemplate.from_template("{question}") | ChatCacheBlend(model="bundled", max_tokens=3)
+    assert read_back(dumps(prompted)).last.model == "bundled"
