@@ -17,7 +17,7 @@ from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
 from cacheblend_rag.server.keys import Key, Keys, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
-from cacheblend_rag.server.middleware import NAMES, Limits
+from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, Limits
 from cacheblend_rag.server.observing import share_logging
 from cacheblend_rag.server.quotas import Admission, Quota
 from cacheblend_rag.server.tenants import ByTenant, ServedTenants, StandIn
@@ -153,7 +153,7 @@ def guard(options: ServeOptions, args: Namespace) -> Limits:
         keys.keys,
         options.max_request_size,
         local=local,
-        held=4 * options.max_request_size,
+        held=max(DEFAULT_HELD_LIMIT, 4 * options.max_request_size),
         tenants=keys.tenants,
         quotas=keys.quotas,
         admissions={tenant.name: Admission(keys.quotas.get(tenant.name, Quota())) for tenant in keys.tenants},

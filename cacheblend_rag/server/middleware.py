@@ -22,6 +22,7 @@ from cacheblend_rag.store.tenants import DEFAULT, Tenant
 DEFAULT_BODY_LIMIT = 32 << 20
 DEFAULT_BODY_DEADLINE_S = 60.0
 DEFAULT_VALUES_LIMIT = 500_000
+DEFAULT_HELD_LIMIT = 4 * DEFAULT_BODY_LIMIT
 NAMES = (
     "cacheblend_rag.server.bodies.LimitBody",
     f"{__name__}.Admit",
@@ -57,7 +58,7 @@ class Limits:
     body: int = DEFAULT_BODY_LIMIT
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
     values: int = DEFAULT_VALUES_LIMIT
-    held: int = 4 * DEFAULT_BODY_LIMIT
+    held: int = DEFAULT_HELD_LIMIT
     local: bool = False
     tenants: tuple[Tenant, ...] = (DEFAULT,)
     quotas: Mapping[str, Quota] = field(default_factory=dict)
