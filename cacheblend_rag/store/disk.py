@@ -228,7 +228,7 @@ class DiskStore(KVStore):
             _log.warning(
                 "KV entry %s cannot be read now and counts as missing, as may others; it stays: %s (said once in %d s)",
                 key,
-                error,
+                str(error),
                 _SILENT_S,
             )
 
@@ -311,7 +311,8 @@ class DiskStore(KVStore):
     def _discard(self, entry: kvfile.KVFile, damage: DamagedKVError) -> None:
         """Remove a damaged entry, unless another file has taken its place already."""
         self._events.add("damaged")
-        _log.warning("%s", damage)
+        # As text: a record that somebody keeps would keep the exception, and with its frames the open file.
+        _log.warning("%s", str(damage))
         file = _file_of(entry)
         try:
             with self._writing(), self._directory.exclusive(), suppress(FileNotFoundError):
@@ -319,7 +320,7 @@ class DiskStore(KVStore):
                 if file.path.lstat().st_ino == file.inode:
                     self._directory.remove(entry.key)
         except StoreError as error:
-            _log.warning("the damaged entry stays, unused: %s", error)
+            _log.warning("the damaged entry stays, unused: %s", str(error))
             self._condemned.add((entry.key, file.inode))
 
 

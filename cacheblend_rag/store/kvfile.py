@@ -229,7 +229,7 @@ class KVFile(StoredKV):
                 raise ValueError(f"shape {list(static.shape)} for {self.num_tokens} tokens")
         except (ValueError, StoreUnavailableError) as error:
             _log.warning(
-                "The static deviation of KV entry %s cannot be used: %r (%s)", self.key, error, self.source.place
+                "The static deviation of KV entry %s cannot be used: %s (%s)", self.key, repr(error), self.source.place
             )
             return None
         self._read_static = static

@@ -111,7 +111,7 @@ class RemoteStore(KVStore):
                 source = _RemoteSource(self, key, head)
                 found = kvfile.KVFile(source, key, self.tier, self._discard, self._events, AT_ONCE, self.keys)
         except (UnknownCodecError, UnknownKeyError) as error:
-            _log.warning("%s", error)
+            _log.warning("%s", str(error))
         except (DamagedKVError, StoreUnavailableError):  # told already
             pass
         self._events.add("misses" if found is None else "hits")

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store
 from tests.store import workers
 from tests.store.samples import key_of, kv_of, memory_directory, same
@@ -86,6 +87,24 @@ def test_a_file_size_limit_refuses_and_keeps_what_it_has(root: Path) -> None:
 def test_without_file_descriptors_an_entry_is_missed_not_lost(root: Path) -> None:
     DiskStore(root).put(key_of(1), kv_of(1))
     assert workers.call(workers.without_file_descriptors, root) == 0
+
+
+def test_a_log_that_is_kept_does_not_keep_a_damaged_entrys_file_open(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(root)
+    for number, damage in enumerate((b"layer.00000.k", b"KV", bytes(8)), 1):
+        store.put(key_of(number), kv_of(number))
+        (path,) = root.glob(f"kv/*/{key_of(number)}.safetensors")
+        whole = path.read_bytes()
+        path.write_bytes(whole[: -len(damage)] + damage if number == 2 else damage + whole[len(damage) :])
+        found = store.get(key_of(number))
+        with suppress(DamagedKVError):
+            assert found is None or not same(found, kv_of(number))
+        del found
+    assert len(caplog.records) == 3
+    links = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert not [link for link in links if link.startswith(str(root / "kv")) and ".safetensors" in link]
 
 
 def test_a_read_only_store_reads_and_refuses_to_write(root: Path) -> None:
