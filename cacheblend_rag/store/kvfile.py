@@ -200,7 +200,7 @@ class KVFile(StoredKV):
                 self._layers[_layer_index(place.name)].append(place)
         except InputError as error:  # by a newer version, say: it stays for those who know it
             raise UnknownCodecError(f"KV entry {key} counts as missing: {error} ({source.place})") from error
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._report(f"header: {error!r}") from error
 
     def layer(self, index: int) -> LayerKV:

@@ -245,6 +245,18 @@ def test_damage_to_the_static_deviation_costs_the_rank_alone(store: DiskStore) -
     assert store.verify(repair=False).damaged == (key_of(1),)
 
 
+def forge(store: DiskStore, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of entry 1, and make its checksums fit."""
+    path = file_of(store, 1)
+    whole = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", whole)
+    header = json.loads(whole[8 : 8 + length])
+    change(header)
+    sign(header, whole[8 + length :])
+    made = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(made)) + made + whole[8 + length :])
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -256,13 +268,15 @@ def test_damage_to_the_static_deviation_costs_the_rank_alone(store: DiskStore) -
 def test_a_layer_of_other_tensors_is_damage_even_with_good_checksums(
     store: DiskStore, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    path = file_of(store, 1)
-    whole = path.read_bytes()
-    (length,) = struct.unpack_from("<Q", whole)
-    header = json.loads(whole[8 : 8 + length])
-    change(header)
-    sign(header, whole[8 + length :])
-    made = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(made)) + made + whole[8 + length :])
+    forge(store, change)
     assert outcome(store, 1) in {"miss", "damage"}
     assert outcome(store, NEIGHBOUR) == "right"
+
+
+@pytest.mark.parametrize("name", ["layers", "tokens", "start", "nbytes"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), None, [], "", "9" * 5000])
+def test_a_count_that_is_no_number_is_a_miss_even_with_good_checksums(
+    store: DiskStore, name: str, value: object
+) -> None:
+    forge(store, lambda header: header["__metadata__"].update({name: value}))
+    assert outcome(store, 1) == "miss"

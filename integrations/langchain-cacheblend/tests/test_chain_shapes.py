@@ -7,6 +7,7 @@ prompt must come from stored KV (used as it is, or recomputed by the policy's ch
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import CharacterTextSplitter
 
-from cacheblend_rag import TransformersEngine
+from cacheblend_rag import TransformersEngine, bundled_questions
 from langchain_cacheblend import (
     BundledEmbeddings,
     CacheBlendLLM,
@@ -379,3 +380,13 @@ async def test_chains_stream_in_pieces_and_report_events(shape: Callable[..., An
     (end,) = [event for event in events if event["event"] == "on_chat_model_end"]
     assert end["data"]["output"].usage_metadata["input_token_details"]["recomputed"] > 0
     assert any(event["event"] == "on_retriever_end" for event in events)
+
+
+async def test_questions_asked_at_once_get_the_answers_that_they_get_one_by_one(
+    shape: Callable[..., Any], engine: TransformersEngine, retriever: CacheBlendRetriever
+) -> None:
+    chain = shape(SHAPES["lcel_join"], ChatCacheBlend(engine=engine, max_tokens=MAX_TOKENS))
+    questions = [asked.question for asked in bundled_questions()]
+    one_by_one = [await chain.ainvoke(question) for question in questions]
+    assert len(questions) == 20
+    assert await asyncio.gather(*map(chain.ainvoke, questions)) == one_by_one
