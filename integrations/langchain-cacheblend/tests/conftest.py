@@ -11,7 +11,7 @@ import pytest
 from langchain_core.documents import Document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus
+from cacheblend_rag import BlendEngine, RemoteEngine, TransformersEngine, bundled_corpus
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChunkSplitter
 
 from plain import BUNDLED, PlainChat, PlainLLM
@@ -22,12 +22,15 @@ MAX_TOKENS = 10
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[BlendEngine]:
-    """The bundled model: on transformers, or on vLLM with ``CACHEBLEND_TEST_ENGINE=vllm``."""
-    if os.environ.get("CACHEBLEND_TEST_ENGINE") == "vllm":
+    """The bundled model: on transformers, or with ``CACHEBLEND_TEST_ENGINE`` on vLLM ("vllm") or a server (its address)."""
+    where = os.environ.get("CACHEBLEND_TEST_ENGINE", "")
+    if where.startswith("http"):
+        made: BlendEngine = RemoteEngine(where)
+    elif where == "vllm":
         from cacheblend_rag import VLLMEngine
 
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        made: BlendEngine = VLLMEngine()
+        made = VLLMEngine()
     else:
         made = TransformersEngine()
     with made as engine:
