@@ -32,7 +32,7 @@ PORTS = [
 @pytest.fixture(scope="session")
 def pretrained(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("pretrained") / "model"
-    how = PretrainSettings(str(bert), SHAPE, warm_steps=150, warm_batch=16, warm_rate=3e-3, steps=0, refresh_every=0)
+    how = PretrainSettings(str(bert), SHAPE, warm_steps=50, warm_batch=16, warm_rate=5e-4, steps=0, refresh_every=0)
     pretrain(articles(), output, how, CPU)
     return output
 
@@ -40,7 +40,8 @@ def pretrained(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tuned(pretrained: Path) -> Path:
     output = pretrained.parent / "tuned"
-    finetune(pretrained, PORTS, output, FinetuneSettings(steps=250, batch=8, rate=3e-3, k=4), CPU)
+    # At higher rates, of either stage, it depends on the processor's rounding what is learnt: two to five ports of eight.
+    finetune(pretrained, PORTS, output, FinetuneSettings(steps=400, batch=8, rate=1e-3, k=4), CPU)
     return output
 
 
