@@ -43,6 +43,7 @@ class ThroughputSettings:
         skew: How much more often some chunks are asked for: the n-th of the corpus is drawn with weight n ** -skew; 0 draws all
             alike, 1 is Zipf's law.
         seed: Of chunks, prompts and arrivals.
+        methods: Those to measure, full and blend among them; None measures all that the engine has.
     """
 
     corpus: int = 24
@@ -56,12 +57,15 @@ class ThroughputSettings:
     target_ttft_s: float | None = None
     skew: float = 0.0
     seed: int = 0
+    methods: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
         check_positive(self, "corpus", "chunks", "chunk_tokens", "question_tokens", "answer_tokens", "requests")
         if self.skew < 0:
             raise InputError(f"skew is {self.skew}; give at least 0.")
+        if self.methods is not None and not {"full", "blend"} <= set(self.methods):
+            raise InputError(f"methods are {', '.join(self.methods)}; full and blend must be among them.")
         if self.chunks > self.corpus:
             raise InputError(
                 f"A prompt of {self.chunks} chunks needs a corpus of as many; give --corpus {self.chunks}."
@@ -101,12 +105,15 @@ def bench_throughput(
     """
     say = progress or (lambda line: None)
     corpus = place.random_chunks(settings.corpus, settings.chunk_tokens, settings.seed)
-    say("computing the chunks' KV")
     blend = BlendSettings(settings.ratio, settings.policy, reuse="chunks")
     methods = {"full": _Way(FULL_RECOMPUTE), "prefix": _Way(PREFIX_CACHING), "blend": _Way(blend)}
     if place.engine.prefix_cache_tokens:
         methods["reorder"] = _Way(BlendSettings(), reordered=True, ordinary=True)
         methods["reorder+blend"] = _Way(blend, reordered=True)
+    if unknown := sorted(set(settings.methods or ()) - set(methods)):
+        raise InputError(f"No such method here: {', '.join(unknown)}; this engine has {', '.join(methods)}.")
+    methods = {name: how for name, how in methods.items() if name in (settings.methods or methods)}
+    say("computing the chunks' KV")
     place.engine.rank_for(blend)
     place.engine.precompute(corpus)
     load = _Load(place, settings, corpus)

@@ -183,6 +183,10 @@ def throughput(
     skew: Annotated[
         float, typer.Option(min=0, help="How much more often some chunks are asked for: 0 all alike, 1 Zipf's law.")
     ] = 0.0,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Measure these only, such as full,blend: all of them take long on a slow machine."),
+    ] = None,
     seed: RandomSeed = 0,
     as_json: options.AsJSON = False,
 ) -> None:
@@ -192,9 +196,9 @@ def throughput(
     """
     from cacheblend_rag.bench import ThroughputSettings, Workbench, bench_throughput
 
-    settings = ThroughputSettings(
-        corpus, chunks, chunk_tokens, question_tokens, answer_tokens, requests, ratio, policy, target_ttft, skew, seed
-    )
+    load = (corpus, chunks, chunk_tokens, question_tokens, answer_tokens, requests)
+    named = None if methods is None else tuple(methods.split(","))
+    settings = ThroughputSettings(*load, ratio, policy, target_ttft, skew, seed, named)
     context = chunks * chunk_tokens + question_tokens + answer_tokens + 256
     with status("Measuring") as say, Workbench.open(model.choice(engine), context=context) as place:
         result = bench_throughput(place, settings, say)

@@ -58,7 +58,8 @@ def progress(label: str) -> Iterator[Show]:
     Yields a function of how much is done, of how much, and what is at hand.
     """
     if not sys.stderr.isatty():
-        with _Lines(label).said() as lines:
+        lines = _Lines(label)
+        with _written(lines.line):
             yield lines
         return
     from rich.console import Console
@@ -108,23 +109,25 @@ class _Lines:
             return line
         return f"{line}, about {_minutes((total - done) * (self._clock() - then) / (done - done_then))} left"
 
-    def say_until(self, over: threading.Event) -> None:
-        """Write a line every few seconds until ``over`` is set."""
-        while not over.wait(_SECONDS_A_LINE):
-            if (line := self.line()) is not None:
-                typer.echo(line, err=True)
 
-    @contextmanager
-    def said(self) -> Iterator[_Lines]:
-        """Write lines while the block runs."""
-        over = threading.Event()
-        thread = threading.Thread(target=self.say_until, args=(over,), name="progress", daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            over.set()
-            thread.join()
+def _write_until(over: threading.Event, line: Callable[[], str | None]) -> None:
+    """Write to stderr every few seconds what ``line`` has to say, if anything."""
+    while not over.wait(_SECONDS_A_LINE):
+        if (text := line()) is not None:
+            typer.echo(text, err=True)
+
+
+@contextmanager
+def _written(line: Callable[[], str | None]) -> Iterator[None]:
+    """Do so while the block runs."""
+    over = threading.Event()
+    thread = threading.Thread(target=_write_until, args=(over, line), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _minutes(left: float) -> str:
@@ -135,11 +138,24 @@ def _minutes(left: float) -> str:
 
 @contextmanager
 def status(label: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being done on stderr, if that is a terminal; yields a function that changes the text."""
+    """Show what is being done on stderr: on a terminal, else in a line when it has changed, every few seconds at most.
+
+    Yields a function that changes the text.
+    """
     if not sys.stderr.isatty():
-        yield lambda text: None
+        texts: list[str] = []
+        with _written(lambda: _last(label, texts)):
+            yield texts.append
         return
     from rich.console import Console
 
     with Console(stderr=True).status(label) as shown:
         yield lambda text: shown.update(f"{label}: {text}")
+
+
+def _last(label: str, texts: list[str]) -> str | None:
+    """Return the newest of what was to be said since the last time, and drop the rest."""
+    newest = None
+    while texts:
+        newest = texts.pop(0)
+    return None if newest is None else f"{label}: {newest}"

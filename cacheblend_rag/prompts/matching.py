@@ -29,6 +29,7 @@ Range = tuple[int, int]
 
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse
 _INVERSE = pow(_BASE, -1, 1 << 64)
+_MIX = 0xD6E8FEB86659FD93  # odd, and unlike the base
 _MIN_SLOTS = 1 << 16
 _SLOTS_PER_TEXT = 16
 _PAIRS_AT_ONCE = 1 << 20
@@ -36,6 +37,7 @@ _MAX_PAIRS = 1 << 20
 """Texts that are compared with positions of one prompt, all in all: without a limit, texts that begin alike would take minutes
 for a prompt that repeats that beginning. Positions where fewer texts begin are compared first."""
 _SMALL = 4096
+_KEPT_POWERS = 1 << 20  # 8 MB
 
 
 def signatures_of(texts: Sequence[str]) -> Signatures:
@@ -180,7 +182,7 @@ class _Shelf:
     """Texts with openings of one length, in the order of their openings' hashes; all arrays are as long.
 
     Attributes:
-        filter: Whether any opening's hash falls into a slot; longer than the others.
+        filter: Whether any opening's hash falls into a slot, of its two; longer than the others.
     """
 
     openings: Hashes
@@ -194,7 +196,8 @@ class _Shelf:
         order = np.argsort(openings, kind="stable")
         slots = max(_MIN_SLOTS, 1 << (_SLOTS_PER_TEXT * len(order) - 1).bit_length())
         filled = np.zeros(slots, np.bool_)
-        filled[_slot(openings, slots)] = True
+        for slot in (_slot, _other_slot):
+            filled[slot(openings, slots)] = True
         return cls(openings[order], lengths[order], digests[order], numbers[order], filled)
 
     @property
@@ -207,10 +210,13 @@ class _Shelf:
 
     def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[Candidates, int]:
         """Return the texts that may stand in a prompt, and how many were compared: ``budget`` at most."""
+        # Each step leaves few positions to the next one, which costs more for each.
         at = np.flatnonzero(self.filter[_slot(windows, len(self.filter))])
+        at = at[self.filter[_other_slot(windows[at], len(self.filter))]]
         first = np.searchsorted(self.openings, windows[at], "left")
+        stands = self.openings.take(first, mode="clip") == windows[at]
+        at, first = at[stands], first[stands]
         count = np.searchsorted(self.openings, windows[at], "right") - first
-        at, first, count = (values[count > 0] for values in (at, first, count))
         if int(count.sum()) > budget:
             order = np.argsort(count, kind="stable")
             kept = np.sort(order[np.cumsum(count[order]) <= budget])
@@ -240,14 +246,25 @@ def _runs(values: Indices) -> list[tuple[int, int]]:
     return list(zip([0, *edges.tolist()], [*edges.tolist(), len(values)], strict=True)) if len(values) else []
 
 
+_known_powers: dict[int, Hashes] = {}
+
+
 def _powers(base: int, count: int) -> Hashes:
-    powers = np.full(count, base, np.uint64)
-    powers[:1] = 1
-    result: Hashes = np.multiply.accumulate(powers, out=powers)
-    return result
+    known = _known_powers.get(base)
+    if known is None or len(known) < count:
+        powers = np.full(max(_SMALL, 1 << (count - 1).bit_length()), base, np.uint64)
+        powers[0] = 1
+        known = np.multiply.accumulate(powers, out=powers)
+        if count <= _KEPT_POWERS:
+            _known_powers[base] = known
+    return known[:count]
 
 
 def _slot(hashes: Hashes, slots: int) -> Hashes:
     # The high bits of a multiplicative hash are the mixed ones.
     slot: Hashes = hashes >> np.uint64(64 - (slots.bit_length() - 1))
     return slot
+
+
+def _other_slot(hashes: Hashes, slots: int) -> Hashes:
+    return _slot(hashes * np.uint64(_MIX), slots)

@@ -7,7 +7,6 @@ their places is the content, unless the template has rewritten it.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from secrets import token_hex
@@ -77,9 +76,8 @@ class Contents:
         """Hold ``contents`` in the order in which their messages stand."""
         self._contents = contents
         self.texts = ["".join(map(text_of, pieces)) for pieces in contents]
-        name = f"{PROBE}-{token_hex(8)}"  # which no document can know
-        self.probes = [f"{name}-{i}." if text.strip() else text for i, text in enumerate(self.texts)]
-        self._probe = re.compile(rf"{name}-(\d+)\.")
+        self._name = f"{PROBE}-{token_hex(8)}-"  # which no document can know
+        self.probes = [f"{self._name}{i}." if text.strip() else text for i, text in enumerate(self.texts)]
 
     def placed(self, rendered: str, skeleton: str, encoder: TextEncoder) -> list[Piece]:
         """Return the pieces of ``rendered``.
@@ -90,12 +88,16 @@ class Contents:
             encoder: Knows special tokens. What the template has rewritten, and all behind it, is searched for chunks as in
                 :func:`search_rendered`.
         """
-        first, *rest = self._probe.split(skeleton)
+        first, *rest = skeleton.split(self._name)
         pieces: list[Piece] = []
         end, seen = 0, set()
         if rendered.startswith(first):
             pieces, end = [first], len(first)
-            for number, literal in zip(map(int, rest[::2]), rest[1::2], strict=True):
+            for part in rest:
+                digits, dot, literal = part.partition(".")
+                if not dot or not digits.isdecimal():  # the template has cut it
+                    break
+                number = int(digits)
                 found = self._trimmed(rendered, end, self.texts[number], literal)
                 if found is None:
                     break

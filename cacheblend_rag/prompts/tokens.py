@@ -70,18 +70,20 @@ class TextEncoder:
         return list(encoding.ids)
 
     def markers(self, text: str) -> list[tuple[int, int]]:
-        """Return the character ranges of ``text`` that :meth:`template` reads as special tokens: ascending, apart."""
+        """Return the character ranges of ``text`` that :meth:`template` may read as special tokens: ascending, apart."""
+        if not self._renamed:
+            # Those that touch stay apart: they are two tokens.
+            merged: list[tuple[int, int]] = []
+            for begin, end in self._contents_in(text):
+                if merged and begin < merged[-1][1]:
+                    merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+                else:
+                    merged.append((begin, end))
+            return merged
         # A normalizer may make a token of what is spelled in another way: then only the tokens themselves tell.
-        if not self._renamed and not any(content in text for content in self._special.values()):
-            return []
         encoding = _encode(self._template, text, False)
         found = zip(encoding.ids, encoding.offsets, strict=True)
-        # Bytes that a vocabulary falls back to may be special tokens, too: those nobody has spelled.
-        return [
-            (begin, end)
-            for token, (begin, end) in found
-            if token in self._special and (self._renamed or self._special[token] in text[begin:end])
-        ]
+        return [(begin, end) for token, (begin, end) in found if token in self._special]
 
     def document_starts(self, text: str) -> list[int]:
         """Return the character offset at which each token of ``text`` starts (ascending), special tokens not parsed."""
@@ -91,17 +93,22 @@ class TextEncoder:
             highest = starts[index] = max(highest, start)
         return starts
 
+    def _contents_in(self, text: str) -> list[tuple[int, int]]:
+        """Return where special tokens are spelled: ascending; they may overlap."""
+        ranges: list[tuple[int, int]] = []
+        for content in set(self._special.values()):
+            at = text.find(content)
+            while at >= 0:
+                ranges.append((at, at + len(content)))
+                at = text.find(content, at + 1)
+        return sorted(ranges)
+
     def _spelled(self, ids: Iterable[int], text: str) -> bool:
         return any(token in self._special and self._special[token] in text for token in ids)
 
     def _cut_apart(self, text: str) -> list[int]:
         # Unigram and WordLevel vocabularies hold control tokens as ordinary entries: encode the halves of each apart.
-        cuts = {0, len(text)}
-        for content in set(self._special.values()):
-            at = text.find(content)
-            while at >= 0:
-                cuts.add(at + max(1, len(content) // 2))
-                at = text.find(content, at + 1)
+        cuts = {0, len(text)} | {begin + max(1, (end - begin) // 2) for begin, end in self._contents_in(text)}
         pieces = (text[a:b] for a, b in pairwise(sorted(cuts)))
         return [token for piece in pieces for token in _encode(self._document, piece, False).ids]
 

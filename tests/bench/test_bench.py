@@ -166,6 +166,7 @@ def test_throughput_raises_the_rate_until_the_target_is_missed(in_ram):
         assert 0 < method["requests_per_s"] < point["rate"]
     rates = {name: method["requests_per_s"] for name, method in result["methods"].items()}
     assert result["blend_vs_full"] == pytest.approx(rates["blend"] / rates["full"])
+    assert list(result["methods"]) == ["full", "prefix", "blend"]
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,15 @@ def test_a_sweep_of_devices_holds_the_blend_against_loading_and_recomputing_alon
 
 def test_load_is_measured_from_the_command_line(run):
     tiny = ("--random-weights", "llama:2x256", "--chunks", "2", "--chunk-tokens", "32", "--threads", "1")
-    found = run("bench", "throughput", *tiny, "--corpus", "2", "--requests", "2", "--target-ttft", "1e-6")
+    load = ("bench", "throughput", *tiny, "--corpus", "2", "--requests", "2", "--target-ttft", "1e-6")
+    found = run(*load, "--methods", "full,blend")
     assert "requests/s" in found.stdout
+    assert "prefix caching" not in found.stdout
+    for wrong, why in (
+        ("full,prefix", "full and blend must be among them"),
+        ("full,blend,best", "engine has full, prefix, blend"),
+    ):
+        assert why in " ".join(run(*load, "--methods", wrong).stderr.split())
     assert "times the requests of full recompute" in found.stdout
     few = ("--engine", "transformers", "--prompts", "1", "--repeat", "1")
     assert as_json(run("bench", "streams", *tiny, *few, "--json"))["methods"]["blend"]["tokens"] > 0

@@ -203,7 +203,7 @@ def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
         return step
 
     begun = [work(0, 5), lambda: lines(0, 100, "big.pdf"), work(0, 5)]
-    lines.say_until(Ticks(*begun, work(5, 0), work(50, 45), work(0, 10)))
+    output._write_until(Ticks(*begun, work(5, 0), work(50, 45), work(0, 10)), lines.line)
     assert capsys.readouterr().err.splitlines() == [
         "Indexing big.pdf: 0 of 100",  # nothing was known five seconds before
         "Indexing big.pdf: 0 of 100",
@@ -213,12 +213,27 @@ def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
     ]
 
 
+def test_piped_status_is_a_line_when_there_is_another_thing_to_say(capsys):
+    texts: list[str] = []
+    news = [
+        lambda: texts.extend(["warm-up", "full: 0.2 requests/s"]),
+        lambda: None,
+        lambda: texts.append("full: 0.3 requests/s"),
+    ]
+    output._write_until(Ticks(lambda: None, *news), lambda: output._last("Measuring", texts))
+    assert capsys.readouterr().err.splitlines() == [
+        "Measuring: full: 0.2 requests/s",
+        "Measuring: full: 0.3 requests/s",
+    ]
+
+
 def test_the_lines_end_with_the_work(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     before = threading.active_count()
-    with output.progress("Indexing") as show:
+    with output.progress("Indexing") as show, output.status("Measuring") as say:
         show(1, 2, "a.txt")
-        assert threading.active_count() == before + 1
+        say("warm-up")
+        assert threading.active_count() == before + 2
     assert threading.active_count() == before
 
 

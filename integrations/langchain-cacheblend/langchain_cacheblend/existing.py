@@ -28,10 +28,19 @@ def existing_documents(base: VectorStore) -> Iterator[Document]:
         return _faiss(base)
     if hasattr(getattr(base, "client", None), "scroll") and hasattr(base, "collection_name"):
         return _qdrant(base)
+    if hasattr(base, "EmbeddingStore") and hasattr(base, "get_collection"):
+        if not getattr(base, "async_mode", False):
+            return _pgvector(base)
+    elif hasattr(base, "get_table_name") and hasattr(base, "get"):
+        return _pgvector_table(base)
     raise InputError(
-        f"The documents of a {type(base).__name__} cannot be listed (those of Chroma, FAISS, Qdrant and "
+        f"The documents of {_named(base)} cannot be listed (those of Chroma, FAISS, Qdrant, pgvector and "
         "InMemoryVectorStore can); give them: documents=..."
     )
+
+
+def _named(base: VectorStore) -> str:
+    return f"a {type(base).__name__}" + (" in asynchronous mode" if getattr(base, "async_mode", False) else "")
 
 
 def _in_memory(base: InMemoryVectorStore) -> Iterator[Document]:
@@ -69,3 +78,26 @@ def _qdrant(base: Any) -> Iterator[Document]:
             yield Document(id=str(point.id), page_content=text, metadata=metadata)
         if behind is None:
             return
+
+
+def _pgvector(base: Any) -> Iterator[Document]:
+    """Those of `langchain_postgres.PGVector`, in the order of their ids: rows in no order may come twice, or not at all."""
+    row = base.EmbeddingStore
+    behind = ""
+    while True:
+        with base._make_sync_session() as session:
+            held = session.query(row.id, row.document, row.cmetadata)
+            held = held.filter(row.collection_id == base.get_collection(session).uuid, row.id > behind)
+            page = held.order_by(row.id).limit(_PAGE).all()
+        for name, text, metadata in page:
+            yield Document(id=name, page_content=text or "", metadata=metadata or {})
+        if len(page) < _PAGE:
+            return
+        behind = page[-1][0]
+
+
+def _pgvector_table(base: Any) -> Iterator[Document]:
+    """Those of `langchain_postgres.PGVectorStore`, whose pages come in no order: first all ids, then what they name."""
+    names = base.get(include=[])["ids"]
+    for first in range(0, len(names), _PAGE):
+        yield from base.get_by_ids(names[first : first + _PAGE])

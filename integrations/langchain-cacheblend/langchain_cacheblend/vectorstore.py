@@ -130,7 +130,7 @@ class CacheBlendVectorStore(VectorStore):
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Async twin of :meth:`add_documents`."""
-        await asyncio.to_thread(self._learn, _given_ids(documents, kwargs))
+        await self._alearn(_given_ids(documents, kwargs))
         ids = await self.base.aadd_documents(documents, **kwargs)
         await asyncio.to_thread(self._take_in, documents, ids)
         return ids
@@ -140,15 +140,23 @@ class CacheBlendVectorStore(VectorStore):
         names = ids if ids is not None else self._uses.held_by(self._owner)
         self._learn(names)
         done = self.base.delete(ids, **kwargs)
-        self._let_go(names, done, named=ids is not None)
+        if done is not False and names:
+            left = None
+            with suppress(NotImplementedError):
+                left = self.base.get_by_ids(names)
+            self._let_go(names, left, named=ids is not None)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Async twin of :meth:`delete`."""
         names = ids if ids is not None else self._uses.held_by(self._owner)
-        await asyncio.to_thread(self._learn, names)
+        await self._alearn(names)
         done = await self.base.adelete(ids, **kwargs)
-        await asyncio.to_thread(self._let_go, names, done, named=ids is not None)
+        if done is not False and names:
+            left = None
+            with suppress(NotImplementedError):
+                left = await self.base.aget_by_ids(names)
+            await asyncio.to_thread(self._let_go, names, left, named=ids is not None)
         return done
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
@@ -192,6 +200,11 @@ class CacheBlendVectorStore(VectorStore):
             with suppress(NotImplementedError):
                 self._hold(self.base.get_by_ids(names))
 
+    async def _alearn(self, names: Sequence[str]) -> None:
+        if names:
+            with suppress(NotImplementedError):
+                await asyncio.to_thread(self._hold, await self.base.aget_by_ids(names))
+
     def _compute(self, documents: Sequence[Document]) -> PrecomputeReport:
         self._hold(documents)
         return self.engine.precompute(self._uses.register(self.engine, [d.page_content for d in documents]))
@@ -200,15 +213,11 @@ class CacheBlendVectorStore(VectorStore):
         self._hold([Document(id=name, page_content=d.page_content) for name, d in zip(ids, documents, strict=False)])
         precompute(self.engine, self._uses.register(self.engine, [d.page_content for d in documents]))
 
-    def _let_go(self, names: Sequence[str], done: bool | None, *, named: bool) -> None:
-        if done is False or not names:
-            return
-        try:
-            left = {document.id for document in self.base.get_by_ids(names)}
-        except NotImplementedError:
-            # A base that cannot say what is left is taken at its word for ids, and nothing is known of other deletions.
-            left = set() if named else set(names)
-        self._forget(self._uses.release(self._owner, [name for name in names if name not in left]))
+    def _let_go(self, names: Sequence[str], left: Sequence[Document] | None, *, named: bool) -> None:
+        """Let go of what was deleted; ``left`` is what the base still has of it, None where it cannot say."""
+        # Where it cannot, it is taken at its word for ids, and nothing is known of other deletions.
+        kept = set(() if named else names) if left is None else {document.id or "" for document in left}
+        self._forget(self._uses.release(self._owner, [name for name in names if name not in kept]))
 
     def _forget(self, chunk_ids: set[str]) -> None:
         if chunk_ids:

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from langchain_core.documents import Document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, RemoteEngine, TransformersEngine, bundled_corpus
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChunkSplitter
 
 from plain import BUNDLED, PlainChat, PlainLLM
 from scripted import ScriptedEngine
+from taught import teach, transcript
+from tested_engine import engine_of
 
 MAX_TOKENS = 10
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[BlendEngine]:
-    """The bundled model: on transformers, or with ``CACHEBLEND_TEST_ENGINE`` on vLLM ("vllm") or a server (its address)."""
-    where = os.environ.get("CACHEBLEND_TEST_ENGINE", "")
-    if where.startswith("http"):
-        made: BlendEngine = RemoteEngine(where)
-    elif where == "vllm":
-        from cacheblend_rag import VLLMEngine
+    """The bundled model, on the engine that ``CACHEBLEND_TEST_ENGINE`` names."""
+    with engine_of() as engine:
+        yield engine
 
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        made = VLLMEngine()
-    else:
-        made = TransformersEngine()
-    with made as engine:
+
+@pytest.fixture(scope="session")
+def taught_engine(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[BlendEngine]:
+    """A model that says what the scripted engine does; one process teaches it for all."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared if worker_id == "master" else shared.parent
+    directory = shared / "taught"
+    with FileLock(f"{directory}.lock"):
+        if not directory.exists():
+            teach(transcript(shared / "transcript.jsonl"), shared / "learning")
+            (shared / "learning").rename(directory)
+    with engine_of(str(directory)) as engine:
         yield engine
 
 

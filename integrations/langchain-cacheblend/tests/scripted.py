@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import AutoTokenizer
@@ -103,6 +105,9 @@ class ScriptedEngine(BlendEngine):
         text = self._answer("".join(s if isinstance(s, str) else s.text for s in prompt.segments), sampling)
         stops = [text.index(stop) for stop in sampling.stop if stop in text]
         text = text[: min(stops)] if stops else text
+        if "CACHEBLEND_TRANSCRIPT" in os.environ:  # see taught.py
+            with Path(os.environ["CACHEBLEND_TRANSCRIPT"]).open("a") as file:
+                file.write(json.dumps({"prompt": tokens.token_ids, "answer": text}) + "\n")
         size = len(tokens.token_ids)
         done = Generation(
             text=text,
@@ -130,7 +135,8 @@ class ScriptedEngine(BlendEngine):
         if sampling.json_schema is not None:
             schema = sampling.json_schema
             schema = json.loads(schema) if isinstance(schema, str) else schema
-            return json.dumps(instance(schema, asked, schema.get("$defs", {})), ensure_ascii=False)
+            made = instance(schema, asked, schema.get("$defs", {}))
+            return json.dumps(made, ensure_ascii=False, separators=(",", ":"))  # as guided decoding writes it
         tools = re.search(r"<tools>(.*)</tools>", text)
         if tools and turns[-1][0] == "user":
             function = json.loads(tools[1])[0]["function"]

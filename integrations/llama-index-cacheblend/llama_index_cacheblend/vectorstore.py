@@ -353,7 +353,10 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         if not self.base.stores_text:
             return []
         with suppress(NotImplementedError, ValueError):
-            return list(self.base.get_nodes(node_ids, filters))
+            try:
+                return list(self.base.get_nodes(node_ids, filters))
+            except AssertionError:  # Postgres' wants one of them, and takes no ids for all of them
+                return list(self.base.get_nodes(node_ids or [], filters))
         return []
 
     def _let_go(self, node_ids: Iterable[str]) -> None:

@@ -16,9 +16,10 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode
 from plain import PlainLLM
+from tested_engine import engine_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus, encoder_for
+from cacheblend_rag import BlendEngine, bundled_corpus, encoder_for
 from llama_index_cacheblend import BundledEmbedding, precompute_nodes
 
 pytest.register_assert_rewrite("llm_contract_answers", "llm_contract_running")
@@ -26,15 +27,8 @@ pytest.register_assert_rewrite("llm_contract_answers", "llm_contract_running")
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[BlendEngine]:
-    """The bundled model: on transformers, or on vLLM with ``CACHEBLEND_TEST_ENGINE=vllm``."""
-    if os.environ.get("CACHEBLEND_TEST_ENGINE") == "vllm":
-        from cacheblend_rag import VLLMEngine
-
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        made: BlendEngine = VLLMEngine()
-    else:
-        made = TransformersEngine(device="cpu")
-    with made as engine:
+    """The bundled model, on the engine that ``CACHEBLEND_TEST_ENGINE`` names."""
+    with engine_of() as engine:
         yield engine
 
 

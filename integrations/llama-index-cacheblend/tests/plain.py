@@ -10,7 +10,7 @@ from llama_index.core.base.llms.types import ChatMessage, CompletionResponse, Co
 from llama_index.core.llms import CustomLLM
 from pydantic import PrivateAttr
 
-from cacheblend_rag import BlendEngine
+from cacheblend_rag import BlendEngine, text_prompt
 
 
 class PlainLLM(CustomLLM):
@@ -43,7 +43,9 @@ class PlainLLM(CustomLLM):
         if self._apart is None:
             ids = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
         else:
-            ids = torch.tensor([self._apart.tokenize(prompt).token_ids])
+            # Where this process knows chunks: a RemoteEngine leaves the search of a plain string to its server.
+            found = text_prompt(self._tokenizer, prompt, self._apart.registry)
+            ids = torch.tensor([self._apart.tokenize(found).token_ids])
         with torch.no_grad():
             out = self._model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.max_tokens, do_sample=False

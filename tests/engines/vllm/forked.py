@@ -11,6 +11,7 @@ from multiprocessing import process
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.utils import system_utils
 
 from tests.forking import preload
@@ -40,6 +41,8 @@ def _context() -> Any:
     return _Context() if process.parent_process() is None else multiprocessing.get_context("fork")
 
 
+# A worker spins for a second behind each step, and two cores have other things to do; then it waits, as it does when idle.
+shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)
 # In the tests' process, and in the server that it forks from.
 system_utils.get_mp_context = _context
 preload(__name__, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
