@@ -71,7 +71,8 @@ class PromptHashes:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         self.length = len(codes)
         self._sums = np.zeros(self.length + 1, np.uint64)
-        np.cumsum(codes * _powers(_BASE, self.length), out=self._sums[1:])
+        np.multiply(codes, _powers(_BASE, self.length), out=self._sums[1:])
+        np.cumsum(self._sums[1:], out=self._sums[1:])
         self._inverses = _powers(_INVERSE, self.length + 1)
 
     def of(self, begins: Indices, ends: Indices) -> Hashes:
@@ -82,9 +83,8 @@ class PromptHashes:
     def windows(self, length: int) -> Hashes:
         """Return the hashes of all parts of that length: ``[max(0, self.length - length + 1)]``."""
         count = max(0, self.length - length + 1)
-        hashes: Hashes = (
-            (self._sums[length:] - self._sums[:count]) * self._inverses[:count] if count else self._sums[:0]
-        )
+        hashes: Hashes = self._sums[length:] - self._sums[:count]
+        hashes *= self._inverses[:count]
         return hashes
 
 
@@ -163,7 +163,7 @@ class TextTable:
             windows = hashes.windows(length) if row else hashes.windows(hashes.length + 1)
             for shelf in row if len(windows) else ():
                 candidates, compared = shelf.candidates(hashes, windows, budget // 2)
-                found.append(candidates)
+                found += candidates
                 budget -= compared
         return Candidates.joined(found)
 
@@ -208,31 +208,29 @@ class _Shelf:
         names = ("openings", "lengths", "digests", "numbers")
         return _Shelf.of(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
 
-    def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[Candidates, int]:
+    def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[list[Candidates], int]:
         """Return the texts that may stand in a prompt, and how many were compared: ``budget`` at most."""
         # Each step leaves few positions to the next one, which costs more for each.
-        at = np.flatnonzero(self.filter[_slot(windows, len(self.filter))])
-        at = at[self.filter[_other_slot(windows[at], len(self.filter))]]
-        first = np.searchsorted(self.openings, windows[at], "left")
+        (at,) = self.filter.take(_slot(windows, len(self.filter))).nonzero()
+        at = at[self.filter.take(_other_slot(windows[at], len(self.filter)))]
+        first = self.openings.searchsorted(windows[at], "left")
         stands = self.openings.take(first, mode="clip") == windows[at]
         at, first = at[stands], first[stands]
-        count = np.searchsorted(self.openings, windows[at], "right") - first
+        count = self.openings.searchsorted(windows[at], "right") - first
         if int(count.sum()) > budget:
             order = np.argsort(count, kind="stable")
             kept = np.sort(order[np.cumsum(count[order]) <= budget])
             at, first, count = (values[kept] for values in (at, first, count))
-        found = []
         # A block is as many positions as have about a million texts to compare: memory stays small, whatever the prompt.
-        blocks = np.cumsum(count) // _PAIRS_AT_ONCE
-        for begin, end in _runs(blocks):
-            found.append(self._compared(prompt, at[begin:end], first[begin:end], count[begin:end]))
-        return Candidates.joined(found), int(count.sum())
+        blocks = count.cumsum() // _PAIRS_AT_ONCE
+        found = [self._compared(prompt, at[a:b], first[a:b], count[a:b]) for a, b in _runs(blocks)]
+        return found, int(count.sum())
 
     def _compared(self, prompt: PromptHashes, at: Indices, first: Indices, count: Indices) -> Candidates:
         """Compare at each position ``at`` the ``count`` texts from ``first`` on by length and hash."""
-        begins = np.repeat(at, count)
-        offsets = np.arange(len(begins)) - np.repeat(np.cumsum(count) - count, count)
-        texts = np.repeat(first, count) + offsets
+        begins = at.repeat(count)
+        offsets = np.arange(len(begins)) - (count.cumsum() - count).repeat(count)
+        texts = first.repeat(count) + offsets
         lengths = self.lengths[texts].astype(np.int64)
         fits = begins + lengths <= prompt.length
         begins, texts, lengths = begins[fits], texts[fits], lengths[fits]
@@ -242,7 +240,7 @@ class _Shelf:
 
 def _runs(values: Indices) -> list[tuple[int, int]]:
     """Return begin and end of each run of equal values."""
-    edges = np.flatnonzero(np.diff(values)) + 1
+    edges = (values[1:] != values[:-1]).nonzero()[0] + 1
     return list(zip([0, *edges.tolist()], [*edges.tolist(), len(values)], strict=True)) if len(values) else []
 
 
@@ -260,11 +258,10 @@ def _powers(base: int, count: int) -> Hashes:
     return known[:count]
 
 
-def _slot(hashes: Hashes, slots: int) -> Hashes:
-    # The high bits of a multiplicative hash are the mixed ones.
-    slot: Hashes = hashes >> np.uint64(64 - (slots.bit_length() - 1))
-    return slot
+def _slot(hashes: Hashes, slots: int) -> Indices:
+    # The high bits of a multiplicative hash are the mixed ones. Signed numbers are what NumPy takes as indices without a copy.
+    return (hashes >> np.uint64(64 - (slots.bit_length() - 1))).view(np.int64)
 
 
-def _other_slot(hashes: Hashes, slots: int) -> Hashes:
+def _other_slot(hashes: Hashes, slots: int) -> Indices:
     return _slot(hashes * np.uint64(_MIX), slots)

@@ -19,6 +19,8 @@ from cacheblend_rag.prompts.tokens import TextEncoder
 
 Piece = str | PlainText | Chunk
 
+_PROBE = f"{PROBE}-{token_hex(8)}-"  # another in each process: no document can know it
+
 # What templates cut off a content's ends.
 _TRIMS: tuple[Callable[[str], tuple[int, int]], ...] = (
     lambda text: (0, len(text)),
@@ -76,8 +78,7 @@ class Contents:
         """Hold ``contents`` in the order in which their messages stand."""
         self._contents = contents
         self.texts = ["".join(map(text_of, pieces)) for pieces in contents]
-        self._name = f"{PROBE}-{token_hex(8)}-"  # which no document can know
-        self.probes = [f"{self._name}{i}." if text.strip() else text for i, text in enumerate(self.texts)]
+        self.probes = [f"{_PROBE}{i}." if text.strip() else text for i, text in enumerate(self.texts)]
 
     def placed(self, rendered: str, skeleton: str, encoder: TextEncoder) -> list[Piece]:
         """Return the pieces of ``rendered``.
@@ -88,7 +89,7 @@ class Contents:
             encoder: Knows special tokens. What the template has rewritten, and all behind it, is searched for chunks as in
                 :func:`search_rendered`.
         """
-        first, *rest = skeleton.split(self._name)
+        first, *rest = skeleton.split(_PROBE)
         pieces: list[Piece] = []
         end, seen = 0, set()
         if rendered.startswith(first):
@@ -102,7 +103,9 @@ class Contents:
                 if found is None:
                     break
                 seen.add(number)
-                pieces += [*_cut(self._contents[number], found), literal]
+                whole = found == (0, len(self.texts[number]))
+                pieces += self._contents[number] if whole else _cut(self._contents[number], found)
+                pieces.append(literal)
                 end += found[1] - found[0] + len(literal)
         left = [pieces for number, pieces in enumerate(self._contents) if number not in seen]
         pieces += _located(rendered[end:], [p for content in left for p in content if isinstance(p, Chunk)], encoder)

@@ -8,9 +8,9 @@ from typing import Any, overload
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, PlainText, chunk_id, make_chunk
-from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered, text_of
+from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, reads_tools, render
+from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, reads_tools, render, render_probes
 from cacheblend_rag.prompts.tokens import TextEncoder, encoder_for
 
 __all__ = [
@@ -122,7 +122,8 @@ def chosen_header_ids(tokenizer: Any, header: str | Sequence[int] | None) -> tup
 
 def rag_header(tokenizer: Any, instruction: str = DEFAULT_INSTRUCTION) -> str:
     """Return the rendered text that stands before the first chunk of :func:`rag_prompt`, whatever chunk and question."""
-    rendered = render(tokenizer, _as_text(_rag_messages(instruction, [PROBE], "")))
+    messages = _rag_messages(instruction, [PROBE], "")
+    rendered = render(tokenizer, _saying(messages, Contents([message["content"] for message in messages]).texts))
     header, found, _ = rendered.partition(PROBE)
     if not found:
         raise InputError(
@@ -283,17 +284,13 @@ def _rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> BlendPrompt:
     """Render messages with contents in pieces, and say where the pieces are."""
-    rendered = render(tokenizer, _as_text(messages), tools)
+    contents = Contents([message["content"] for message in messages])
+    rendered = render(tokenizer, _saying(messages, contents.texts), tools)
     if all(isinstance(piece, str) for message in messages for piece in message["content"]):
         return BlendPrompt((rendered,) if rendered else ())
-    contents = Contents([message["content"] for message in messages])
-    probed = [{**message, "content": probe} for message, probe in zip(messages, contents.probes, strict=True)]
-    try:
-        skeleton = render(tokenizer, probed, tools)
-    except InputError:  # a template that reads what is said
-        skeleton = ""
+    skeleton = render_probes(tokenizer, _saying(messages, contents.probes), tools)
     return BlendPrompt(tuple(contents.placed(rendered, skeleton, encoder_for(tokenizer))))
 
 
-def _as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{**message, "content": "".join(map(text_of, message["content"]))} for message in messages]
+def _saying(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:
+    return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.remembered import PerTokenizer
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}\n\n"
@@ -27,6 +29,9 @@ PROBE = "cacheblend-probe-7f3a"
 # Templates that print today's date would give every chunk's KV a header that is out of date tomorrow.
 _FIXED_DATE = datetime(2024, 7, 26)
 _TODAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+_KEPT = 64
+_probed: PerTokenizer[dict[str, str]] = PerTokenizer(lambda tokenizer: {})
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
@@ -47,6 +52,26 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[M
     raise InputError(f"The model's chat template refuses these messages: {refusal}.") from refusal
 
 
+def render_probes(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
+    """Render messages whose contents are stand-ins; nothing where the template reads what is said, and refuses those.
+
+    What was rendered is kept: the next question of a chain differs in its contents only.
+    """
+    known, key = _probed(tokenizer), repr((messages, tools))
+    found = known.get(key)
+    if found is None:
+        try:
+            found = render(tokenizer, messages, tools)
+        except InputError:
+            found = ""
+        if len(known) >= _KEPT:
+            known.clear()
+        known[key] = found
+    return found
+
+
 def answer_lead(tokenizer: Any) -> str:
     """Return what the template writes between the end of a prompt and its answer: nothing for most, for some a space."""
     asked = [{"role": "user", "content": "x"}]
@@ -57,6 +82,7 @@ def answer_lead(tokenizer: Any) -> str:
     return "" if before[-1:].isspace() else " "
 
 
+@lru_cache(maxsize=16)
 def dated_template(template: str) -> str:
     """Return a chat template that prints a fixed date where it would print today's."""
     # Written into the template: newer versions of transformers hand it plain data only, no functions.

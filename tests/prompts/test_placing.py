@@ -149,6 +149,24 @@ def test_templates_that_rewrite_what_is_said_lose_reuse_at_most(how: str) -> Non
         assert live(prompt, tokenizer) == live(BlendPrompt((render(tokenizer, clean),)), tokenizer)
 
 
+def test_what_is_kept_of_a_template_is_of_this_template_these_roles_and_these_tools_only() -> None:
+    tokenizer, note = byte_level(CHATML), "The harbour is very old."
+    registry = registered(tokenizer, note)
+    with_tools = "{% for t in tools or [] %}<|im_start|>{{ t['name'] }}<|im_end|>{% endfor %}" + CHATML
+    for template in (CHATML, with_tools, PLAIN_TEMPLATE) * 2:
+        tokenizer.chat_template = template
+        for role in ("system", "user"):
+            for tools in (None, [{"name": "look"}], [{"name": "go"}]):
+                for said in (f"{note} Who runs it?", "Nothing known.", f"So: {note}"):
+                    chat = [{"role": role, "content": said}, {"role": "user", "content": f"{note} And?"}]
+                    prompt = chat_prompt(tokenizer, chat, registry, tools=tools)
+                    rendered = render(tokenizer, chat, tools)
+                    assert text_of(prompt) == rendered
+                    chunks = [piece for piece in prompt.segments if isinstance(piece, Chunk)]
+                    assert len(chunks) == rendered.count(note)
+                    assert live(prompt, tokenizer) == live(BlendPrompt((rendered,)), tokenizer)
+
+
 @settings(max_examples=80)
 @given(
     st.lists(st.sampled_from([*SPECIAL, "<|im_", "im_end|>", " harbour", "\n", "é"]), max_size=9),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple, Self, cast, get_args
 from uuid import UUID
 
@@ -266,14 +266,15 @@ class EngineFields(Serializable):
             options["stop"] = stop
         settings = _blend_settings(options)
         on_miss = checked_on_miss(kwargs.get("on_miss", self.on_miss))
-        prompt, report = find_retrieved(self.engine, build, RETRIEVALS, run, on_miss)
-        tokens = self.engine.tokenize(prompt)
+        engine = self.engine
+        prompt, report = find_retrieved(engine, build, RETRIEVALS, run, on_miss)
+        tokens = engine.tokenize(prompt)
         if not tokens.spans:
             # An engine that is a client may yet find chunks in the text, in the registry of its server.
             tokens = replace(tokens, text="".join(s for s in prompt.segments if isinstance(s, str)))
-        room = self.engine.context_window - len(tokens.token_ids)
-        request = self.engine.request(tokens, sampling_of(options, room), settings)
-        uses_of(self.engine).introduce([span.chunk for span in tokens.spans], self.engine)
+        room = engine.context_window - len(tokens.token_ids)
+        request = engine.request(tokens, sampling_of(options, room), settings)
+        uses_of(engine).introduce([span.chunk for span in tokens.spans], engine)
         return Asked(request, report)
 
     def _answer(self, request: Request) -> Generation:
@@ -304,8 +305,8 @@ class EngineFields(Serializable):
                 "missing": list(done.missing),
                 "in_place": list(done.in_place),
                 "expected_s": done.expected_s,
-                "usage": asdict(done.usage),
-                "timings": asdict(done.timings),
+                "usage": dict(vars(done.usage)),
+                "timings": dict(vars(done.timings)),
             },
         }
 
