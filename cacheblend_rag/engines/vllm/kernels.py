@@ -40,18 +40,6 @@ class Scattered:
     table: torch.Tensor
 
 
-def pages_of(cache: torch.Tensor, on_cpu: bool) -> LayerKV:
-    """Return views of a layer's paged cache as GPU or CPU kernels keep it, each ``[pages, kv_heads, page_tokens, head_dim]``."""
-    pages, heads, size, width = cache.shape
-    dim = width // 2
-    if not on_cpu:
-        return LayerKV(cache[..., :dim], cache[..., dim:])  # whatever the order in memory: strides say it
-    # Inside a page vLLM's CPU kernels keep K column-major, [head_dim, tokens], and V behind it, [tokens, head_dim].
-    halves = cache.view(pages, heads, 2, size * dim)
-    keys = halves[:, :, 0].view(pages, heads, dim, size).transpose(2, 3)
-    return LayerKV(keys, halves[:, :, 1].view(pages, heads, size, dim))
-
-
 def kernels_for(layers: Sequence[Any], pages: Sequence[LayerKV], config: VllmConfig) -> Kernels | None:
     """Return the kernels for a model's attention ``layers`` and their ``pages``; None where they cannot serve all of them."""
     model = config.model_config
@@ -80,7 +68,7 @@ class Kernels:
     """The kernels, bound to a model's attention layers."""
 
     def __init__(self, layers: Sequence[Any], pages: Sequence[LayerKV]):
-        """Take the layers and what :func:`pages_of` says of each; see :func:`kernels_for`."""
+        """Take the layers and views of each one's pages; see :func:`kernels_for`."""
         self._layers, self._pages = layers, pages
         self._group = min(int(layer.num_heads) // int(layer.num_kv_heads) for layer in layers)
 

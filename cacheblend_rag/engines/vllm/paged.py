@@ -15,7 +15,8 @@ from vllm.platforms import current_platform
 from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, moved
 from cacheblend_rag.engines.vllm.groups import BlockIds, page_groups
-from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for, pages_of
+from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for
+from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of
 from cacheblend_rag.engines.vllm.metadata import PassMetadata
 from cacheblend_rag.engines.vllm.pages import Pages, first_part, gaps, runs_in_pages, slots_of
 from cacheblend_rag.store.kv import LayerKV
@@ -78,8 +79,11 @@ class PagedModel:
         return int(self._caches[self.names[0]].shape[2])
 
     @cached_property
-    def _pages(self) -> list[LayerKV]:
-        return [pages_of(self._caches[name], bool(current_platform.is_cpu())) for name in self.names]
+    def _pages(self) -> list[LayerKV | TiledPages]:
+        on_cpu = bool(current_platform.is_cpu())
+        # vLLM's CPU backend tells each layer what its kernels are made for.
+        instructions = (getattr(attention, "isa", None) for attention in self.attention)
+        return [pages_of(self._caches[name], on_cpu, isa) for name, isa in zip(self.names, instructions, strict=True)]
 
     # The paged cache.
 
@@ -112,21 +116,25 @@ class PagedModel:
 
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
         """Return a copy of the KV at ``slots``, ``[kv_heads, tokens, head_dim]``."""
-        keys, values = self._pages[layer]
-        _, heads, size, dim = keys.shape
+        pages, cache = self._pages[layer], self._caches[self.names[layer]]
+        _, heads, size, width = cache.shape
         if not current_platform.is_cpu():
-            slots = sent(slots, keys.device)
-            return LayerKV(*(x[slots // size, :, slots % size].transpose(0, 1).contiguous() for x in (keys, values)))
+            assert isinstance(pages, LayerKV)  # tiles are a CPU's
+            slots = sent(slots, cache.device)
+            return LayerKV(*(x[slots // size, :, slots % size].transpose(0, 1).contiguous() for x in pages))
         # Copied run by run: single tokens would be gathered along a strided axis, three times as slowly.
-        k, v = (keys.new_empty(heads, len(slots), dim) for _ in range(2))
+        copy = LayerKV(*(cache.new_empty(heads, len(slots), width // 2) for _ in range(2)))
         at = 0
         for run in runs_in_pages(slots, size):
-            block, first = divmod(int(run[0]), size)
-            end = at + len(run)
-            k[:, at:end] = keys[block, :, first : first + len(run)]
-            v[:, at:end] = values[block, :, first : first + len(run)]
-            at = end
-        return LayerKV(k, v)
+            page, first = divmod(int(run[0]), size)
+            end = first + len(run)
+            if isinstance(pages, TiledPages):
+                part = pages.read(page, first, end)
+            else:
+                part = LayerKV(*(side[page, :, first:end] for side in pages))
+            copy.k[:, at : at + len(run)], copy.v[:, at : at + len(run)] = part
+            at += len(run)
+        return copy
 
     def layout_is_known(self) -> bool:
         """Say whether :meth:`read` returns what :meth:`write` wrote, in every layer; overwrites the first blocks."""
@@ -150,7 +158,8 @@ class PagedModel:
 
     def find_kernels(self) -> Kernels | None:
         """Return the kernels if they can serve this model, whose layout must be known; assign them to ``kernels`` to use them."""
-        return kernels_for(self.attention, self._pages, self.config)
+        plain = [pages for pages in self._pages if isinstance(pages, LayerKV)]
+        return kernels_for(self.attention, plain, self.config) if len(plain) == self.num_layers else None
 
     # The model's own forward.
 

@@ -105,6 +105,7 @@ def test_attention_by_distance_is_not_watched() -> None:
 def test_tokens_that_see_none_of_the_pages_read_nothing() -> None:
     """As those far inside a question that is longer than a window."""
     paged = object.__new__(PagedModel)
+    paged.names, paged._caches = ["layer"], {"layer": torch.ones(3, KV_HEADS, 4, 2 * DIM)}
     vars(paged)["_pages"] = [LayerKV(*(torch.ones(3, KV_HEADS, 4, DIM) for _ in range(2)))]
     assert [t.shape for t in paged.read(0, torch.arange(0))] == [(KV_HEADS, 0, DIM)] * 2
     assert [t.shape for t in paged.read(0, torch.arange(2, 9))] == [(KV_HEADS, 7, DIM)] * 2

@@ -1,0 +1,63 @@
+"""Pages as vLLM's CPU kernels keep them: read back as they were written, by its own kernels and by what we know of the tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import vllm._custom_ops as ops
+
+from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of
+from cacheblend_rag.store.kv import LayerKV
+
+PAGES, HEADS = 3, 2
+
+
+def filled(size: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of all tokens, ``[PAGES * size, HEADS, dim]``, no two numbers of neighbours alike."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(PAGES * size, HEADS, dim, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
+
+
+def tokens_of(pages: LayerKV | TiledPages, page: int, first: int, end: int) -> list[torch.Tensor]:
+    if isinstance(pages, TiledPages):
+        return list(pages.read(page, first, end))
+    return [side[page, :, first:end] for side in pages]
+
+
+@pytest.mark.parametrize(("size", "dim"), [(32, 32), (128, 64), (64, 96)])
+def test_tiles_are_read_token_by_token(size: int, dim: int) -> None:
+    keys, values = filled(size, dim, torch.float32)
+    cache = torch.empty(PAGES, HEADS, size, 2 * dim)
+    for page, head in ((p, h) for p in range(PAGES) for h in range(HEADS)):
+        memory = cache[page, head].view(-1)
+        for token in range(size):
+            row = page * size + token
+            for at in range(dim):
+                memory[token // 16 * 16 * dim + at // 2 * 32 + token % 16 * 2 + at % 2] = keys[row, head, at]
+                memory[size * dim + at // 16 * 16 * size + token // 2 * 32 + at % 16 * 2 + token % 2] = values[
+                    row, head, at
+                ]
+    pages = TiledPages(cache)
+    for first, end in ((0, size), (0, 1), (5, 6), (15, 17), (size - 1, size), (3, size - 3)):
+        for page in range(PAGES):
+            rows = slice(page * size + first, page * size + end)
+            got = pages.read(page, first, end)
+            assert torch.equal(got.k, keys[rows].transpose(0, 1)) and torch.equal(got.v, values[rows].transpose(0, 1))
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+@pytest.mark.parametrize(("size", "dim"), [(32, 32), (128, 64), (128, 128)])
+def test_what_vllms_cpu_kernels_write_is_read(isa: str, size: int, dim: int) -> None:
+    if isa == "amx" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this processor has no AMX")
+    keys, values = filled(size, dim, torch.bfloat16)
+    cache = torch.zeros(PAGES, HEADS, size, 2 * dim, dtype=torch.bfloat16)
+    halves = cache.view(PAGES, HEADS, 2 * size, dim).chunk(2, dim=2)
+    slots = torch.randperm(PAGES * size, generator=torch.Generator().manual_seed(1))
+    given = keys[slots], values[slots]
+    ops.cpu_attn_reshape_and_cache(*given, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+    pages = pages_of(cache, True, isa)
+    for first, end in ((0, size), (7, 8), (9, 30)):
+        k, v = tokens_of(pages, 1, first, end)
+        rows = slice(size + first, size + end)
+        assert torch.equal(k, keys[rows].transpose(0, 1)) and torch.equal(v, values[rows].transpose(0, 1))
