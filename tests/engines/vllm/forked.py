@@ -41,8 +41,10 @@ def _context() -> Any:
     return _Context() if process.parent_process() is None else multiprocessing.get_context("fork")
 
 
-# A worker spins for a second behind each step, and two cores have other things to do; then it waits, as it does when idle.
+# A worker spins for a second behind each step, and two cores have other things to do; here it waits, as it does when idle.
+# Then a notice of news is lost now and then, which vLLM makes up for after five seconds.
 shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)
+shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 10
 # In the tests' process, and in the server that it forks from.
 system_utils.get_mp_context = _context
 preload(__name__, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
