@@ -66,7 +66,15 @@ class ChatPanel:
             (self.new.click, self.clear, [self._tab]),
             (self.chatbot.clear, self.clear, [self._tab]),
         ):
-            event(function, inputs, self.changed, show_progress="hidden", api_visibility="private")
+            # By default a question is dropped while the one before runs, and that runs on behind Stop to its next token.
+            event(
+                function,
+                inputs,
+                self.changed,
+                show_progress="hidden",
+                api_visibility="private",
+                trigger_mode="multiple",
+            )
         # The browser makes the file: none is left lying here.
         self.export.click(
             self.save, [self._tab], [self._markdown], show_progress="hidden", api_visibility="private"
@@ -88,6 +96,8 @@ class ChatPanel:
         if not question.strip():
             yield {self.question: gr.update(placeholder="Write a question first.")}
             return
+        if conversation.current is not None and conversation.current.question == question.strip():
+            return  # Enter was pressed twice
         waiting = [*messages(conversation), _message("user", question), _message("assistant", "Waiting for the model…")]
         yield {self.question: gr.update(value="", **_ASKING), self.chatbot: waiting}
         try:
@@ -100,6 +110,8 @@ class ChatPanel:
             return
         shown = 0
         for exchange in conversation.ask(question, collection, self._workspace.choices):
+            if conversation.current is not None and conversation.current is not exchange:
+                return  # it was stopped, and another question has been asked since
             updates: Updates = {self.chatbot: messages(conversation)}
             if len(exchange.hits) != shown:  # the sources are there before the answer is
                 shown = len(exchange.hits)

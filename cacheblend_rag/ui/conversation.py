@@ -135,6 +135,11 @@ class Conversation:
         exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, choices.settings)
         exchange.outcome = "done"
 
+    @property
+    def current(self) -> Exchange | None:
+        """The exchange that is being answered."""
+        return self._current if self._current is not None and self._current.outcome == "answering" else None
+
     def stop(self) -> None:
         """End the answer that is being written, if there is one, at its next token."""
         if self._current is not None and self._current.outcome == "answering":

@@ -49,6 +49,7 @@ class RunningServer:
         settings = {
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers and engines beside it share one core
             "VLLM_LOGGING_LEVEL": "INFO",  # whatever an engine in this process was started with
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             "CACHEBLEND_HOME": str(self.home),

@@ -92,6 +92,24 @@ def test_an_answer_is_streamed_and_stop_ends_it_where_it_is(
     assert engine.closed_streams == 2
 
 
+def test_a_question_after_stop_is_asked_though_the_stopped_answer_has_not_ended(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    engine.free = False
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready().begin("Who?")
+    engine.let(2)
+    expect(tab.answers.last).to_contain_text("word1")
+    tab.stop().idle().begin("And then?")  # the stream has not come to its next word
+    expect(tab.answers).to_have_count(2)
+    tab.begin("And then?")  # pressed twice
+    engine.let(9)
+    expect(tab.answers.last).to_contain_text("word6")
+    tab.idle()
+    expect(tab.answers.first).to_contain_text("word1 (stopped)")
+    assert engine.closed_streams == 2
+
+
 def test_escape_stops_and_a_slash_goes_to_the_question(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:

@@ -51,11 +51,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config, options = CASES[request.param]
     directory = tmp_path_factory.mktemp("model")
     model = save_model(config(), directory)
-    with pytest.MonkeyPatch.context() as patch:
-        # Two ranks on one NUMA node, as on any small machine.
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind" if "tensor_parallel_size" in options else "auto")
-        with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
-            yield engine, model
+    with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
+        yield engine, model
 
 
 def want(model: Any, ratio: float, missing: tuple[int, ...] = ()) -> torch.Tensor:
