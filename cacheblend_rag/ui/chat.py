@@ -96,7 +96,8 @@ class ChatPanel:
         if not question.strip():
             yield {self.question: gr.update(placeholder="Write a question first.")}
             return
-        if conversation.current is not None and conversation.current.question == question.strip():
+        running = conversation.current
+        if running is not None and running.question == question.strip():
             return  # Enter was pressed twice
         waiting = [*messages(conversation), _message("user", question), _message("assistant", "Waiting for the model…")]
         yield {self.question: gr.update(value="", **_ASKING), self.chatbot: waiting}
@@ -110,7 +111,8 @@ class ChatPanel:
             return
         shown = 0
         for exchange in conversation.ask(question, collection, self._workspace.choices):
-            if conversation.current is not None and conversation.current is not exchange:
+            running = conversation.current
+            if running is not None and running is not exchange:
                 return  # it was stopped, and another question has been asked since
             updates: Updates = {self.chatbot: messages(conversation)}
             if len(exchange.hits) != shown:  # the sources are there before the answer is

@@ -138,12 +138,13 @@ class Conversation:
     @property
     def current(self) -> Exchange | None:
         """The exchange that is being answered."""
-        return self._current if self._current is not None and self._current.outcome == "answering" else None
+        asked = self._current  # once: another thread may stop it
+        return asked if asked is not None and asked.outcome == "answering" else None
 
     def stop(self) -> None:
         """End the answer that is being written, if there is one, at its next token."""
-        if self._current is not None and self._current.outcome == "answering":
-            self._current.outcome = "stopped"
+        if (running := self.current) is not None:
+            running.outcome = "stopped"
         self._current = None
 
     def back_to(self, number: int) -> str:

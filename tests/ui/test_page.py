@@ -73,14 +73,20 @@ def test_the_page_is_there_before_the_model_is_and_a_question_waits_for_it(
     assert tab.elsewhere == []  # fonts, scripts and counters included
 
 
-def test_an_answer_is_streamed_and_stop_ends_it_where_it_is(
-    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
-) -> None:
+def answering(serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices, word: int) -> Tab:
+    """Return a page on which the answer to "Who?" has come to a word, and waits."""
     engine.free = False
     url, _ = serve(choices)
     tab: Tab = open_tab(url).ready().begin("Who?")
-    engine.let(3)
-    expect(tab.answers.last).to_contain_text("word2")
+    engine.let(word + 1)
+    expect(tab.answers.last).to_contain_text(f"word{word}")
+    return tab
+
+
+def test_an_answer_is_streamed_and_stop_ends_it_where_it_is(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    tab = answering(serve, open_tab, engine, choices, 2)
     expect(tab.answers.last).not_to_contain_text("word3")
     expect(tab.page.locator("#cb-sources")).to_contain_text("notes.md")  # the sources are there before the answer is
     tab.stop()
@@ -95,11 +101,7 @@ def test_an_answer_is_streamed_and_stop_ends_it_where_it_is(
 def test_a_question_after_stop_is_asked_though_the_stopped_answer_has_not_ended(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
-    engine.free = False
-    url, _ = serve(choices)
-    tab: Tab = open_tab(url).ready().begin("Who?")
-    engine.let(2)
-    expect(tab.answers.last).to_contain_text("word1")
+    tab = answering(serve, open_tab, engine, choices, 1)
     tab.stop().idle().begin("And then?")  # the stream has not come to its next word
     expect(tab.answers).to_have_count(2)
     tab.begin("And then?")  # pressed twice

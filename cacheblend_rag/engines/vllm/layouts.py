@@ -33,6 +33,13 @@ class TiledPages:
         return LayerKV(*(part[:, first % step : first % step + end - first] for part, step in parts))
 
 
+def read_page(pages: LayerKV | TiledPages, page: int, first: int, end: int) -> LayerKV:
+    """Return the tokens ``first`` to ``end`` of a page, ``[kv_heads, tokens, head_dim]``, of what :func:`pages_of` returned."""
+    if isinstance(pages, TiledPages):
+        return pages.read(page, first, end)
+    return LayerKV(*(side[page, :, first:end] for side in pages))
+
+
 def pages_of(cache: torch.Tensor, on_cpu: bool, isa: str | None = None) -> LayerKV | TiledPages:
     """Return views of a layer's paged cache, each ``[pages, kv_heads, page_tokens, head_dim]``, or its tiles.
 

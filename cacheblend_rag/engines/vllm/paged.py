@@ -16,7 +16,7 @@ from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, moved
 from cacheblend_rag.engines.vllm.groups import BlockIds, page_groups
 from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for
-from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of
+from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of, read_page
 from cacheblend_rag.engines.vllm.metadata import PassMetadata
 from cacheblend_rag.engines.vllm.pages import Pages, first_part, gaps, runs_in_pages, slots_of
 from cacheblend_rag.store.kv import LayerKV
@@ -127,13 +127,9 @@ class PagedModel:
         at = 0
         for run in runs_in_pages(slots, size):
             page, first = divmod(int(run[0]), size)
-            end = first + len(run)
-            if isinstance(pages, TiledPages):
-                part = pages.read(page, first, end)
-            else:
-                part = LayerKV(*(side[page, :, first:end] for side in pages))
-            copy.k[:, at : at + len(run)], copy.v[:, at : at + len(run)] = part
-            at += len(run)
+            end = at + len(run)
+            copy.k[:, at:end], copy.v[:, at:end] = read_page(pages, page, first, first + len(run))
+            at = end
         return copy
 
     def layout_is_known(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LogProb, MessageRole
@@ -35,7 +35,7 @@ def raw_of(generation: Generation, engine: BlendEngine, asked: Asked) -> dict[st
         "object": _OWN,
         "model": engine.fingerprint.name,
         "usage": {
-            **asdict(usage),
+            **vars(usage),
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         },
@@ -46,7 +46,7 @@ def raw_of(generation: Generation, engine: BlendEngine, asked: Asked) -> dict[st
         "in_place": list(generation.in_place),
         "expected_s": generation.expected_s,
         "finish_reason": generation.finish_reason,
-        "timings": asdict(generation.timings),
+        "timings": dict(vars(generation.timings)),
     }
 
 

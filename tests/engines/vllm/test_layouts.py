@@ -6,8 +6,7 @@ import pytest
 import torch
 import vllm._custom_ops as ops
 
-from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of, read_page
 
 PAGES, HEADS = 3, 2
 
@@ -16,12 +15,6 @@ def filled(size: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     """Return K and V of all tokens, ``[PAGES * size, HEADS, dim]``, no two numbers of neighbours alike."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(PAGES * size, HEADS, dim, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
-
-
-def tokens_of(pages: LayerKV | TiledPages, page: int, first: int, end: int) -> list[torch.Tensor]:
-    if isinstance(pages, TiledPages):
-        return list(pages.read(page, first, end))
-    return [side[page, :, first:end] for side in pages]
 
 
 @pytest.mark.parametrize(("size", "dim"), [(32, 32), (128, 64), (64, 96)])
@@ -58,6 +51,6 @@ def test_what_vllms_cpu_kernels_write_is_read(isa: str, size: int, dim: int) -> 
     ops.cpu_attn_reshape_and_cache(*given, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
     pages = pages_of(cache, True, isa)
     for first, end in ((0, size), (7, 8), (9, 30)):
-        k, v = tokens_of(pages, 1, first, end)
+        k, v = read_page(pages, 1, first, end)
         rows = slice(size + first, size + end)
         assert torch.equal(k, keys[rows].transpose(0, 1)) and torch.equal(v, values[rows].transpose(0, 1))
