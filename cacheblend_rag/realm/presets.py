@@ -1,16 +1,18 @@
-"""What to take where nothing is said: for a tiny BERT of random weights, and for a trained one."""
+"""What to take where nothing is said: for a tiny BERT of random weights, for the bundled one, and for any other trained one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from cacheblend_rag.realm.finetune import FinetuneSettings
-from cacheblend_rag.realm.model import TINY, Shape
+from cacheblend_rag.realm.model import BUNDLED, TINY, Shape
 from cacheblend_rag.realm.pretrain import PretrainSettings
 
+_SHORT: Final = Shape(query_tokens=32, passage_tokens=48, span_tokens=8)
 _TINY: Final = PretrainSettings(
     bert=TINY,
-    shape=Shape(query_tokens=32, passage_tokens=48, span_tokens=8),
+    shape=_SHORT,
     warm_steps=400,
     warm_rate=2e-3,
     steps=60,
@@ -20,13 +22,32 @@ _TINY: Final = PretrainSettings(
     refresh_every=20,
 )
 _TINY_TUNING: Final = FinetuneSettings(steps=400, batch=12, rate=1e-3)
+# The demonstration's sentences are short, and its minutes few.
+_BUNDLED_DEMO: Final = PretrainSettings(
+    bert=BUNDLED,
+    shape=replace(_SHORT, dtype="bfloat16"),
+    warm_steps=150,
+    warm_batch=32,
+    warm_rate=1e-4,
+    steps=60,
+    batch=12,
+    rate=3e-5,
+    candidates=3,
+    refresh_every=20,
+)
+_BUNDLED_DEMO_TUNING: Final = FinetuneSettings(steps=300, batch=12, rate=1e-4)
 
 
 def pretraining(bert: str) -> PretrainSettings:
-    """Return how to pre-train: ``tiny`` for minutes on one core, a BERT of a directory as in the paper but for the steps."""
+    """Return how to pre-train: ``tiny`` for minutes on one core, any other BERT as in the paper but for the steps."""
     return _TINY if bert == TINY else PretrainSettings(bert=bert)
 
 
 def tuning(random: bool) -> FinetuneSettings:
     """Return how to fine-tune a model that began with random weights, or a trained one."""
     return _TINY_TUNING if random else FinetuneSettings()
+
+
+def demonstration(bert: str) -> tuple[PretrainSettings, FinetuneSettings]:
+    """Return how the demonstration trains ``tiny`` or ``minilm``."""
+    return (_TINY, _TINY_TUNING) if bert == TINY else (_BUNDLED_DEMO, _BUNDLED_DEMO_TUNING)

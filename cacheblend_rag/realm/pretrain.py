@@ -147,10 +147,10 @@ class Pretraining:
         self.index: PassageIndex | None = None
 
     def warm_start(self, say: Say) -> None:
-        """Run the inverse cloze task; an encoder of random weights learns to fill in words meanwhile, as BERT has."""
+        """Run the inverse cloze task; an encoder whose head is new learns to fill in words meanwhile, as BERT has."""
         how, model = self.settings, self.model
         parts: list[nn.Module] = [*([model.query, model.document] if how.ict else [])]
-        parts += [model.encoder] if model.shape.random else []
+        parts += [model.encoder] if model.shape.new_head else []
         if parts:
             parameters = [parameter for part in parts for parameter in part.parameters()]
             stage = Stage(WARM, "warm start", how.warm_steps, how.warm_rate, self._warm_loss, parameters)
@@ -166,7 +166,7 @@ class Pretraining:
             )
             losses.append(-relevance.log_softmax(-1).diagonal().mean())
             told["ict"] = losses[-1].item()
-        if self.model.shape.random:
+        if self.model.shape.new_head:
             drawn = self.examples.words(rng, max(1, self.settings.warm_batch // 2))
             sources = [self.passages[example.source] for example in drawn]
             logprobs = self._fill(drawn, [[source] for source in sources])

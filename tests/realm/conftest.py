@@ -73,6 +73,15 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def headless(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same BERT as an embedding model is saved: without the masked-LM head."""
+    directory = tmp_path_factory.mktemp("headless")
+    BertForMaskedLM.from_pretrained(str(bert)).bert.save_pretrained(directory)
+    PreTrainedTokenizerFast.from_pretrained(str(bert)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
 def model(bert: Path) -> RealmModel:
     return RealmModel.create(str(bert), SHAPE).eval()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,45 @@ def test_towers_and_encoder_begin_with_the_given_bert(model: RealmModel, bert: P
     assert not model.shape.random
 
 
+def test_a_bert_without_a_head_keeps_its_layers_and_is_known_to_need_one(
+    bert: Path, headless: Path, tmp_path: Path
+) -> None:
+    whole, made = RealmModel.create(str(bert), SHAPE), RealmModel.create(str(headless), SHAPE)
+    assert (whole.shape.new_head, made.shape.new_head) == (False, True)
+    assert not made.shape.random
+    for name, tensor in whole.encoder.bert.state_dict().items():
+        assert torch.equal(tensor, made.encoder.bert.state_dict()[name]), name
+    made.save(tmp_path / "saved")
+    assert RealmModel.load(tmp_path / "saved").shape == made.shape
+
+
+def test_a_bert_that_lacks_a_layer_is_refused(headless: Path) -> None:
+    config = json.loads((headless / "config.json").read_text())
+    (headless / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match=r"it has no bert\.encoder\.layer\.2"):
+        RealmModel.create(str(headless), SHAPE)
+
+
+def test_bfloat16_is_for_what_bert_multiplies_alone(model: RealmModel, bert: Path, tmp_path: Path) -> None:
+    half = RealmModel.create(str(bert), replace(SHAPE, dtype="bfloat16")).eval()
+    queries = Collator(model.tokenizer, torch.device("cpu")).queries([Query([7, 8, 9], [], [])])
+    exact, near = model.states(queries), half.states(queries)
+    assert near.dtype == torch.float32
+    assert 0 < (exact - near).abs().max() < 0.05
+    near.sum().backward()
+    assert half.encoder.bert.embeddings.word_embeddings.weight.grad.dtype == torch.float32
+    half.save(tmp_path)
+    assert torch.equal(RealmModel.load(tmp_path).states(queries), near)
+
+
+@pytest.mark.slow
+def test_minilm_is_the_bundled_embeddings_bert() -> None:
+    made = RealmModel.create("minilm", SHAPE)
+    assert (made.config.num_hidden_layers, made.config.hidden_size) == (6, 384)
+    assert made.shape.new_head
+    assert not made.shape.random
+
+
 def test_lengths_are_cut_down_to_what_the_bert_reads(bert: Path) -> None:
     assert (
         RealmModel.create(str(bert), Shape(query_tokens=24, passage_tokens=500)).shape.passage_tokens == 128 - 24 - 32
@@ -106,7 +147,9 @@ def test_tiny_is_two_layers_of_128_with_the_bundled_vocabulary() -> None:
 def test_what_is_no_bert_is_named(what: str, tmp_path: Path) -> None:
     if what == "another kind":
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="Give the directory of a BERT, or tiny" if what == "missing" else "llama"):
+    with pytest.raises(
+        ModelError, match="Give the directory of a BERT, minilm or tiny" if what == "missing" else "llama"
+    ):
         RealmModel.create(str(tmp_path), SHAPE)
     with pytest.raises(ModelError, match="--output of pretrain"):
         RealmModel.load(tmp_path)

@@ -147,6 +147,16 @@ def test_ict_brings_a_sentence_and_its_passage_together(
     assert RunDirectory(tmp_path / "none").metrics() == []
 
 
+@pytest.mark.slow
+def test_a_bert_without_a_head_learns_to_fill_in_words_first(
+    headless: Path, passages: list[Passage], settings: PretrainSettings, tmp_path: Path
+) -> None:
+    how = replace(settings, bert=str(headless), ict=False, warm_steps=60, warm_rate=3e-3, steps=0)
+    pretrain(passages, tmp_path, how, CPU)
+    losses = [row["words"] for row in RunDirectory(tmp_path).metrics()]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
 def test_other_settings_or_another_run_in_the_directory_are_refused(
     passages: list[Passage], settings: PretrainSettings, tmp_path: Path
 ) -> None:

@@ -81,6 +81,27 @@ def test_the_notebook_runs_and_answers() -> None:
     assert ast.literal_eval(found[2])["input_token_details"]["cache_read"] > 1000
 
 
+def test_the_tuning_notebook_makes_a_better_retriever_whose_chunks_need_no_new_kv(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Where `cacheblend` is, whatever the shell of whoever runs the tests finds.
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    notebook = nbformat.read(EXAMPLES / "tuned_retriever.ipynb", as_version=4)
+    before = [printed(cell) for cell in notebook.cells]
+    NotebookClient(notebook, timeout=1200, kernel_name="python3").execute()
+    assert list(map(bool, before)) == [bool(printed(cell)) for cell in notebook.cells]
+    assert "better on questions held out, and no worse out of domain" in "".join(map(printed, notebook.cells))
+    documents, answers = values(notebook)
+    assert documents.startswith("(960,") and "computed=0, present=960" in documents
+    question, *answered = ast.literal_eval(answers)
+    assert question.endswith("?") and all(answered)
+
+
+def printed(cell: Any) -> str:
+    """Return what a cell printed."""
+    return "".join(output["text"] for output in cell.get("outputs", ()) if output.get("name") == "stdout")
+
+
 def right(question: str, answer: str) -> bool:
     return {q.question: q.answer for q in bundled_questions()}[question] == answer.strip()
 
