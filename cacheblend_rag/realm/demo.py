@@ -1,4 +1,4 @@
-"""The whole of it on a fictional world, with a tiny BERT: from the inverse cloze task alone to answers."""
+"""The whole of it on a fictional world, with a small BERT: from the inverse cloze task alone to answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cacheblend_rag.realm.finetune import FinetuneSettings, finetune
 from cacheblend_rag.realm.index import PassageIndex
 from cacheblend_rag.realm.inputs import Collator
 from cacheblend_rag.realm.model import TINY, RealmModel
-from cacheblend_rag.realm.presets import pretraining, tuning
+from cacheblend_rag.realm.presets import demonstration
 from cacheblend_rag.realm.pretrain import PretrainSettings, pretrain
 from cacheblend_rag.realm.reading import Library
 from cacheblend_rag.realm.runs import Say, write_aside
@@ -33,7 +33,7 @@ Scores = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Sizes that take minutes on one core.
+    """Sizes, by default those that take minutes on one core.
 
     Attributes:
         entities: How many the world has.
@@ -42,8 +42,8 @@ class DemoSettings:
     """
 
     entities: int = 120
-    pretrain: PretrainSettings = field(default_factory=lambda: pretraining(TINY))
-    finetune: FinetuneSettings = field(default_factory=lambda: tuning(random=True))
+    pretrain: PretrainSettings = field(default_factory=lambda: demonstration(TINY)[0])
+    finetune: FinetuneSettings = field(default_factory=lambda: demonstration(TINY)[1])
 
 
 def run_demo(

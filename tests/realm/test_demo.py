@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from cacheblend_rag.realm.demo import CLOSED, ICT, PRETRAINED, TUNED, DemoSettings, run_demo
 from cacheblend_rag.realm.finetune import FinetuneSettings
 from cacheblend_rag.realm.model import RealmModel
+from cacheblend_rag.realm.presets import demonstration
 from cacheblend_rag.realm.pretrain import PretrainSettings
 from cacheblend_rag.realm.world import make_world
 from tests.realm.conftest import SHAPE
@@ -40,6 +42,14 @@ def test_the_demo_takes_the_sizes_of_a_tiny_bert() -> None:
     assert how.pretrain.bert == "tiny"
     assert how.finetune.rate > FinetuneSettings().rate
     assert how.finetune.steps < FinetuneSettings().steps
+
+
+def test_the_demo_of_a_trained_bert_is_of_the_same_worlds_at_a_trained_berts_rates() -> None:
+    (tiny, tiny_tuning), (trained, tuning) = demonstration("tiny"), demonstration("minilm")
+    assert (tiny.bert, trained.bert) == ("tiny", "minilm")
+    assert replace(trained.shape, dtype="float32") == tiny.shape
+    assert trained.warm_rate < tiny.warm_rate
+    assert tuning.rate < tiny_tuning.rate
 
 
 @pytest.mark.slow
