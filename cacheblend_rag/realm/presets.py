@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from cacheblend_rag.realm.finetune import FinetuneSettings
-from cacheblend_rag.realm.model import BUNDLED, TINY, Shape
+from cacheblend_rag.realm.model import BUNDLED, TINY, Dtype, Shape
 from cacheblend_rag.realm.pretrain import PretrainSettings
 
 _SHORT: Final = Shape(query_tokens=32, passage_tokens=48, span_tokens=8)
@@ -25,7 +27,7 @@ _TINY_TUNING: Final = FinetuneSettings(steps=400, batch=12, rate=1e-3)
 # The demonstration's sentences are short, and its minutes few.
 _BUNDLED_DEMO: Final = PretrainSettings(
     bert=BUNDLED,
-    shape=replace(_SHORT, dtype="bfloat16"),
+    shape=_SHORT,
     warm_steps=150,
     warm_batch=32,
     warm_rate=1e-4,
@@ -50,4 +52,13 @@ def tuning(random: bool) -> FinetuneSettings:
 
 def demonstration(bert: str) -> tuple[PretrainSettings, FinetuneSettings]:
     """Return how the demonstration trains ``tiny`` or ``minilm``."""
-    return (_TINY, _TINY_TUNING) if bert == TINY else (_BUNDLED_DEMO, _BUNDLED_DEMO_TUNING)
+    if bert == TINY:
+        return _TINY, _TINY_TUNING
+    shape = replace(_BUNDLED_DEMO.shape, dtype=_fast_dtype())
+    return replace(_BUNDLED_DEMO, shape=shape), _BUNDLED_DEMO_TUNING
+
+
+def _fast_dtype() -> Dtype:
+    """Return bfloat16 where this CPU multiplies in it; elsewhere it would take longer than float32."""
+    can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch < 2.11 does not say
+    return "bfloat16" if can.get("avx512_bf16") or can.get("amx_bf16") else "float32"

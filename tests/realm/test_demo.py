@@ -44,10 +44,14 @@ def test_the_demo_takes_the_sizes_of_a_tiny_bert() -> None:
     assert how.finetune.steps < FinetuneSettings().steps
 
 
-def test_the_demo_of_a_trained_bert_is_of_the_same_worlds_at_a_trained_berts_rates() -> None:
+@pytest.mark.parametrize("said", [{"avx512_bf16": True}, {"amx_bf16": True}, {"avx512_bf16": False}, {}])
+def test_the_demo_of_a_trained_bert_is_of_the_same_worlds_in_what_the_cpu_multiplies_fast(
+    said: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: said, raising=False)
     (tiny, tiny_tuning), (trained, tuning) = demonstration("tiny"), demonstration("minilm")
     assert (tiny.bert, trained.bert) == ("tiny", "minilm")
-    assert replace(trained.shape, dtype="float32") == tiny.shape
+    assert trained.shape == replace(tiny.shape, dtype="bfloat16" if any(said.values()) else "float32")
     assert trained.warm_rate < tiny.warm_rate
     assert tuning.rate < tiny_tuning.rate
 
