@@ -23,7 +23,6 @@ realm = typer.Typer(
 app.add_typer(realm, name="realm")
 
 _TRAINING = "Training"
-_NAMED = ("tiny", "minilm")
 
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads (default: all; 1 for a tiny BERT).")]
 Questions = Annotated[
@@ -128,13 +127,13 @@ def pretrain(
     as_json: options.AsJSON = False,
 ) -> None:
     """Pre-train: a warm start, then masked spans over retrieved passages, while another process renews the index."""
-    from cacheblend_rag.realm.model import check_device
+    from cacheblend_rag.realm.model import BUNDLED, TINY, check_device
     from cacheblend_rag.realm.passages import read_corpus
     from cacheblend_rag.realm.presets import pretraining
     from cacheblend_rag.realm.pretrain import pretrain as run
     from cacheblend_rag.realm.salient import salient_finder
 
-    preset = pretraining(bert if bert in _NAMED else str(Path(bert).expanduser().resolve()))
+    preset = pretraining(bert if bert in (TINY, BUNDLED) else str(Path(bert).expanduser().resolve()))
     settings = replace(
         preset,
         shape=replace(preset.shape, **_given(query_tokens=query_tokens, passage_tokens=passage_tokens), dtype=dtype),

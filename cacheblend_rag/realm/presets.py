@@ -59,6 +59,6 @@ def demonstration(bert: str) -> tuple[PretrainSettings, FinetuneSettings]:
 
 
 def _fast_dtype() -> Dtype:
-    """Return bfloat16 where this CPU multiplies in it; elsewhere it would take longer than float32."""
+    """Return bfloat16 where this CPU multiplies in it; elsewhere it need not be any faster."""
     can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch < 2.11 does not say
     return "bfloat16" if can.get("avx512_bf16") or can.get("amx_bf16") else "float32"

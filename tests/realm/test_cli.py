@@ -9,6 +9,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cacheblend_rag.cli import app
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.realm.demo import DemoSettings
+from cacheblend_rag.realm.model import RealmModel
 from tests.realm.conftest import TOWNS, articles
 from tests.realm.test_questions import PUBLISHED
 
@@ -89,3 +92,29 @@ def test_mistakes_are_named(place: Path, tmp_path: Path) -> None:
         failed = run(*words)
         assert failed.exit_code == code, failed.output
         assert said in failed.stderr
+
+
+def test_what_bert_is_computed_in_is_kept_with_the_model(place: Path, bert: Path, tmp_path: Path) -> None:
+    none = ("--warm-steps", "0", "--steps", "0", "--passage-tokens", "40", "--query-tokens", "24")
+    made = run(
+        "pretrain", "--corpus", place / "docs", "-o", tmp_path / "x", "--bert", bert, *none, "--dtype", "bfloat16"
+    )
+    assert made.exit_code == 0, made.output
+    assert RealmModel.load(tmp_path / "x").shape.dtype == "bfloat16"
+
+
+def test_the_demo_begins_from_the_bundled_bert_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[DemoSettings] = []
+
+    def note(seeds: object, settings: DemoSettings, *others: object) -> None:
+        asked.append(settings)
+        raise InputError("seen")
+
+    monkeypatch.setattr("cacheblend_rag.realm.demo.run_demo", note)
+    run("demo")
+    run("demo", "--bert", "tiny", "--warm-steps", "7", "--steps", "8", "--refresh-every", "9", "--finetune-steps", "10")
+    trained, tiny = asked
+    assert (trained.pretrain.bert, tiny.pretrain.bert) == ("minilm", "tiny")
+    assert trained.pretrain.steps > 8
+    assert (tiny.pretrain.warm_steps, tiny.pretrain.steps, tiny.pretrain.refresh_every) == (7, 8, 9)
+    assert tiny.finetune.steps == 10
