@@ -11,10 +11,9 @@ from cacheblend_rag.realm.finetune import FinetuneSettings
 from cacheblend_rag.realm.model import BUNDLED, TINY, Dtype, Shape
 from cacheblend_rag.realm.pretrain import PretrainSettings
 
-_SHORT: Final = Shape(query_tokens=32, passage_tokens=48, span_tokens=8)
 _TINY: Final = PretrainSettings(
     bert=TINY,
-    shape=_SHORT,
+    shape=Shape(query_tokens=32, passage_tokens=48, span_tokens=8),
     warm_steps=400,
     warm_rate=2e-3,
     steps=60,
@@ -24,19 +23,8 @@ _TINY: Final = PretrainSettings(
     refresh_every=20,
 )
 _TINY_TUNING: Final = FinetuneSettings(steps=400, batch=12, rate=1e-3)
-# The demonstration's sentences are short, and its minutes few.
-_BUNDLED_DEMO: Final = PretrainSettings(
-    bert=BUNDLED,
-    shape=_SHORT,
-    warm_steps=150,
-    warm_batch=32,
-    warm_rate=1e-4,
-    steps=60,
-    batch=12,
-    rate=3e-5,
-    candidates=3,
-    refresh_every=20,
-)
+# The demonstration's: a trained BERT learns at lower rates, and each of its steps takes longer.
+_BUNDLED_DEMO: Final = replace(_TINY, bert=BUNDLED, warm_steps=150, warm_batch=32, warm_rate=1e-4, rate=3e-5)
 _BUNDLED_DEMO_TUNING: Final = FinetuneSettings(steps=300, batch=12, rate=1e-4)
 
 
@@ -60,5 +48,5 @@ def demonstration(bert: str) -> tuple[PretrainSettings, FinetuneSettings]:
 
 def _fast_dtype() -> Dtype:
     """Return bfloat16 where this CPU multiplies in it; elsewhere it need not be any faster."""
-    can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch < 2.11 does not say
+    can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not say
     return "bfloat16" if can.get("avx512_bf16") or can.get("amx_bf16") else "float32"
