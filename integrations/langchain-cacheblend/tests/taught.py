@@ -57,7 +57,7 @@ def teach(said: list[Said], directory: Path) -> None:
     rows = [([*each.prompt, *answer, end], len(each.prompt)) for each, answer in zip(said, answers, strict=True)]
     rows.sort(key=lambda row: len(row[0]))
     batches = [_batch(rows[at : at + _BATCH], end) for at in range(0, len(rows), _BATCH)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # 98 to 112 steps over six seeds; 215 to 427 at 1e-2
     for _ in range(_MOST_STEPS):
         optimizer.zero_grad()
         worst = 0.0
