@@ -45,7 +45,7 @@ quick: setup       ## Run the fast tests
 
 test: setup browser ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
-	cd integrations/langchain-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS)
+	cd integrations/langchain-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 	cd integrations/llama-index-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS)
 
 faults: setup      ## Kill, fill and overload stores for minutes: the tests of faults with 200 kills and 8 processes

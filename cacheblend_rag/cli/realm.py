@@ -173,20 +173,30 @@ def finetune(
     rate: Annotated[
         float | None, typer.Option(help="Highest learning rate (default: 3e-5; tiny: 1e-3).", rich_help_panel=_TRAINING)
     ] = None,
+    refresh_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Steps between renewals of the index, passages' vectors learning, too; 0: they stay, as in the paper.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 0,
     k: Annotated[int, typer.Option("--k", "-k", min=1, help="Passages read for each question.")] = 5,
     seed: RandomSeed = 0,
     device: options.Device = None,
     threads: Threads = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Fine-tune for open questions: the query tower and a span reader learn, the index stays as it is."""
+    """Fine-tune for open questions: the query tower and a span reader learn, and with --refresh-every passages' vectors."""
     from cacheblend_rag.realm.finetune import finetune as run
     from cacheblend_rag.realm.model import check_device, read_shape
     from cacheblend_rag.realm.presets import tuning
 
     where = check_device(device)
     preset = tuning(read_shape(model).random)
-    settings = replace(preset, k=k, seed=seed, **_given(steps=steps, batch=batch, rate=rate))
+    settings = replace(
+        preset, refresh_every=refresh_every, k=k, seed=seed, **_given(steps=steps, batch=batch, rate=rate)
+    )
     _use_threads(threads, "tiny" if _is_tiny(model) else "")
     found = _read(questions)
     with progress("Fine-tuning:") as show:
@@ -259,6 +269,14 @@ def demo(
         int | None,
         typer.Option(min=1, help="Steps of fine-tuning (default: 300; tiny: 400).", rich_help_panel=_TRAINING),
     ] = None,
+    finetune_refresh_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps of fine-tuning between renewals of the index; 0: passages' vectors stay (default: 30; tiny: 0).",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Keep the models in this directory, and go on there after a stop."),
@@ -274,7 +292,7 @@ def demo(
     given = _given(warm_steps=warm_steps, steps=steps, refresh_every=refresh_every)
     settings = DemoSettings(
         pretrain=replace(pretraining, spans=spans, ict=ict, **given),
-        finetune=replace(tuning, **_given(steps=finetune_steps)),
+        finetune=replace(tuning, **_given(steps=finetune_steps, refresh_every=finetune_refresh_every)),
     )
     typer.echo(
         f"{counted(seeds, 'world')} of {settings.entities} entities, and for each {_DEMO_BERTS[bert]}.", err=True

@@ -1,9 +1,7 @@
-"""Open-QA fine-tuning (paper section 3.3): the index stays as it is, the query tower and the reader learn."""
+"""Open-QA fine-tuning (paper section 3.3): query tower and reader learn; passages' vectors stay, or are renewed, too."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,13 +11,14 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.realm.index import PassageIndex
-from cacheblend_rag.realm.inputs import Collator
+from cacheblend_rag.realm.index import PassageIndex, bring_index, link, newest_step
+from cacheblend_rag.realm.inputs import Collator, Inputs
 from cacheblend_rag.realm.model import RealmModel
 from cacheblend_rag.realm.passages import load_passages
 from cacheblend_rag.realm.questions import Question
-from cacheblend_rag.realm.reading import Library, answer_likelihood, as_queries, read, retrieve
+from cacheblend_rag.realm.reading import Library, answer_likelihood, as_queries, read, retrieve, search
 from cacheblend_rag.realm.refresh import PASSAGES
+from cacheblend_rag.realm.renewal import RenewedIndex, age
 from cacheblend_rag.realm.runs import RunDirectory, Say, Stage, Told, train
 from cacheblend_rag.retrieval.marginal import log_marginal
 
@@ -35,7 +34,9 @@ class FinetuneSettings:
         batch: Questions in a step.
         rate: Learning rate.
         k: Passages read for each question; the paper's 5.
-        save_every: Steps between checkpoints.
+        save_every: Steps between checkpoints, where the index is not renewed.
+        refresh_every: Steps between two checkpoints for the index to be renewed from, the document tower learning, too; 0
+            leaves both as they are, as the paper does.
         seed: Of the order of questions.
     """
 
@@ -44,6 +45,7 @@ class FinetuneSettings:
     rate: float = 3e-5
     k: int = 5
     save_every: int = 500
+    refresh_every: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,8 +55,9 @@ class FinetuneSettings:
             InputError: One is out of range.
         """
         for name, value in asdict(self).items():
-            if name not in ("rate", "seed") and value < 1:
-                raise InputError(f"{name} is {value}; give at least 1.")
+            least = 0 if name == "refresh_every" else 1
+            if name not in ("rate", "seed") and value < least:
+                raise InputError(f"{name} is {value}; give at least {least}.")
 
 
 def finetune(
@@ -87,15 +90,20 @@ def finetune(
     run = RunDirectory(output)
     model = RealmModel.load(directory).to(device)
     library = open_library(directory, model)
-    how = asdict(settings) | {"model": str(directory.resolve()), "questions": len(questions)}
+    factory = RunDirectory(directory).settings().get("faiss", "Flat")
+    how = asdict(settings) | {"model": str(directory.resolve()), "questions": len(questions), "faiss": factory}
     with run.alone(how):
         run.begin(how)
         _bring(directory, output)
-        frozen = {id(parameter) for parameter in model.document.parameters()}
-        learning = [parameter for parameter in model.parameters() if id(parameter) not in frozen]
-        tuning = Finetuning(model, library, questions, settings, device)
-        stage = Stage(_STAGE, "fine-tuning", settings.steps, settings.rate, tuning.loss, learning)
-        train(run, model, stage, settings.save_every, settings.seed, say)
+        tuning = Finetuning(model, library, questions, settings, run, device)
+        if settings.refresh_every:
+            model.save(output)  # the process that renews the index reads the shape from it
+        with tuning.index.renewed(_STAGE, settings.steps if settings.refresh_every else 0, factory) as saved:
+            stage = Stage(_STAGE, "fine-tuning", settings.steps, settings.rate, tuning.loss, tuning.learning, saved)
+            train(run, model, stage, settings.refresh_every or settings.save_every, settings.seed, say)
+        if settings.refresh_every:
+            tuning.index.build(settings.steps, factory)
+            library.index = tuning.index.newest()
         model.save(output)
     return model, library
 
@@ -115,7 +123,12 @@ def is_tuned(directory: Path) -> bool:
 
 
 class Finetuning:
-    """The loss of a step."""
+    """The loss of a step.
+
+    Attributes:
+        index: The run's.
+        learning: What the loss reaches: all but the document tower, unless the index is renewed.
+    """
 
     def __init__(
         self,
@@ -123,6 +136,7 @@ class Finetuning:
         library: Library,
         questions: Sequence[Question],
         settings: FinetuneSettings,
+        run: RunDirectory,
         device: torch.device,
     ):
         """Prepare."""
@@ -130,32 +144,38 @@ class Finetuning:
         self._questions = questions
         self._queries = as_queries(model, questions)
         self._collator = Collator(model.tokenizer, device)
+        self.index = RenewedIndex(run, model, library.tokenized, self._collator)
+        frozen = set() if settings.refresh_every else set(model.document.parameters())
+        self.learning = [parameter for parameter in model.parameters() if parameter not in frozen]
 
     def loss(self, step: int) -> tuple[Tensor | None, Told]:
         """Return -log p(y|x) of a batch, of the questions whose answer stands in a retrieved passage; None where none does."""
         rng = Random(f"{self._settings.seed}:{_STAGE}:{step}")
         drawn = [rng.randrange(len(self._questions)) for _ in range(self._settings.batch)]
         questions, queries = [self._questions[at] for at in drawn], [self._queries[at] for at in drawn]
-        rows, relevance = retrieve(self._model, self._library, self._collator.queries(queries), self._settings.k)
+        rows, relevance, told = self._retrieve(self._collator.queries(queries), step)
         spans, pairs = read(self._model, self._library, self._collator, queries, rows)
         likelihood = answer_likelihood(spans, pairs, self._library, questions, rows)
         answerable = (likelihood > -torch.inf).any(1)
-        told: Told = {"answerable": answerable.float().mean().item()}
+        told["answerable"] = answerable.float().mean().item()
         if not answerable.any():
             return None, told
         return -log_marginal(relevance[answerable], likelihood[answerable]).mean(), told
 
+    def _retrieve(self, queries: Inputs, step: int) -> tuple[list[list[int]], Tensor, Told]:
+        """Return the passages of each question, f(x, z), and figures to keep."""
+        k = self._settings.k
+        if not self._settings.refresh_every:
+            return *retrieve(self._model, self._library, queries, k), {}
+        index = self.index.newest()
+        vectors = self._model.query(queries)
+        rows = search(index, vectors, k)
+        return rows, self._model.relevance(vectors, self.index.vectors(rows)), age(index, step)
+
 
 def _bring(directory: Path, output: Path) -> None:
-    """Give ``output`` the passages and the newest index of ``directory``, as links where the file system has them."""
-    newest = sorted((directory / "index").glob("step-*"))[-1]
-    for source, target in (
-        (directory / PASSAGES, output / PASSAGES),
-        *((file, output / "index" / newest.name / file.name) for file in newest.iterdir()),
-    ):
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(source, target)
-            except OSError:
-                shutil.copyfile(source, target)
+    """Give ``output`` the passages and the newest index of ``directory``."""
+    if not (output / PASSAGES).exists():
+        link(directory / PASSAGES, output / PASSAGES)
+    if newest_step(output / "index") is None:
+        bring_index(directory / "index", output / "index")

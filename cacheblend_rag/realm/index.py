@@ -95,8 +95,8 @@ class PassageIndex:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         faiss.write_index(self._faiss, str(aside / _VECTORS))
-        (aside / _ABOUT).write_text(json.dumps({"step": self.step, "passages": self.size}), encoding="utf-8")
-        place = directory / f"step-{self.step:08d}"
+        _write_about(aside, self.step, self.size)
+        place = _place(directory, self.step)
         if place.exists():
             shutil.rmtree(aside)
             return
@@ -128,6 +128,26 @@ def newest_step(directory: Path) -> int | None:
     return int(steps[-1].name.removeprefix("step-")) if steps else None
 
 
+def bring_index(source: Path, target: Path) -> None:
+    """Let a run begin with the newest index of another, as the index of its own step 0: by a link where that can be."""
+    newest = _steps(source)[-1]
+    size = json.loads((newest / _ABOUT).read_text(encoding="utf-8"))["passages"]
+    clear_unfinished(target)
+    aside = target / f".building-{os.getpid()}"
+    aside.mkdir(parents=True)
+    link(newest / _VECTORS, aside / _VECTORS)
+    _write_about(aside, 0, size)
+    aside.rename(_place(target, 0))
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system has only one for each."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def embed(
     tower: Tower, passages: Sequence[Tokenized], collator: Collator, go_on: Callable[[], bool] = lambda: True
 ) -> Tensor | None:
@@ -155,3 +175,11 @@ def clear_unfinished(directory: Path) -> None:
 
 def _steps(directory: Path) -> list[Path]:
     return sorted(directory.glob("step-*"))
+
+
+def _place(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def _write_about(directory: Path, step: int, size: int) -> None:
+    (directory / _ABOUT).write_text(json.dumps({"step": step, "passages": size}), encoding="utf-8")

@@ -25,7 +25,7 @@ _TINY: Final = PretrainSettings(
 _TINY_TUNING: Final = FinetuneSettings(steps=400, batch=12, rate=1e-3)
 # The demonstration's: a trained BERT learns at lower rates, and each of its steps takes longer.
 _BUNDLED_DEMO: Final = replace(_TINY, bert=BUNDLED, warm_steps=150, warm_batch=32, warm_rate=1e-4, rate=3e-5)
-_BUNDLED_DEMO_TUNING: Final = FinetuneSettings(steps=300, batch=12, rate=1e-4)
+_BUNDLED_DEMO_TUNING: Final = FinetuneSettings(steps=300, batch=12, rate=1e-4, refresh_every=30)
 
 
 def pretraining(bert: str) -> PretrainSettings:

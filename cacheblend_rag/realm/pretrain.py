@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.realm.examples import Examples, Masked
-from cacheblend_rag.realm.index import PassageIndex, embed, newest_step
+from cacheblend_rag.realm.index import PassageIndex, newest_step
 from cacheblend_rag.realm.inputs import Collator
 from cacheblend_rag.realm.model import RealmModel, Shape
 from cacheblend_rag.realm.passages import Passage, Tokenized, load_passages, save_passages, tokenize
-from cacheblend_rag.realm.refresh import PASSAGES, Refresher
+from cacheblend_rag.realm.refresh import PASSAGES
+from cacheblend_rag.realm.renewal import RenewedIndex, age
 from cacheblend_rag.realm.runs import RunDirectory, Say, Stage, Told, train
 from cacheblend_rag.realm.salient import Finder, Spans, salient_finder
 from cacheblend_rag.retrieval.marginal import log_marginal
@@ -144,7 +145,7 @@ class Pretraining:
         self.examples = Examples(passages, self.passages, self.collator.mask, model.shape.query_tokens)
         self.candidates = min(settings.candidates, len(passages) - 1)
         self.finder: Finder | None = None if settings.spans == "random" else salient_finder()[1]
-        self.index: PassageIndex | None = None
+        self.index = RenewedIndex(run, model, self.passages, self.collator)
 
     def warm_start(self, say: Say) -> None:
         """Run the inverse cloze task; an encoder whose head is new learns to fill in words meanwhile, as BERT has."""
@@ -178,40 +179,25 @@ class Pretraining:
     def fill_masks(self, say: Say) -> None:
         """Run masked language modelling over retrieved passages, the index being renewed beside it."""
         how = self.settings
-        self.index = self.open_index()
-        device = str(self.collator.device)
-        refresher = Refresher(self.run.path, MASKED, how.faiss, device) if how.refresh_every else None
-        if how.steps and refresher is not None:
-            refresher.ensure()
-
-        def saved(step: int) -> None:
-            if refresher is not None and step < how.steps:
-                refresher.ensure()
-
-        stage = Stage(MASKED, "masked spans", how.steps, how.rate, self._masked_loss, self.model.parameters(), saved)
-        try:
+        self.open_index()
+        with self.index.renewed(MASKED, how.steps if how.refresh_every else 0, how.faiss) as saved:
+            stage = Stage(
+                MASKED, "masked spans", how.steps, how.rate, self._masked_loss, self.model.parameters(), saved
+            )
             train(self.run, self.model, stage, how.refresh_every or 500, how.seed, say)
-        finally:
-            if refresher is not None:
-                refresher.close()
 
     def _masked_loss(self, step: int) -> tuple[Tensor | None, Told]:
         rng = Random(f"{self.settings.seed}:{MASKED}:{step}")
         drawn = self.examples.spans(rng, self.settings.batch, self.finder)
-        index = self._newest_index()
-        told: Told = {"index_step": index.step, "staleness": step - index.step}
+        index = self.index.newest()
+        told = age(index, step)
         if not drawn:
             return None, told
         queries = self.model.query(self.collator.queries([example.query for example in drawn]))
         found = index.search(queries, self.candidates, [example.source for example in drawn])
         fewest = min(map(len, found))  # an inexact index may find fewer
         rows = [row[:fewest] for row in found]
-        # Current parameters say what a candidate is worth; the index only says which to look at.
-        used = sorted({at for row in rows for at in row})
-        place = {at: number + 1 for number, at in enumerate(used)}
-        vectors = self.model.document(self.collator.documents([None, *(self.passages[at] for at in used)]))
-        chosen = vectors[torch.tensor([[0, *(place[at] for at in row)] for row in rows], device=vectors.device)]
-        relevance = self.model.relevance(queries, chosen)
+        relevance = self.model.relevance(queries, self.index.vectors([[None, *row] for row in rows]))
         likelihood = self._fill(drawn, [[None, *(self.passages[at] for at in row)] for row in rows])
         prior = relevance.detach().softmax(-1)
         told["p_null"] = prior[:, 0].mean().item()
@@ -235,21 +221,10 @@ class Pretraining:
     def open_index(self) -> PassageIndex:
         """Return the newest index; the first one is made here, since there is nothing to go on with before it."""
         if newest_step(self.run.index) is None:
-            vectors = embed(self.model.document.eval(), self.passages, self.collator)
-            assert vectors is not None
-            PassageIndex.build(vectors, 0, self.settings.faiss).save(self.run.index)
-        return PassageIndex.load(self.run.index)
-
-    def _newest_index(self) -> PassageIndex:
-        newest = newest_step(self.run.index)
-        if self.index is None or (newest is not None and newest > self.index.step):
-            self.index = PassageIndex.load(self.run.index)
-        return self.index
+            self.index.build(0, self.settings.faiss)
+        return self.index.newest()
 
     def finish(self) -> None:
         """Keep the model and an index made by it."""
-        if newest_step(self.run.index) != self.settings.steps:
-            vectors = embed(self.model.document.eval(), self.passages, self.collator)
-            assert vectors is not None
-            PassageIndex.build(vectors, self.settings.steps, self.settings.faiss).save(self.run.index)
+        self.index.build(self.settings.steps, self.settings.faiss)
         self.model.save(self.run.path)

@@ -63,14 +63,18 @@ def as_queries(model: RealmModel, questions: Sequence[Question]) -> list[Query]:
     return [Query.question(question.text, model.tokenizer, model.shape.query_tokens) for question in questions]
 
 
+def search(index: PassageIndex, vectors: Tensor, k: int) -> list[list[int]]:
+    """Return the ``k`` best passages of each question's vector; fewer, of all, where an inexact index finds fewer."""
+    found = index.search(vectors, k)
+    fewest = min(map(len, found))
+    return [row[:fewest] for row in found]
+
+
 def retrieve(model: RealmModel, library: Library, queries: Inputs, k: int) -> tuple[list[list[int]], Tensor]:
     """Return the ``k`` best passages of each question, and f(x, z): ``[questions, k]``; only the query tower gets a gradient."""
     vectors = model.query(queries)
-    found = library.index.search(vectors, k)
-    fewest = min(map(len, found))
-    rows = [row[:fewest] for row in found]
-    documents = library.index.vectors(rows).to(vectors.device)
-    return rows, model.relevance(vectors, documents)
+    rows = search(library.index, vectors, k)
+    return rows, model.relevance(vectors, library.index.vectors(rows).to(vectors.device))
 
 
 def read(

@@ -85,13 +85,16 @@ class RunDirectory:
         finally:
             lock.release()
 
-    def _same(self, settings: dict[str, Any]) -> None:
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the run in it; empty where there was none."""
         file = self.path / _SETTINGS
-        if not file.exists():
-            return
-        before = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return found
+
+    def _same(self, settings: dict[str, Any]) -> None:
+        before = self.settings()
         other = [name for name in settings if before.get(name) != settings[name]]
-        if other:
+        if before and other:
             raise InputError(
                 f"{self.path} holds a run with other settings ({', '.join(other)}; {other[0]} was {before.get(other[0])!r}, is "
                 f"{settings[other[0]]!r}). To go on with that run, give the same; else use another --output."

@@ -12,13 +12,14 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.realm.closed import closed_book
 from cacheblend_rag.realm.evaluate import evaluate, summary
 from cacheblend_rag.realm.finetune import FinetuneSettings, Finetuning, finetune, open_library
-from cacheblend_rag.realm.index import PassageIndex
+from cacheblend_rag.realm.index import PassageIndex, newest_step
 from cacheblend_rag.realm.inputs import Collator
 from cacheblend_rag.realm.model import RealmModel
 from cacheblend_rag.realm.passages import Passage
 from cacheblend_rag.realm.pretrain import PretrainSettings, pretrain
 from cacheblend_rag.realm.questions import Question
 from cacheblend_rag.realm.reading import Library, answer, answer_likelihood, as_queries, read, retrieve
+from cacheblend_rag.realm.renewal import RenewedIndex
 from cacheblend_rag.realm.runs import RunDirectory
 from tests.realm.conftest import SHAPE, TOWNS, articles
 
@@ -69,6 +70,63 @@ def test_fine_tuning_finds_and_reads_more_answers_and_leaves_document_tower_and_
 
 
 @pytest.mark.slow
+def test_with_a_renewed_index_the_document_tower_learns_too_and_made_the_index_of_the_end(
+    pretrained: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "renewed"
+    how = FinetuneSettings(steps=12, batch=8, rate=1e-3, k=4, refresh_every=4)
+    given, library = finetune(pretrained, PORTS, output, how, CPU)
+    model, opened_library, collator = opened(output)
+    old = RealmModel.load(pretrained).state_dict()
+    moved = {name.split(".")[0] for name, tensor in model.state_dict().items() if not torch.equal(old[name], tensor)}
+    assert moved == {"query", "document", "encoder", "reader"}
+    every = list(range(len(library.passages)))
+    with torch.no_grad():
+        vectors = model.document(collator.documents([library.tokenized[at] for at in every]))
+    for found in (library.index, opened_library.index):
+        assert found.step == 12
+        assert torch.allclose(found.vectors([every])[0], vectors, atol=1e-5)
+    rows = RunDirectory(output).metrics()
+    assert rows[0]["index_step"] == 0
+    assert all(row["staleness"] == row["step"] - row["index_step"] for row in rows)
+    again, _ = finetune(pretrained, PORTS, output, how, CPU)  # all of it was done
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in given.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_renewed_index_comes_into_use_while_steps_are_taken_and_again_after_a_stop(
+    pretrained: Path, tmp_path: Path
+) -> None:
+    how, run = FinetuneSettings(steps=100_000, batch=2, k=2, refresh_every=5), RunDirectory(tmp_path / "run")
+    seen = 0
+
+    def stop(done: float, of: int, at: str) -> None:
+        if (newest_step(run.index) or 0) > seen:
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            finetune(pretrained, PORTS, run.path, how, CPU, stop)
+        seen = newest_step(run.index) or 0
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert rows[-1]["index_step"] > 0
+    assert newest_step(pretrained / "index") == 0
+
+
+@pytest.mark.slow
+def test_candidates_by_the_current_parameters_are_worth_what_a_fresh_index_says(tuned: Path) -> None:
+    model, library, collator = opened(tuned)
+    queries = collator.queries(as_queries(model, PORTS[:3]))
+    index = RenewedIndex(RunDirectory(tuned), model, library.tokenized, collator)
+    rows, expected = retrieve(model, library, queries, 4)
+    found = model.relevance(model.query(queries), index.vectors(rows))
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.document.parameters())
+
+
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_where_it_was(pretrained: Path, tmp_path: Path) -> None:
     how = FinetuneSettings(steps=8, batch=4, save_every=3)
     expected, _ = finetune(pretrained, PORTS, tmp_path / "whole", how, CPU)
@@ -112,11 +170,11 @@ def test_the_likelihood_of_an_answer_is_the_sum_over_its_spans(tuned: Path) -> N
 @pytest.mark.slow
 def test_questions_without_an_answer_in_reach_teach_nothing_and_break_nothing(tuned: Path) -> None:
     model, library, _ = opened(tuned)
-    nobody = Question("Who?", ("Nobody at all",))
-    loss, told = Finetuning(model, library, [nobody], FinetuneSettings(batch=2), CPU).loss(0)
+    nobody, run = Question("Who?", ("Nobody at all",)), RunDirectory(tuned)
+    loss, told = Finetuning(model, library, [nobody], FinetuneSettings(batch=2), run, CPU).loss(0)
     assert loss is None
     assert told["answerable"] == 0
-    loss, _ = Finetuning(model, library, [nobody, *PORTS], FinetuneSettings(batch=20), CPU).loss(0)
+    loss, _ = Finetuning(model, library, [nobody, *PORTS], FinetuneSettings(batch=20), run, CPU).loss(0)
     assert loss is not None
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
@@ -163,4 +221,6 @@ def test_output_and_model_are_different_directories_and_questions_are_needed(pre
         finetune(pretrained, PORTS, pretrained, FinetuneSettings(), CPU)
     with pytest.raises(InputError, match="no questions"):
         finetune(pretrained, [], pretrained.parent / "x", FinetuneSettings(), CPU)
+    with pytest.raises(InputError, match="refresh_every is -1"):
+        FinetuneSettings(refresh_every=-1)
     assert json.loads((pretrained / "settings.json").read_text())["steps"] == 0

@@ -50,7 +50,7 @@ def test_the_passage_a_sentence_comes_from_is_never_a_candidate_and_the_null_doc
 ) -> None:
     run = RunDirectory(tmp_path)
     trainer = Pretraining(model, passages, run, settings, CPU)
-    trainer.index = trainer.open_index()
+    trainer.open_index()
     seen = []
     fill = trainer._fill
 
@@ -73,7 +73,7 @@ def test_the_loss_is_the_marginal_over_candidates_of_the_product_over_masked_tok
     model: RealmModel, passages: list[Passage], settings: PretrainSettings, tmp_path: Path
 ) -> None:
     trainer = Pretraining(model, passages, RunDirectory(tmp_path), settings, CPU)
-    index = trainer.index = trainer.open_index()
+    index = trainer.open_index()
     loss, _ = trainer._masked_loss(0)
     drawn = trainer.examples.spans(Random(f"{settings.seed}:{MASKED}:0"), settings.batch, trainer.finder)
     collator, total = Collator(model.tokenizer, CPU), 0.0

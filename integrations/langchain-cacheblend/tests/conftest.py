@@ -22,6 +22,11 @@ from tested_engine import engine_of
 MAX_TOKENS = 10
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the notebook that trains: with two workers all other tests run beside it."""
+    items.sort(key=lambda item: "tuning_notebook" not in item.name)
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[BlendEngine]:
     """The bundled model, on the engine that ``CACHEBLEND_TEST_ENGINE`` names."""
