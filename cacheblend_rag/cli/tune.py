@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.tuning.questions import TuningQuestion
     from cacheblend_rag.tuning.tune import TuneResult
 
-_DEMO_SEEDS = (0, 1, 2)
+_DEMO_WORLDS = 3  # pooled, so that there are names enough
 _SHOWN_ROWS = 3
 _SHOWN_TEXT = 90
 
@@ -63,7 +63,9 @@ def tune_retriever(
     answers: Annotated[
         int, typer.Option(min=0, help="Most held-out questions to answer before and after; 0 for none.")
     ] = 200,
-    seed: Annotated[int, typer.Option(help="Draws the split, the order of questions, and what is generated.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Draws the split, the order of questions, what is generated, and --demo's world.")
+    ] = 0,
     model: EngineOptions,
     budgets: BudgetOptions,
     as_json: options.AsJSON = False,
@@ -77,7 +79,7 @@ def tune_retriever(
 
     if [questions is not None, generate is not None, demo].count(True) != 1:
         raise InputError("Give one of --questions FILE, --generate N and --demo.")
-    directory = _demo_directory(store, model.device) if demo else options.store_directory(store)
+    directory = _demo_directory(store, model.device, seed) if demo else options.store_directory(store)
     target = (output or directory.with_name(f"{directory.name}-retriever")).expanduser()
     if demo and output is None and store is None:
         shutil.rmtree(target, ignore_errors=True)  # an earlier demonstration's
@@ -101,8 +103,9 @@ def tune_retriever(
     print_json(result.to_dict()) if as_json else _print(result)
 
 
-def _demo_directory(store: Path | None, device: str | None) -> Path:
-    return store or options.store_directory(None).parent / f"{demo_store_name(device)}-tuning"
+def _demo_directory(store: Path | None, device: str | None, seed: int) -> Path:
+    name = f"{demo_store_name(device)}-tuning"
+    return store or options.store_directory(None).parent / (f"{name}-{seed}" if seed else name)
 
 
 def _questions(
@@ -119,7 +122,7 @@ def _questions(
             typer.echo(f"Skipped {len(read.skipped) - _SHOWN_ROWS} more rows", err=True)
         return read.questions
     if generate is None:
-        return _make_demo(pipeline, show)
+        return _make_demo(pipeline, seed, show)
     written = generate_questions(
         pipeline, generate, seed, lambda done, total, at: show(done, total, f"(generating, {at})")
     )
@@ -131,12 +134,13 @@ def _questions(
     return written.questions
 
 
-def _make_demo(pipeline: RagPipeline, show: Show) -> list[TuningQuestion]:
+def _make_demo(pipeline: RagPipeline, seed: int, show: Show) -> list[TuningQuestion]:
     """Index the demonstration's documents, as far as they are not, and return its questions."""
     from cacheblend_rag.errors import InputError
     from cacheblend_rag.tuning.world import digest_of, paraphrased_world
 
-    world = paraphrased_world(pipeline.engine.tokenizer, _DEMO_SEEDS)
+    first = _DEMO_WORLDS * seed
+    world = paraphrased_world(pipeline.engine.tokenizer, range(first, first + _DEMO_WORLDS))
     if any(document.path not in world.documents for document in pipeline.chunks.documents()):
         raise InputError(
             f"{pipeline.chunks.directory} holds other documents than the demonstration's; name an empty directory."

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, RETRIEVER_FILE, load_sentence_transformer
+from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.tuning.world import paraphrased_world
 from tests.cli.conftest import as_json
 
 pytestmark = pytest.mark.slow
@@ -66,6 +69,20 @@ def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, tmp_p
     assert taken.exit_code == 2 and "stays as it is" in taken.stderr
     wrote = run(*base, "--generate", 40)
     assert wrote.exit_code == 2 and "Use a larger --model, or give --questions" in wrote.stderr
+
+
+def test_the_demonstration_of_another_seed_is_of_another_world_in_a_store_of_its_own(run, model_dir, monkeypatch):
+    def small(tokenizer, seeds):  # type: ignore[no-untyped-def]
+        return paraphrased_world(tokenizer, seeds, 4)
+
+    monkeypatch.setattr("cacheblend_rag.tuning.world.paraphrased_world", small)
+    command = ["tune-retriever", "--demo", "--model", model_dir, "--candidates", 2, "--epochs", 1, "--answers", 0]
+    found = as_json(run(*command, "--seed", 1, "--json"))
+    directory = Path(found["settings"]["store"])
+    assert directory.name.endswith("-tuning-1")
+    index = ChunkIndex.open(directory)
+    expected = paraphrased_world(AutoTokenizer.from_pretrained(model_dir), (3, 4, 5), 4).documents
+    assert sorted(document.path for document in index.documents()) == sorted(expected)
 
 
 def test_ask_and_eval_search_with_a_retriever(run, model_dir, store, retriever, tmp_path):
