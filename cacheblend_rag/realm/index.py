@@ -145,7 +145,9 @@ def link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copyfile(source, target)
+        aside = target.with_name(f".{target.name}.{os.getpid()}")  # a copy that is stopped leaves no half of a file
+        shutil.copyfile(source, aside)
+        aside.replace(target)
 
 
 def embed(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.realm.index import PassageIndex, clear_unfinished, embed, newest_step
+from cacheblend_rag.realm.index import PassageIndex, bring_index, clear_unfinished, embed, newest_step
 from cacheblend_rag.realm.inputs import Collator
 from cacheblend_rag.realm.model import RealmModel
 from cacheblend_rag.realm.passages import Passage, tokenize
@@ -39,6 +39,26 @@ def test_an_index_is_named_when_it_is_whole_and_two_are_kept(tmp_path: Path) -> 
     assert loaded.vectors([[2]]).tolist() == [[[21.0, 21.0]]]
     clear_unfinished(tmp_path)
     assert not (tmp_path / ".building-77").exists()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_run_begins_with_the_newest_index_of_another_as_its_step_0(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError("no links here")
+
+    if not links:
+        monkeypatch.setattr("os.link", refuse)
+    for step in (3, 60):
+        PassageIndex.build(torch.full((2, 4), float(step)), step).save(tmp_path / "one")
+    (tmp_path / "other" / ".building-1").mkdir(parents=True)  # left by one that was killed
+    bring_index(tmp_path / "one", tmp_path / "other")
+    found = PassageIndex.load(tmp_path / "other")
+    assert (found.step, found.size) == (0, 2)
+    assert found.vectors([[0, 1]]).tolist() == [[[60.0] * 4] * 2]
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["step-00000000"]
+    assert PassageIndex.load(tmp_path / "one").step == 60
 
 
 def test_kinds_that_faiss_knows_are_made_and_others_are_named(tmp_path: Path) -> None:
