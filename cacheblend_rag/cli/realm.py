@@ -319,7 +319,7 @@ def demo(
 
 _DEMO_BERTS = {
     "tiny": "a BERT of 2 layers of 128: about ten minutes of one CPU core",
-    "minilm": "the bundled embedding's BERT, 6 layers of 384: about ten minutes of two CPU cores that have bfloat16",
+    "minilm": "the bundled embedding's BERT, 6 layers of 384: about a quarter of an hour of two CPU cores that have bfloat16",
 }
 
 
