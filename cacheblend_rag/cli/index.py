@@ -47,9 +47,7 @@ def index(
     model: EngineOptions,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk (default: 512).")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share (default: 0).")] = None,
-    embedding: Annotated[
-        str | None, typer.Option(help="sentence-transformers model for retrieval (default: all-MiniLM-L6-v2).")
-    ] = None,
+    embedding: options.Embedding = None,
     budgets: BudgetOptions,
     rank: options.Rank = None,
     as_json: options.AsJSON = False,

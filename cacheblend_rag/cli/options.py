@@ -199,3 +199,11 @@ def layers(text: str | None) -> tuple[int, ...] | None:
     if not found or list(found) != sorted(set(found)) or found[0] < 1:
         raise InputError(f"--check-layers {text!r} is not an ascending list of layers from 1 on; write 1 or 1,3.")
     return found
+
+
+Embedding = Annotated[
+    str | None,
+    typer.Option(
+        help="sentence-transformers model for retrieval, or its directory (default: the index's own, else all-MiniLM-L6-v2)."
+    ),
+]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 store = typer.Typer(
     no_args_is_help=True,
-    help="Look at a store, check it, make room in it. No model is loaded but by upgrade and calibrate.",
+    help="Look at a store, check it, make room in it. No model is loaded but by upgrade, reembed and calibrate.",
 )
 app.add_typer(store, name="store")
 
@@ -164,6 +164,45 @@ def upgrade(
     typer.echo(
         f"{report.ranked:,} of {len(chunks):,} chunks ranked, KV of {report.computed:,} computed in {seconds(report.seconds)}"
     )
+
+
+@store.command()
+def reembed(
+    *,
+    directory: options.Store = None,
+    tenant: options.Tenant = "default",
+    embedding: options.Embedding = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Embed every chunk again, by another model if one is named, such as `tune-retriever --part both` makes. All KV stays.
+
+    Searches go on meanwhile, and see all old or all new vectors. The model before can be named again later.
+    """
+    from cacheblend_rag.retrieval.index import ChunkIndex
+    from cacheblend_rag.store.tenants import home_of
+
+    name = (
+        str(Path(embedding).expanduser().resolve())
+        if embedding and Path(embedding).expanduser().is_dir()
+        else embedding
+    )
+    with (
+        ChunkIndex.open(home_of(options.store_directory(directory), tenant)) as index,
+        progress("Embedding") as show,
+    ):
+        before, total, done = index.stats().embedding, index.count(), 0
+
+        def step(count: int) -> None:
+            nonlocal done
+            done += count
+            show(done, total, "chunks")
+
+        index.rebuild(name, step)
+        after = index.stats()
+    if as_json:
+        print_json({"chunks": after.chunks, "before": before, "embedding": after.embedding})
+        return
+    typer.echo(f"{after.chunks:,} chunks embedded by {after.embedding}; before: {before}")
 
 
 @store.command()

@@ -53,13 +53,16 @@ def tune_retriever(
         ),
     ] = "marginal",
     part: Annotated[
-        Literal["adapter", "tower"],
+        Literal["adapter", "tower", "both"],
         typer.Option(
-            help="Tune one layer behind the query encoder, or all of it (slower, and worse at other questions)."
+            help="Tune one layer behind the query encoder, all of it, or what embeds the chunks, too: finds most, takes longest, "
+            "and the index is embedded again (`store reembed`)."
         ),
     ] = "adapter",
     candidates: Annotated[int, typer.Option(min=2, help="Chunks that the model judges for each question.")] = 16,
-    epochs: Annotated[int, typer.Option(min=1, help="Most rounds over the questions.")] = 20,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Most rounds over the questions (default: 20; both: 2).")
+    ] = None,
     answers: Annotated[
         int, typer.Option(min=0, help="Most held-out questions to answer before and after; 0 for none.")
     ] = 200,
@@ -175,4 +178,8 @@ def _print(result: TuneResult) -> None:
     typer.echo(table(rows))
     typer.echo(f"\n{result.why[0].upper()}{result.why[1:]}.")
     if result.saved is not None:
-        typer.echo(f"\nUse it:  cacheblend ask QUESTION --store {result.settings['store']} --retriever {result.saved}")
+        at = f"--store {result.settings['store']}"
+        for_both = f"cacheblend store reembed {at} --embedding {result.saved}"
+        typer.echo(
+            f"\nUse it:  {for_both if result.documents else f'cacheblend ask QUESTION {at} --retriever {result.saved}'}"
+        )

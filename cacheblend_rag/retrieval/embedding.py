@@ -60,8 +60,13 @@ class Embedder:
         path = Path(query_encoder).expanduser()
         if not path.is_dir():
             raise ModelError(f"There is no retriever in {path}; `cacheblend tune-retriever --output DIR` makes one.")
-        tuned_for = _tuned_for(path)
-        if tuned_for not in (None, self.name):
+        tuned_for, documents = _tuned_for(path)
+        if documents and not _same(self.name, path):
+            raise StoreMismatchError(
+                f"The retriever in {path} embeds documents, too, and these chunks were embedded by {self.name}. Embed them again "
+                f"first, which keeps their KV: cacheblend store reembed --embedding {path} --store DIRECTORY"
+            )
+        if not documents and tuned_for not in (None, self.name):
             raise StoreMismatchError(
                 f"The retriever in {path} was tuned for the embedding model {tuned_for}, and these chunks were embedded by "
                 f"{self.name}. Tune one for this index, or rebuild the index with --embedding {tuned_for}."
@@ -79,7 +84,7 @@ class Embedder:
         if not texts:
             return []
         with self._lock:
-            windows = [self._windows(text) for text in texts]
+            windows = [self.windows(text) for text in texts]
             vectors = self._encode(self.model.encode_document, [w for group in windows for w in group])
         return np.split(vectors, np.cumsum([len(group) for group in windows])[:-1])
 
@@ -94,11 +99,7 @@ class Embedder:
         with self._lock:
             return self._encode(self._query_model.encode_query, list(texts))
 
-    def _encode(self, encode: Any, texts: list[str]) -> Vectors:
-        vectors = encode(texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
-        return np.asarray(vectors, np.float32)
-
-    def _windows(self, text: str) -> list[str]:
+    def windows(self, text: str) -> list[str]:
         """Cut ``text`` into as few equal windows as the model can read whole, between word pieces."""
         limit = self.model.max_seq_length
         tokenizer = self.model.tokenizer
@@ -114,6 +115,10 @@ class Embedder:
         size = -(-len(edges) // -(-len(edges) // room))
         starts = [edges[at][0] for at in range(0, len(edges), size)]
         return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+
+    def _encode(self, encode: Any, texts: list[str]) -> Vectors:
+        vectors = encode(texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
+        return np.asarray(vectors, np.float32)
 
 
 def load_sentence_transformer(name: str, device: str | None = None) -> Any:
@@ -134,12 +139,17 @@ def load_sentence_transformer(name: str, device: str | None = None) -> Any:
         ) from error
 
 
-def _tuned_for(directory: Path) -> str | None:
-    """Return the embedding model that a query encoder was tuned for; None where it does not say."""
+def _tuned_for(directory: Path) -> tuple[str | None, bool]:
+    """Return for which embedding model an encoder was tuned (None: it does not say), and whether it embeds documents, too."""
     try:
         found = json.loads((directory / RETRIEVER_FILE).read_text("utf-8"))
-        return str(found["embedding"])
+        return str(found["embedding"]), bool(found.get("documents"))
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{directory / RETRIEVER_FILE} cannot be read ({error}); tune the retriever again.") from error
+
+
+def _same(name: str, directory: Path) -> bool:
+    """Say whether an embedding model's name is this directory."""
+    return Path(name).expanduser().resolve() == directory.resolve()

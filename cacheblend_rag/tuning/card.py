@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.marginal import posterior
-from cacheblend_rag.tuning.students import Student
+from cacheblend_rag.tuning.candidates import StoredCandidates
 from cacheblend_rag.tuning.teacher import Judged
-from cacheblend_rag.tuning.training import Candidates
 
 if TYPE_CHECKING:
     from cacheblend_rag.tuning.tune import TuneResult
@@ -33,9 +31,9 @@ library_name: sentence-transformers
 base_model: {embedding}
 tags: [sentence-transformers, retrieval, cacheblend]
 ---
-# A query encoder tuned by its reader
+# {title}
 
-It embeds **questions** for an index whose chunks were embedded by `{embedding}`; embed documents with that one. Tuned with
+{what} Tuned with
 `cacheblend tune-retriever` {version} (REALM, arXiv 2002.08909): {loss} loss, {part}, seed {seed}; the reader was {reader}, over
 {chunks:,} chunks; {train} questions learned from, {dev} to stop by, {held_out} held out.
 
@@ -47,8 +45,18 @@ documentation, found by the first line of each docstring.
     from sentence_transformers import SentenceTransformer
     SentenceTransformer("THIS DIRECTORY").encode_query("...")
 
-    cacheblend ask "..." --store DIR --retriever "THIS DIRECTORY"
+    {use}
 """
+_QUESTIONS_ONLY = (
+    "A query encoder tuned by its reader",
+    "It embeds **questions** for an index whose chunks were embedded by `{embedding}`; embed documents with that one.",
+    'cacheblend ask "..." --store DIR --retriever "THIS DIRECTORY"',
+)
+_BOTH = (
+    "An embedding model tuned by its reader",
+    "It embeds questions **and documents**; it began as `{embedding}`, and an index of that one must be embedded again.",
+    'cacheblend store reembed --store DIR --embedding "THIS DIRECTORY"',
+)
 
 
 def rows_of(result: TuneResult) -> list[list[str]]:
@@ -66,7 +74,11 @@ def write_card(directory: Path, result: TuneResult) -> None:
     rows = rows_of(result)
     table = "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
     training = result.settings["training"]
+    title, what, use = _BOTH if result.documents else _QUESTIONS_ONLY
     text = _CARD.format(
+        title=title,
+        what=what.format(embedding=result.settings["embedding"]),
+        use=use,
         **{name: result.settings[name] for name in ("embedding", "version", "reader", "chunks")},
         **{name: training[name] for name in ("loss", "part", "seed")},
         **result.questions,
@@ -76,21 +88,22 @@ def write_card(directory: Path, result: TuneResult) -> None:
 
 
 @torch.no_grad()
-def example(
-    judged: Sequence[Judged], index: ChunkIndex, embedder: Embedder, student: Student, temperature: float
-) -> dict[str, Any]:
+def example(judged: Sequence[Judged], index: ChunkIndex, tuned: ChunkIndex, temperature: float) -> dict[str, Any]:
     """Return the question whose posterior is farthest from its prior: what the reader found useful that the retriever did not.
 
-    Beside each candidate's text: p(z|x) before, p(z|x, y) by the reader, and p(z|x) after.
+    Beside each candidate's text: p(z|x) before, p(z|x, y) by the reader, and p(z|x) after. ``index`` and ``tuned`` are the same
+    chunks, as they are embedded and asked before and after.
     """
-    candidates = Candidates(judged, index, embedder, torch.device("cpu"))
     texts = [each.question.text for each in judged]
     rows = torch.arange(len(judged))
-    before, after = (
-        candidates.relevance(rows, torch.from_numpy(vectors)) / temperature
-        for vectors in (embedder.questions(texts), student.vectors(texts))
-    )
-    believed, useful, learned = before.softmax(-1), posterior(before, candidates.reader), after.softmax(-1)
+    relevances = []
+    for each in (index, tuned):
+        embedder = each.load_embedder()
+        candidates = StoredCandidates(judged, each, embedder, torch.device("cpu"))
+        relevance, reader = candidates.of(rows, torch.from_numpy(embedder.questions(texts)))
+        relevances.append(relevance / temperature)
+    before, after = relevances
+    believed, useful, learned = before.softmax(-1), posterior(before, reader), after.softmax(-1)
     at = int((useful - believed).abs().sum(-1).argmax())
     shown = judged[at]
     return {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from cacheblend_rag.evaluation.intervals import mean_interval
-from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.tuning.questions import TuningQuestion
 
 DEPTH: Final = 20
@@ -60,7 +60,17 @@ def gain(before: Sequence[float], after: Sequence[float], groups: Sequence[str])
     return Gain(float(np.mean(before)), float(np.mean(after)), low, high)
 
 
-def ranks(index: ChunkIndex, questions: Sequence[TuningQuestion], vectors: Vectors) -> list[int]:
+class Searched(Protocol):
+    """What finds chunks: an index."""
+
+    def nearest(self, vector: Vectors, k: int) -> list[tuple[str, float]]:
+        """See :meth:`ChunkIndex.nearest`."""
+
+    def chunk(self, chunk_id: str) -> Chunk:
+        """See :meth:`ChunkIndex.chunk`."""
+
+
+def ranks(index: Searched, questions: Sequence[TuningQuestion], vectors: Vectors) -> list[int]:
     """Return the rank of the first chunk that answers each question, from 1; 0 where none is among the first :data:`DEPTH`."""
     found = []
     for question, vector in zip(questions, vectors, strict=True):

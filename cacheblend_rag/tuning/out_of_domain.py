@@ -35,8 +35,8 @@ class DocstringTask:
         questions: The first lines.
     """
 
-    def __init__(self, embedder: Embedder, count: int, seed: int = 0):
-        """Draw and embed ``count`` passages.
+    def __init__(self, embedder: Embedder, count: int, others: bool = False):
+        """Draw and embed ``count`` passages; with ``others``, as far as there are so many, none of those that are drawn without.
 
         Raises:
             InputError: Python runs without docstrings (``-OO``).
@@ -46,7 +46,10 @@ class DocstringTask:
             raise InputError(
                 "Python runs without its docstrings (-OO), which the out-of-domain check is made of; run it without -OO."
             )
-        drawn = Random(seed).sample(sorted(pairs.items()), count)
+        drawn = Random(0).sample(sorted(pairs.items()), count)
+        if others:
+            rest = sorted(pairs.items() - set(drawn))
+            drawn = Random(1).sample(rest, min(count, len(rest)))
         self.questions = [question for question, _ in drawn]
         windows = embedder.texts([passage for _, passage in drawn])
         self._vectors = np.concatenate(windows)

@@ -42,14 +42,14 @@ def unfinished(output: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def write_model(model: Any, directory: Path, embedding: str) -> None:
-    """Write the model, and for which embedding model's vectors it is."""
+def write_model(model: Any, directory: Path, about: dict[str, Any]) -> None:
+    """Write the model, and what it is for; see :func:`write_report`."""
     model.save_pretrained(str(directory), create_model_card=False)
-    write_report(directory, {"embedding": embedding})
+    write_report(directory, about)
 
 
 def write_report(directory: Path, report: dict[str, Any]) -> None:
-    """Write what was measured beside the model; it must name the embedding model."""
+    """Write what was measured beside the model; it must name the embedding model it was tuned from."""
     (directory / RETRIEVER_FILE).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -1,29 +1,43 @@
-"""The query encoder as it is tuned: an adapter behind the embedding model, or all of it. The chunks' vectors stay as they are."""
+"""What is tuned: a layer behind the query encoder, all of it, or the whole embedding model, chunks' vectors included."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Final, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import torch
 from torch.nn.functional import normalize
 
-Part = Literal["adapter", "tower"]
+Part = Literal["adapter", "tower", "both"]
 PARTS: Final[tuple[str, ...]] = get_args(Part)
 
 
 class Student(ABC):
-    """A query encoder that learns.
+    """An encoder that learns.
 
     Attributes:
-        rate: A learning rate that suits it.
+        epochs: Most rounds over the questions that suit it.
+        batch: Questions in a step that suit it.
+        passes: What a step takes, in encodings of its texts.
+        documents: Whether it embeds the chunks, too; else their vectors stay as they are.
         model: It as a sentence-transformers model.
     """
 
-    rate: float
+    epochs: ClassVar[int] = 20
+    batch: ClassVar[int] = 32
+    passes: ClassVar[float] = 3  # forward and backward
+    documents: ClassVar[bool] = False
     model: Any
+
+    @abstractmethod
+    def __init__(self, model: Any):
+        """Start as ``model`` itself, which stays as it is."""
+
+    @abstractmethod
+    def rate(self, done: float) -> float:
+        """Return the learning rate, of which share of all steps is ``done``."""
 
     @abstractmethod
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -45,7 +59,7 @@ class Student(ABC):
 class Adapter(Student):
     """One linear layer with a residual connection behind the embedding model; what is before it is computed once."""
 
-    rate = 5e-4
+    passes = 0.1  # its inputs are computed once
 
     def __init__(self, model: Any):
         """Start as ``model`` itself: the layer's weights are 0."""
@@ -66,6 +80,10 @@ class Adapter(Student):
         )
         self._known: dict[str, torch.Tensor] = {}
 
+    def rate(self, done: float) -> float:
+        """See :class:`Student`."""
+        return 5e-4
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """See :class:`Student`."""
         return list(self._dense.parameters())
@@ -82,14 +100,16 @@ class Adapter(Student):
 
 
 class Tower(Student):
-    """A copy of the whole embedding model."""
-
-    rate = 3e-5
+    """A copy of the whole embedding model, for questions."""
 
     def __init__(self, model: Any):
         """Start as ``model`` itself."""
         self.model = copy.deepcopy(model)
         self.model.train()
+
+    def rate(self, done: float) -> float:
+        """See :class:`Student`."""
+        return 3e-5
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """See :class:`Student`."""
@@ -97,14 +117,37 @@ class Tower(Student):
 
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
         """See :class:`Student`."""
-        prompt = self.model.prompts.get("query")
-        features = self.model.preprocess(list(texts), prompt=prompt)
+        return self._encode(texts, "query")
+
+    def _encode(self, texts: Sequence[str], prompt: str) -> torch.Tensor:
+        features = self.model.preprocess(list(texts), prompt=self.model.prompts.get(prompt))
         on_device = {
             name: value.to(self.model.device) if torch.is_tensor(value) else value for name, value in features.items()
         }
         return normalize(self.model(on_device)["sentence_embedding"], dim=-1)
 
 
-def student_of(part: Part, model: Any) -> Student:
-    """Return a student that starts as ``model``."""
-    return Adapter(model) if part == "adapter" else Tower(model)
+class Both(Tower):
+    """A copy of the whole embedding model, for questions and chunks alike: they learn to meet."""
+
+    epochs = 2
+    batch = 16
+    documents = True
+
+    def rate(self, done: float) -> float:
+        """See :class:`Student`."""
+        return 3e-5 * min(1.0, 10 * done + 0.1) * (1 - done)
+
+    def encode_chunks(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return the unit vectors of chunks, or windows of them, as :meth:`encode` does those of questions."""
+        return self._encode(texts, "document")
+
+    @torch.no_grad()
+    def step_back(self, start: Mapping[str, torch.Tensor], share: float) -> None:
+        """Move every weight by ``share`` of the way back to where it started (WiSE-FT, arXiv 2109.01903)."""
+        for name, weight in self.model.state_dict().items():
+            if weight.is_floating_point():
+                weight.lerp_(start[name].to(weight), share)
+
+
+STUDENTS: Final[dict[str, type[Student]]] = {"adapter": Adapter, "tower": Tower, "both": Both}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from cacheblend_rag import __version__
@@ -13,18 +16,22 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.evaluation.metrics import exact_match, f1
 from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.tuning.candidates import SOME
 from cacheblend_rag.tuning.card import example, write_card
 from cacheblend_rag.tuning.judging import Gain, Vectors, gain, gains, ranks
 from cacheblend_rag.tuning.out_of_domain import DocstringTask
 from cacheblend_rag.tuning.questions import Split, TuningQuestion, split_questions
 from cacheblend_rag.tuning.saving import check_free, put_in_place, unfinished, write_model, write_report
-from cacheblend_rag.tuning.students import student_of
+from cacheblend_rag.tuning.students import STUDENTS, Both, Student
 from cacheblend_rag.tuning.teacher import Judged, Teacher
 from cacheblend_rag.tuning.training import Point, TrainSettings, train
 
 MOST_LOST: Final = 0.01
 """How much recall@5 a retriever may lose out of domain: one point."""
+_ROUNDING: Final = 1e-9  # of shares that are counted: 299 - 295 of 400 are a point
+_SHARES: Final = (1.0, 0.75, 0.5, 0.35, 0.25)
 _SHORT = SamplingParams(max_tokens=32, stop=("\n",))
 
 Progress = Callable[[float, int, str], None]
@@ -59,7 +66,8 @@ class TuneResult:
     """What came of it.
 
     Attributes:
-        saved: Where the tuned query encoder is; None if it is not better, and not saved.
+        saved: Where the tuned encoder is; None if it is not better, and not saved.
+        documents: Whether it embeds documents, too: an index needs :meth:`ChunkIndex.rebuild` before it is asked by it.
         why: The verdict in words.
         held_out: Gains on the questions held out, by measure; ``em`` and ``f1`` where answers were made.
         out_of_domain: Gains on Python's own documentation.
@@ -72,6 +80,7 @@ class TuneResult:
     """
 
     saved: Path | None
+    documents: bool
     why: str
     held_out: dict[str, Gain]
     out_of_domain: dict[str, Gain]
@@ -88,6 +97,7 @@ class TuneResult:
             **{name: found.to_dict() for name, found in self.held_out.items()},
             "out_of_domain": {name: found.to_dict() for name, found in self.out_of_domain.items()},
             "saved": None if self.saved is None else str(self.saved),
+            "documents": self.documents,
             "why": self.why,
             "questions": self.questions,
             "reader": self.reader,
@@ -106,10 +116,10 @@ def tune(
     progress: Callable[[str], Progress] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> TuneResult:
-    """Tune the query encoder of a pipeline's index by what helps its reader.
+    """Tune the encoder of a pipeline's index by what helps its reader.
 
-    Neither the index nor a chunk's KV changes. What the reader makes of each question is kept in a file beside ``output``, from
-    which an interrupted run goes on.
+    Neither the index nor a chunk's KV changes; what embeds documents, too, is tried on a copy. What the reader makes of each
+    question is kept in a file beside ``output``, from which an interrupted run goes on.
 
     Args:
         pipeline: Index and reader; it must use the index's own embedding model.
@@ -155,36 +165,76 @@ class _Run:
             judged = teacher.judge(split.train, vectors, self._progress("Judging"))
         self._took("judging", begin)
         begin = time.perf_counter()
-        student = student_of(self._settings.training.part, self._embedder.model)
         training = self._settings.training
+        student = STUDENTS[training.part](self._embedder.model)
         curve = train(student, judged, split.dev, self._index, self._embedder, training, self._progress("Training"))
+        kept = self._step_back(student) if isinstance(student, Both) else 1.0
         self._took("training", begin)
-        tuned = student.vectors([question.text for question in split.held_out])
         with unfinished(self._output) as directory:
-            write_model(student.model, directory, self._embedder.name)
-            groups = [question.group for question in split.held_out]
-            before, after = (ranks(self._index, split.held_out, vectors) for vectors in (base, tuned))
-            held_out = gains(before, after, groups) | self._answers(split.held_out, directory)
-            elsewhere = self._out_of_domain(student.vectors)
+            about = {"embedding": self._embedder.name, "documents": student.documents}
+            write_model(student.model, directory, about)
+            with self._tuned(student, directory) as tuned:
+                after = ranks(tuned, split.held_out, student.vectors([question.text for question in split.held_out]))
+                groups = [question.group for question in split.held_out]
+                held_out = gains(ranks(self._index, split.held_out, base), after, groups)
+                shown = example(judged, self._index, tuned, training.temperature)
+                held_out |= self._answers(split.held_out, tuned)  # which closes it
+            elsewhere = self._out_of_domain(student)
             saved, why = verdict(held_out["recall_at_5"], elsewhere["recall_at_5"])
             counts = {"train": len(split.train), "dev": len(split.dev), "held_out": len(split.held_out)}
             result = TuneResult(
                 self._output if saved else None,
+                student.documents,
                 why,
                 held_out,
                 elsewhere,
                 counts,
                 judge_reader(judged, self._index),
                 curve,
-                example(judged, self._index, self._embedder, student, training.temperature),
+                shown,
                 self._seconds,
-                self._describe(),
+                {**self._describe(), "kept": kept},
             )
             if saved:
-                write_report(directory, {"embedding": self._embedder.name, **result.to_dict()})
+                write_report(directory, {**about, **result.to_dict()})
                 write_card(directory, result)
                 put_in_place(directory, self._output)
         return result
+
+    def _step_back(self, student: Both) -> float:
+        """Give up as much of what was learned as it takes to lose next to nothing elsewhere; return the share that is kept.
+
+        Measured on other passages than the verdict's.
+        """
+        count, start = self._settings.elsewhere, self._embedder.model.state_dict()
+        task = DocstringTask(self._embedder, count, others=True)
+        before = task.ranks(self._embedder.questions(task.questions))
+        learned = copy.deepcopy(student.model.state_dict())
+        for kept in _SHARES:
+            student.model.load_state_dict(learned)
+            student.step_back(start, 1 - kept)
+            after = DocstringTask(Embedder(self._embedder.name, student.model), count, others=True)
+            found = gains(before, after.ranks(student.vectors(task.questions)), [""] * len(before))
+            if found["recall_at_5"].difference >= -MOST_LOST / 2 - _ROUNDING:
+                break
+        return kept
+
+    @contextmanager
+    def _tuned(self, student: Student, directory: Path) -> Iterator[ChunkIndex]:
+        """Give the index as it will be asked: by another query encoder, or a copy that is embedded anew."""
+        if not student.documents:
+            with ChunkIndex.open(self._index.directory, None, directory) as index:
+                yield index
+            return
+        begin = time.perf_counter()
+        show, documents = self._progress("Embedding"), self._index.documents()
+        config = replace(self._index.config, embedding=str(directory))
+        with TemporaryDirectory(prefix="cacheblend-tuned-") as place, ChunkIndex.open(place, config) as index:
+            for number, document in enumerate(documents):
+                show(number, len(documents), "")
+                index.add(document.path, document.digest, self._index.chunks_of(document.path))
+            self._took("embedding", begin)
+            yield index
 
     def _estimate(self, split: Split, teacher: Teacher, vectors: Vectors) -> str:
         """Judge two questions, encode a batch and answer a question; say how long all of it will take at the most."""
@@ -198,10 +248,9 @@ class _Run:
         teacher.judge(split.train[:1], vectors[:1], quiet)  # the first one warms up
         judging = timed(lambda: teacher.judge(split.train[1:2], vectors[1:2], quiet)) * len(split.train)
         training = self._settings.training
-        batch = [question.text for question in split.train[: training.batch]]
-        passes = 3 if training.part == "tower" else 0.1  # forward and backward; an adapter's inputs are computed once
-        steps = training.epochs * -(-len(split.train) // training.batch)
-        learning = timed(lambda: self._embedder.questions(batch)) * passes * steps
+        batch = [question.text for question in split.train[: training.size]]
+        steps = training.rounds * -(-len(split.train) // training.size)
+        learning = timed(lambda: self._encode(batch)) * STUDENTS[training.part].passes * steps
         answers = min(self._settings.answers, len(split.held_out))
         answering = timed(lambda: _first_line(self._pipeline, batch[0])) * 2 * answers if answers else 0.0
         return (
@@ -210,14 +259,22 @@ class _Run:
             f"({_minutes(judging)} judging, at most {_minutes(learning)} training, {_minutes(answering)} answering)"
         )
 
+    def _encode(self, questions: list[str]) -> None:
+        """Embed what a step embeds: questions, and for each some chunks if these are learned, too."""
+        vectors = self._embedder.questions(questions)
+        if STUDENTS[self._settings.training.part].documents:
+            near = {name for vector in vectors for name, _ in self._index.nearest(vector, SOME)}
+            self._embedder.texts([self._index.chunk(name).text for name in near])
+
     def _took(self, part: str, begin: float) -> None:
         self._seconds[part] = time.perf_counter() - begin
 
     def _describe(self) -> dict[str, Any]:
         engine = self._pipeline.engine
-        stats = self._index.stats()
+        stats, training = self._index.stats(), self._settings.training
         return {
             **asdict(self._settings),
+            "training": {**asdict(training), "epochs": training.rounds, "batch": training.size},
             "version": __version__,
             "reader": engine.fingerprint.name,
             "embedding": self._embedder.name,
@@ -225,18 +282,18 @@ class _Run:
             "chunks": stats.chunks,
         }
 
-    def _answers(self, questions: Sequence[TuningQuestion], directory: Path) -> dict[str, Gain]:
+    def _answers(self, questions: Sequence[TuningQuestion], tuned: ChunkIndex) -> dict[str, Gain]:
         """Answer held-out questions as `cacheblend ask` would, before and after."""
         asked = [question for question in questions if question.answers][: self._settings.answers]
         if not asked:
             return {}
         begin = time.perf_counter()
         show = self._progress("Answering")
-        with self._pipeline.over(ChunkIndex.open(self._index.directory, None, directory)) as tuned:
+        with self._pipeline.over(tuned) as other:
             said = []
             for number, question in enumerate(asked):
                 show(number, len(asked), "")
-                said.append([_first_line(each, question.text) for each in (self._pipeline, tuned)])
+                said.append([_first_line(each, question.text) for each in (self._pipeline, other)])
         self._took("answering", begin)
         groups = [question.group for question in asked]
         found = {}
@@ -248,12 +305,14 @@ class _Run:
             found[name] = gain(before, after, groups)
         return found
 
-    def _out_of_domain(self, encode: Callable[[list[str]], Vectors]) -> dict[str, Gain]:
+    def _out_of_domain(self, student: Student) -> dict[str, Gain]:
         begin = time.perf_counter()
-        task = DocstringTask(self._embedder, self._settings.elsewhere)
-        before, after = (task.ranks(of(task.questions)) for of in (self._embedder.questions, encode))
+        task = after = DocstringTask(self._embedder, self._settings.elsewhere)
+        if student.documents:
+            after = DocstringTask(Embedder(self._embedder.name, student.model), self._settings.elsewhere)
+        found = task.ranks(self._embedder.questions(task.questions)), after.ranks(student.vectors(task.questions))
         self._took("out of domain", begin)
-        return gains(before, after, [""] * len(before))
+        return gains(*found, [""] * len(task.questions))
 
 
 def judge_reader(judged: Sequence[Judged], index: ChunkIndex) -> dict[str, float]:
@@ -274,7 +333,7 @@ def verdict(held_out: Gain, out_of_domain: Gain) -> tuple[bool, str]:
     """Say whether a tuned query encoder is to be saved, by its recall@5, and why."""
     if not held_out.sure:
         return False, "not better, not saved: on questions held out the gain in recall@5 may be chance"
-    if out_of_domain.difference < -MOST_LOST:
+    if out_of_domain.difference < -MOST_LOST - _ROUNDING:
         return False, "not saved: better on questions held out, but it loses more than a point out of domain"
     return True, "better on questions held out, and no worse out of domain"
 

@@ -119,3 +119,20 @@ def test_ask_by_the_sum_over_chunks(run, model_dir, store):
     assert sum(source["prior"] for source in found["sources"]) == pytest.approx(1)
     shown = run(*ask)
     assert shown.exit_code == 0 and "different answers from 3 chunks" in shown.stdout
+
+
+def test_a_store_is_embedded_again_and_back_and_its_kv_stays(run, model_dir, store, retriever):
+    (retriever / RETRIEVER_FILE).write_text(json.dumps({"embedding": DEFAULT_EMBEDDING, "documents": True}))
+    asked = ["ask", QUESTION, "--store", store, "--model", model_dir, "--json"]
+    refused = run(*asked, "--retriever", retriever)
+    assert refused.exit_code == 3 and "cacheblend store reembed" in refused.stderr
+    before = as_json(run(*asked))
+    found = as_json(run("store", "reembed", "--store", store, "--embedding", retriever, "--json"))
+    assert found["before"] == DEFAULT_EMBEDDING and found["embedding"] == str(retriever) and found["chunks"] > 1
+    after = as_json(run(*asked))
+    assert [each["id"] for each in after["sources"]] == [each["id"] for each in before["sources"]]
+    assert after["usage"]["reused_tokens"] == before["usage"]["reused_tokens"] > 0
+    shown = run("store", "reembed", "--store", store, "--embedding", DEFAULT_EMBEDDING)
+    assert f"embedded by {DEFAULT_EMBEDDING}; before: {retriever}" in " ".join(shown.stdout.split())
+    missing = run("store", "reembed", "--store", store, "--embedding", retriever / "missing")
+    assert missing.exit_code == 4 and "cannot be loaded" in missing.stderr

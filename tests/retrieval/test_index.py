@@ -86,7 +86,7 @@ def test_what_stands_beyond_the_models_reach_is_found(real_embedder: Embedder) -
 
 def test_windows_cover_the_text_and_fit_the_model(real_embedder: Embedder) -> None:
     text = "A naïve café—unbelievably antidisestablishmentarian. " * 60
-    windows = real_embedder._windows(text)
+    windows = real_embedder.windows(text)
     assert "".join(windows) == text
     tokenizer = real_embedder.model.tokenizer
     # A word cut in two may take one more word piece than it did whole.

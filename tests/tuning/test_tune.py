@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from cacheblend_rag.engines.results import Score
 from cacheblend_rag.errors import InputError, ModelError, StoreMismatchError
@@ -16,8 +18,11 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, RETRIEVER_FILE, Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.tuning.candidates import SOME, LearnedCandidates, StoredCandidates
 from cacheblend_rag.tuning.judging import Gain, gain
+from cacheblend_rag.tuning.out_of_domain import DocstringTask
 from cacheblend_rag.tuning.questions import TuningQuestion, shuffled_answers, split_questions
+from cacheblend_rag.tuning.students import STUDENTS
 from cacheblend_rag.tuning.teacher import Teacher
 from cacheblend_rag.tuning.training import TrainSettings
 from cacheblend_rag.tuning.tune import TuneSettings, tune, verdict
@@ -96,6 +101,80 @@ def test_a_retriever_tuned_by_its_reader_finds_more_and_is_an_ordinary_model(pip
         tune(pipeline, questions, result.saved, FAST)
 
 
+def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_again(
+    pipeline, questions, world_directory, tmp_path
+) -> None:
+    settings = replace(FAST, training=TrainSettings(part="both"))
+    generation = pipeline.chunks.generation
+    result = tune(pipeline, questions, tmp_path / "out", settings)
+    found = result.held_out["recall_at_5"]
+    assert found.sure and result.documents and result.saved == tmp_path / "out", result.why
+    assert 0 < result.settings["kept"] <= 1 and result.settings["training"]["epochs"] == 2
+    assert pipeline.chunks.generation == generation, "only a copy is embedded anew"
+    assert "store reembed" in (result.saved / "README.md").read_text()
+    with (
+        ChunkIndex.open(world_directory, query_encoder=result.saved) as index,
+        pytest.raises(StoreMismatchError, match="store reembed"),
+    ):
+        index.load_embedder()
+    other = shutil.copytree(world_directory, tmp_path / "store")
+    with ChunkIndex.open(other) as index:
+        before = [chunk.id for chunk in index.chunks()]
+        index.rebuild(str(result.saved))
+        assert [chunk.id for chunk in index.chunks()] == before, "chunks, and with them their KV, stay"
+        held_out = split_questions(questions, FAST.seed).held_out
+        hits = [{hit.chunk.id for hit in index.search(q.text, 5)} for q in held_out]
+        assert np.mean([bool(ids & q.relevant) for ids, q in zip(hits, held_out, strict=True)]) == found.after
+    with ChunkIndex.open(other, query_encoder=result.saved) as index:
+        assert index.search(held_out[0].text, 5), "naming it again does no harm"
+
+
+def test_chunks_embedded_in_a_step_are_as_near_to_a_question_as_the_stored_ones(pipeline, questions) -> None:
+    embedder = pipeline.chunks.load_embedder()
+    few = questions[:6]
+    vectors = embedder.questions([q.text for q in few])
+    with Teacher(pipeline.engine, pipeline.chunks, pipeline.instruction, SOME) as teacher:
+        judged = teacher.judge(few, vectors, lambda done, total, at: None)
+    student = STUDENTS["both"](embedder.model)
+    student.model.eval()
+    rows, asked = torch.arange(len(few)), torch.from_numpy(vectors)
+    learned = LearnedCandidates(judged, pipeline.chunks, embedder, student, seed=0)
+    stored = StoredCandidates(judged, pipeline.chunks, embedder, torch.device("cpu"))
+    relevance, reader = learned.of(rows, asked)
+    expected, logprobs = stored.of(rows, asked)
+    liked = 0
+    for row in range(len(few)):
+        likely = reader[row] > reader[row, 0]  # column 0 is the null document
+        wanted = logprobs[row] > logprobs[row, -1]
+        liked += int(wanted.sum())
+        assert torch.allclose(relevance[row][likely].sort().values, expected[row][wanted].sort().values, atol=1e-5)
+        assert torch.allclose(relevance[row, 0], expected[row, -1], atol=1e-5)
+    assert liked >= 3
+    relevance.sum().backward()
+    assert all(weight.grad is not None for name, weight in student.model.named_parameters() if "pooler" not in name)
+
+
+def test_an_encoder_that_steps_all_the_way_back_is_what_it_was(pipeline) -> None:
+    embedder = pipeline.chunks.load_embedder()
+    student, start = STUDENTS["both"](embedder.model), embedder.model.state_dict()
+    before = student.vectors(["Who leads it?"])
+    with torch.no_grad():
+        for weight in student.parameters():
+            weight.add_(0.01 * torch.randn_like(weight))
+    moved = student.vectors(["Who leads it?"])
+    student.step_back(start, 0.5)
+    half = student.vectors(["Who leads it?"])
+    assert np.abs(moved - before).max() > np.abs(half - before).max() > 1e-3
+    student.step_back(start, 1.0)
+    assert np.allclose(student.vectors(["Who leads it?"]), before, atol=1e-6)
+
+
+def test_what_guards_the_tuning_is_not_what_judges_it(pipeline) -> None:
+    embedder = pipeline.chunks.load_embedder()
+    judges, guards = DocstringTask(embedder, 40), DocstringTask(embedder, 40, others=True)
+    assert len(guards.questions) == 40 and not set(judges.questions) & set(guards.questions)
+
+
 def test_with_shuffled_answers_nothing_is_saved(pipeline, questions, tmp_path) -> None:
     result = tune(pipeline, shuffled_answers(questions, 1), tmp_path / "out", replace(FAST, answers=0))
     assert result.saved is None and "not better, not saved" in result.why
@@ -139,10 +218,9 @@ def test_questions_whose_chunks_are_known_need_no_answer(pipeline, questions, tm
         tune(pipeline, questions, tmp_path / "other", FAST)
 
 
-@pytest.mark.parametrize("part", ["adapter", "tower"])
+@pytest.mark.parametrize("part", ["adapter", "tower", "both"])
 @pytest.mark.parametrize("loss", ["marginal", "kl", "infonce"])
 def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, loss) -> None:
-    from cacheblend_rag.tuning.students import student_of
     from cacheblend_rag.tuning.training import train
 
     few = questions[:30]
@@ -150,9 +228,9 @@ def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, l
     before = embedder.questions([q.text for q in few])
     with Teacher(pipeline.engine, pipeline.chunks, pipeline.instruction, 8) as teacher:
         judged = teacher.judge(few, before, lambda done, total, at: None)
-    student = student_of(part, embedder.model)
+    student = STUDENTS[part](embedder.model)
     assert np.allclose(student.vectors([q.text for q in few]), before, atol=1e-5)
-    settings = TrainSettings(loss, part, epochs=6 if part == "tower" else 15, patience=20, batch=10)
+    settings = TrainSettings(loss, part, epochs={"adapter": 15, "tower": 6, "both": 3}[part], patience=20, batch=10)
     curve = train(student, judged, few, pipeline.chunks, embedder, settings, lambda done, total, at: None)
     assert max(point.mrr for point in curve) > curve[0].mrr + 0.03
     assert np.allclose(embedder.questions([q.text for q in few]), before, atol=1e-6), (
@@ -165,6 +243,7 @@ def test_the_verdict_wants_a_sure_gain_and_no_loss_elsewhere() -> None:
     same, loses = Gain(0.9, 0.891, -0.03, 0.01), Gain(0.9, 0.88, -0.03, 0.0)
     assert verdict(sure, same)[0]
     assert not verdict(chance, same)[0]
+    assert verdict(sure, Gain(299 / 400, 295 / 400, -0.03, 0.01))[0], "a point is no more than a point"
     assert not verdict(sure, loses)[0] and "out of domain" in verdict(sure, loses)[1]
     groups = [str(n) for n in range(20)]
     better = gain([0.0] * 20, [1.0] * 15 + [0.0] * 5, groups)
