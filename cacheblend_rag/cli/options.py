@@ -146,6 +146,13 @@ Encrypt = Annotated[
     ),
 ]
 
+Embedding = Annotated[
+    str | None,
+    typer.Option(
+        help="sentence-transformers model for retrieval, or its directory (default: the index's own, else all-MiniLM-L6-v2)."
+    ),
+]
+
 
 def store_directory(given: Path | None) -> Path:
     """Return the store's directory: the given one, else one in the user's cache directory (or ``CACHEBLEND_HOME``)."""
@@ -199,11 +206,3 @@ def layers(text: str | None) -> tuple[int, ...] | None:
     if not found or list(found) != sorted(set(found)) or found[0] < 1:
         raise InputError(f"--check-layers {text!r} is not an ascending list of layers from 1 on; write 1 or 1,3.")
     return found
-
-
-Embedding = Annotated[
-    str | None,
-    typer.Option(
-        help="sentence-transformers model for retrieval, or its directory (default: the index's own, else all-MiniLM-L6-v2)."
-    ),
-]

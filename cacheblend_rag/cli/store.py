@@ -181,11 +181,8 @@ def reembed(
     from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store.tenants import home_of
 
-    name = (
-        str(Path(embedding).expanduser().resolve())
-        if embedding and Path(embedding).expanduser().is_dir()
-        else embedding
-    )
+    if embedding is not None and (at := Path(embedding).expanduser()).is_dir():
+        embedding = str(at.resolve())  # it is recorded in the index, which is opened from elsewhere, too
     with (
         ChunkIndex.open(home_of(options.store_directory(directory), tenant)) as index,
         progress("Embedding") as show,
@@ -197,7 +194,7 @@ def reembed(
             done += count
             show(done, total, "chunks")
 
-        index.rebuild(name, step)
+        index.rebuild(embedding, step)
         after = index.stats()
     if as_json:
         print_json({"chunks": after.chunks, "before": before, "embedding": after.embedding})

@@ -178,8 +178,5 @@ def _print(result: TuneResult) -> None:
     typer.echo(table(rows))
     typer.echo(f"\n{result.why[0].upper()}{result.why[1:]}.")
     if result.saved is not None:
-        at = f"--store {result.settings['store']}"
-        for_both = f"cacheblend store reembed {at} --embedding {result.saved}"
-        typer.echo(
-            f"\nUse it:  {for_both if result.documents else f'cacheblend ask QUESTION {at} --retriever {result.saved}'}"
-        )
+        command, option = ("store reembed", "--embedding") if result.documents else ("ask QUESTION", "--retriever")
+        typer.echo(f"\nUse it:  cacheblend {command} --store {result.settings['store']} {option} {result.saved}")

@@ -69,7 +69,7 @@ class Embedder:
         if not documents and tuned_for not in (None, self.name):
             raise StoreMismatchError(
                 f"The retriever in {path} was tuned for the embedding model {tuned_for}, and these chunks were embedded by "
-                f"{self.name}. Tune one for this index, or rebuild the index with --embedding {tuned_for}."
+                f"{self.name}. Tune one for this index, or embed it again: cacheblend store reembed --embedding {tuned_for}"
             )
         model = load_sentence_transformer(str(path), str(self.model.device))
         if model.get_embedding_dimension() != self.model.get_embedding_dimension():

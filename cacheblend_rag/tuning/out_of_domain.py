@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from random import Random
 from typing import Any, Final
@@ -63,6 +64,7 @@ class DocstringTask:
         return [int(rank) if rank <= DEPTH else 0 for rank in found]
 
 
+@cache
 def _pairs() -> dict[str, str]:
     """Return the rest of every docstring by its first line, where both say something and no other has that first line."""
     found: dict[str, str | None] = {}
