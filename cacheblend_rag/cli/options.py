@@ -146,10 +146,19 @@ Encrypt = Annotated[
     ),
 ]
 
+
+def _where_it_is(embedding: str | None) -> str | None:
+    """Return a directory's whole path: it is recorded in the index, which is opened from elsewhere, too."""
+    if embedding is not None and (at := Path(embedding).expanduser()).is_dir():
+        return str(at.resolve())
+    return embedding
+
+
 Embedding = Annotated[
     str | None,
     typer.Option(
-        help="sentence-transformers model for retrieval, or its directory (default: the index's own, else all-MiniLM-L6-v2)."
+        callback=_where_it_is,
+        help="sentence-transformers model for retrieval, or its directory (default: the index's own, else all-MiniLM-L6-v2).",
     ),
 ]
 

@@ -181,8 +181,6 @@ def reembed(
     from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store.tenants import home_of
 
-    if embedding is not None and (at := Path(embedding).expanduser()).is_dir():
-        embedding = str(at.resolve())  # it is recorded in the index, which is opened from elsewhere, too
     with (
         ChunkIndex.open(home_of(options.store_directory(directory), tenant)) as index,
         progress("Embedding") as show,

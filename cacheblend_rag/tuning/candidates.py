@@ -15,8 +15,8 @@ from cacheblend_rag.tuning.students import Both
 from cacheblend_rag.tuning.teacher import Judged
 
 _NEVER = -1e4  # a log-likelihood or similarity that has no share in anything
-SOME: Final = 4
-"""Of a question's candidates, how many are embedded in a step."""
+EMBEDDED: Final = 4
+"""Of a question's candidates, how many are embedded anew in a step."""
 
 
 class Candidates(Protocol):
@@ -81,7 +81,7 @@ class LearnedCandidates:
     def of(self, rows: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Candidates`."""
         asked = [self._judged[row] for row in rows.tolist()]
-        names = list(dict.fromkeys(["", *(name for each in asked for name in self._some(each))]))
+        names = list(dict.fromkeys(["", *(name for each in asked for name in self._drawn_of(each))]))
         owner = torch.tensor([at for at, name in enumerate(names) for _ in self._windows[name]], device=vectors.device)
         windows = self._student.encode_chunks([text for name in names for text in self._windows[name]])
         similar = vectors @ windows.T
@@ -91,7 +91,7 @@ class LearnedCandidates:
         reader = [[of.get(name, each.logprobs[-1]) for name in names] for of, each in zip(known, asked, strict=True)]
         return relevance, torch.tensor(reader, device=vectors.device).clamp_min(_NEVER)
 
-    def _some(self, each: Judged) -> list[str]:
+    def _drawn_of(self, each: Judged) -> list[str]:
         liked = max(range(len(each.chunks)), key=each.logprobs.__getitem__)
         rest = [name for at, name in enumerate(each.chunks) if at != liked]
-        return [each.chunks[liked], *self._drawn.permutation(rest)[: SOME - 1].tolist()]
+        return [each.chunks[liked], *self._drawn.permutation(rest)[: EMBEDDED - 1].tolist()]

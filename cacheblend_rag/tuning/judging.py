@@ -60,6 +60,19 @@ def gain(before: Sequence[float], after: Sequence[float], groups: Sequence[str])
     return Gain(float(np.mean(before)), float(np.mean(after)), low, high)
 
 
+class Texts:
+    """Texts in memory; one of several windows is as near as the nearest of them, as in an index."""
+
+    def __init__(self, windows: Sequence[Vectors]):
+        """Take each text's vectors, ``[windows, dim]``."""
+        self._vectors = np.concatenate(list(windows))
+        self._starts = np.cumsum([0, *map(len, windows)])[:-1]
+
+    def similarity(self, vectors: Vectors) -> Vectors:
+        """Return how near each text is to each of ``vectors [..., dim]``: ``[..., texts]``."""
+        return np.maximum.reduceat(vectors @ self._vectors.T, self._starts, axis=-1)
+
+
 class Searched(Protocol):
     """What finds chunks: an index."""
 

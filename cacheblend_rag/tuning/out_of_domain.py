@@ -16,7 +16,7 @@ import numpy as np
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.retrieval.embedding import Embedder
-from cacheblend_rag.tuning.judging import DEPTH, Vectors
+from cacheblend_rag.tuning.judging import DEPTH, Texts, Vectors
 
 _MODULES: Final = (
     "argparse asyncio collections configparser contextlib csv datetime decimal difflib email.message fractions "
@@ -52,13 +52,11 @@ class DocstringTask:
             rest = sorted(pairs.items() - set(drawn))
             drawn = Random(1).sample(rest, min(count, len(rest)))
         self.questions = [question for question, _ in drawn]
-        windows = embedder.texts([passage for _, passage in drawn])
-        self._vectors = np.concatenate(windows)
-        self._starts = np.cumsum([0, *map(len, windows)])[:-1]
+        self._texts = Texts(embedder.texts([passage for _, passage in drawn]))
 
     def ranks(self, vectors: Vectors) -> list[int]:
         """Return the rank of each question's own passage, 0 behind :data:`DEPTH`; ``vectors`` are ``[questions, dim]``."""
-        scores = np.maximum.reduceat(vectors @ self._vectors.T, self._starts, axis=1)
+        scores = self._texts.similarity(vectors)
         own = np.diagonal(scores)[:, None]
         found = 1 + (scores > own).sum(1)
         return [int(rank) if rank <= DEPTH else 0 for rank in found]

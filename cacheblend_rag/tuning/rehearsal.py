@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.tuning.judging import Vectors
+from cacheblend_rag.tuning.judging import Texts, Vectors
 from cacheblend_rag.tuning.questions import TuningQuestion
 from cacheblend_rag.tuning.students import Both
 
-_NEAREST = 32
+NEAREST: Final = 32
+"""Of each question, how many chunks are in it."""
 
 
 class Rehearsal:
@@ -25,21 +27,19 @@ class Rehearsal:
         self._student = student
         names = dict.fromkeys(name for question in questions for name in sorted(index.known(sorted(question.relevant))))
         for vector in embedder.questions([question.text for question in questions]):
-            names.update(dict.fromkeys(name for name, _ in index.nearest(vector, _NEAREST)))
+            names.update(dict.fromkeys(name for name, _ in index.nearest(vector, NEAREST)))
         self._chunks = {name: index.chunk(name) for name in names}
         self._names = list(names)
 
     def embed(self) -> None:
         """Embed all chunks by what the student is now."""
         self._student.model.eval()
-        windows = self._embedder.texts([self._chunks[name].text for name in self._names])
+        self._texts = Texts(self._embedder.texts([self._chunks[name].text for name in self._names]))
         self._student.model.train()
-        self._vectors = np.concatenate(windows)
-        self._starts = np.cumsum([0, *map(len, windows)])[:-1]
 
     def nearest(self, vector: Vectors, k: int) -> list[tuple[str, float]]:
         """See :meth:`ChunkIndex.nearest`."""
-        scores = np.maximum.reduceat(self._vectors @ vector, self._starts)
+        scores = self._texts.similarity(vector)
         return [(self._names[at], float(scores[at])) for at in np.argsort(-scores, kind="stable")[:k]]
 
     def chunk(self, chunk_id: str) -> Chunk:

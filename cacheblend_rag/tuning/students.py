@@ -20,14 +20,12 @@ class Student(ABC):
     Attributes:
         epochs: Most rounds over the questions that suit it.
         batch: Questions in a step that suit it.
-        passes: What a step takes, in encodings of its texts.
         documents: Whether it embeds the chunks, too; else their vectors stay as they are.
         model: It as a sentence-transformers model.
     """
 
     epochs: ClassVar[int] = 20
     batch: ClassVar[int] = 32
-    passes: ClassVar[float] = 3  # forward and backward
     documents: ClassVar[bool] = False
     model: Any
 
@@ -58,8 +56,6 @@ class Student(ABC):
 
 class Adapter(Student):
     """One linear layer with a residual connection behind the embedding model; what is before it is computed once."""
-
-    passes = 0.1  # its inputs are computed once
 
     def __init__(self, model: Any):
         """Start as ``model`` itself: the layer's weights are 0."""

@@ -76,6 +76,41 @@ class Point:
     mrr: float
 
 
+class Lessons:
+    """Steps of training: some questions each, against their candidates."""
+
+    def __init__(
+        self,
+        student: Student,
+        judged: Sequence[Judged],
+        index: ChunkIndex,
+        embedder: Embedder,
+        settings: TrainSettings,
+    ):
+        """Make ready to train ``student`` in place."""
+        self._student, self._settings = student, settings
+        self._device = torch.device(str(student.model.device))
+        self._candidates: Candidates
+        if isinstance(student, Both):
+            self._candidates = LearnedCandidates(judged, index, embedder, student, settings.seed)
+        else:
+            self._candidates = StoredCandidates(judged, index, embedder, self._device)
+        self._texts = [each.question.text for each in judged]
+        self._optimiser = torch.optim.AdamW(student.parameters(), lr=student.rate(0.0), weight_decay=0.01)
+
+    def step(self, rows: Sequence[int], done: float) -> float:
+        """Learn from the questions ``rows``, of which share of all steps is ``done``; return their mean loss."""
+        vectors = self._student.encode([self._texts[row] for row in rows])
+        relevance, reader = self._candidates.of(torch.tensor(rows, device=self._device), vectors)
+        loss = loss_of(self._settings.loss, relevance / self._settings.temperature, reader)
+        self._optimiser.param_groups[0]["lr"] = self._student.rate(done)
+        self._optimiser.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._student.parameters(), 1.0)
+        self._optimiser.step()
+        return float(loss.detach())
+
+
 def train(
     student: Student,
     judged: Sequence[Judged],
@@ -91,16 +126,8 @@ def train(
         The curve, the first point being the start.
     """
     torch.manual_seed(settings.seed)
-    device = torch.device(str(student.model.device))
-    candidates: Candidates
-    searched: Searched
-    if isinstance(student, Both):
-        candidates = LearnedCandidates(judged, index, embedder, student, settings.seed)
-        searched = Rehearsal(index, dev, embedder, student)
-    else:
-        candidates, searched = StoredCandidates(judged, index, embedder, device), index
-    texts = [each.question.text for each in judged]
-    optimiser = torch.optim.AdamW(student.parameters(), lr=student.rate(0.0), weight_decay=0.01)
+    lessons = Lessons(student, judged, index, embedder, settings)
+    searched: Searched = Rehearsal(index, dev, embedder, student) if isinstance(student, Both) else index
     curve = [_point(student, dev, searched, 0, None)]
     best, kept, step = 0, _state(student), 0
     steps = settings.rounds * -(-len(judged) // settings.size)
@@ -108,14 +135,7 @@ def train(
         progress(epoch, settings.rounds, "")
         losses = []
         for number, rows in enumerate(torch.split(torch.randperm(len(judged)), settings.size)):
-            relevance, reader = candidates.of(rows.to(device), student.encode([texts[row] for row in rows]))
-            loss = loss_of(settings.loss, relevance / settings.temperature, reader)
-            optimiser.param_groups[0]["lr"] = student.rate(step / steps)
-            optimiser.zero_grad()
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-            optimiser.step()
-            losses.append(float(loss.detach()))
+            losses.append(lessons.step(rows.tolist(), step / steps))
             step += 1
             if student.documents:  # whose steps are long
                 progress(epoch + (number + 1) * settings.size / len(judged), settings.rounds, "")

@@ -18,8 +18,8 @@ from cacheblend_rag.evaluation.metrics import exact_match, f1
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.tuning.candidates import SOME
 from cacheblend_rag.tuning.card import example, write_card
+from cacheblend_rag.tuning.estimate import estimate_checking, estimate_embedding, estimate_training, timed, total
 from cacheblend_rag.tuning.judging import Gain, Vectors, gain, gains, ranks
 from cacheblend_rag.tuning.out_of_domain import DocstringTask
 from cacheblend_rag.tuning.questions import Split, TuningQuestion, split_questions
@@ -29,9 +29,9 @@ from cacheblend_rag.tuning.teacher import Judged, Teacher
 from cacheblend_rag.tuning.training import Point, TrainSettings, train
 
 MOST_LOST: Final = 0.01
-"""How much recall@5 a retriever may lose out of domain: one point."""
+"""How much recall@5 a retriever may lose out of domain: one point. Before that, weights go back until MRR loses no more."""
 _ROUNDING: Final = 1e-9  # of shares that are counted: 299 - 295 of 400 are a point
-_SHARES: Final = (1.0, 0.75, 0.5, 0.35, 0.25)
+_SHARES: Final = (1.0, 0.75, 0.5, 0.35, 0.25)  # of what was learned, to be kept
 _SHORT = SamplingParams(max_tokens=32, stop=("\n",))
 
 Progress = Callable[[float, int, str], None]
@@ -237,34 +237,24 @@ class _Run:
             yield index
 
     def _estimate(self, split: Split, teacher: Teacher, vectors: Vectors) -> str:
-        """Judge two questions, encode a batch and answer a question; say how long all of it will take at the most."""
-
-        def timed(work: Callable[[], object]) -> float:
-            begin = time.perf_counter()
-            work()
-            return time.perf_counter() - begin
-
-        quiet = self._progress("Trying")
+        """Do a little of each part; say how long all of it will take at the most."""
+        quiet, settings, training = self._progress("Trying"), self._settings, self._settings.training
         teacher.judge(split.train[:1], vectors[:1], quiet)  # the first one warms up
         judging = timed(lambda: teacher.judge(split.train[1:2], vectors[1:2], quiet)) * len(split.train)
-        training = self._settings.training
-        batch = [question.text for question in split.train[: training.size]]
-        steps = training.rounds * -(-len(split.train) // training.size)
-        learning = timed(lambda: self._encode(batch)) * STUDENTS[training.part].passes * steps
-        answers = min(self._settings.answers, len(split.held_out))
-        answering = timed(lambda: _first_line(self._pipeline, batch[0])) * 2 * answers if answers else 0.0
+        learning = estimate_training(split, vectors, self._index, self._embedder, training)
+        documents = STUDENTS[training.part].documents
+        searches = 3 + len(_SHARES) if documents else 1
+        checking = estimate_checking(self._embedder, settings.elsewhere, searches)
+        parts = [("judging", judging), ("at most training", learning), ("checking elsewhere", checking)]
+        if documents:
+            parts.append(("embedding", estimate_embedding(self._index, self._embedder)))
+        if answers := min(settings.answers, len(split.held_out)):
+            answering = timed(lambda: _first_line(self._pipeline, split.held_out[0].text)) * 2 * answers
+            parts.append(("answering", answering))
         return (
-            f"{len(split.train)} questions to judge with {self._settings.candidates} chunks each, {len(split.dev)} to stop by, "
-            f"{len(split.held_out)} held out: up to {_minutes(judging + learning + answering)} "
-            f"({_minutes(judging)} judging, at most {_minutes(learning)} training, {_minutes(answering)} answering)"
+            f"{len(split.train)} questions to judge with {settings.candidates} chunks each, {len(split.dev)} to stop by, "
+            f"{len(split.held_out)} held out: up to {total(parts)}"
         )
-
-    def _encode(self, questions: list[str]) -> None:
-        """Embed what a step embeds: questions, and for each some chunks if these are learned, too."""
-        vectors = self._embedder.questions(questions)
-        if STUDENTS[self._settings.training.part].documents:
-            near = {name for vector in vectors for name, _ in self._index.nearest(vector, SOME)}
-            self._embedder.texts([self._index.chunk(name).text for name in near])
 
     def _took(self, part: str, begin: float) -> None:
         self._seconds[part] = time.perf_counter() - begin
@@ -336,10 +326,6 @@ def verdict(held_out: Gain, out_of_domain: Gain) -> tuple[bool, str]:
     if out_of_domain.difference < -MOST_LOST - _ROUNDING:
         return False, "not saved: better on questions held out, but it loses more than a point out of domain"
     return True, "better on questions held out, and no worse out of domain"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _first_line(pipeline: RagPipeline, question: str) -> str:

@@ -18,7 +18,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, RETRIEVER_FILE, Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.tuning.candidates import SOME, LearnedCandidates, StoredCandidates
+from cacheblend_rag.tuning.candidates import EMBEDDED, LearnedCandidates, StoredCandidates
 from cacheblend_rag.tuning.judging import Gain, gain
 from cacheblend_rag.tuning.out_of_domain import DocstringTask
 from cacheblend_rag.tuning.questions import TuningQuestion, shuffled_answers, split_questions
@@ -134,7 +134,7 @@ def test_chunks_embedded_in_a_step_are_as_near_to_a_question_as_the_stored_ones(
     embedder = pipeline.chunks.load_embedder()
     few = questions[:6]
     vectors = embedder.questions([q.text for q in few])
-    with Teacher(pipeline.engine, pipeline.chunks, pipeline.instruction, SOME) as teacher:
+    with Teacher(pipeline.engine, pipeline.chunks, pipeline.instruction, EMBEDDED) as teacher:
         judged = teacher.judge(few, vectors, lambda done, total, at: None)
     student = STUDENTS["both"](embedder.model)
     student.model.eval()
