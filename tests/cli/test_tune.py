@@ -136,3 +136,14 @@ def test_a_store_is_embedded_again_and_back_and_its_kv_stays(run, model_dir, sto
     assert f"embedded by {DEFAULT_EMBEDDING}; before: {retriever}" in " ".join(shown.stdout.split())
     missing = run("store", "reembed", "--store", store, "--embedding", retriever / "missing")
     assert missing.exit_code == 4 and "cannot be loaded" in missing.stderr
+
+
+def test_an_index_records_where_its_embedding_model_is_however_it_was_named(
+    run, model_dir, documents, retriever, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert run("index", documents, "--store", "s", "--model", model_dir, "--embedding", retriever.name).exit_code == 0
+    monkeypatch.chdir(documents)
+    with ChunkIndex.open(tmp_path / "s") as index:
+        assert index.stats().embedding == str(retriever.resolve())
+        assert index.search(QUESTION, 1)
