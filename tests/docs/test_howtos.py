@@ -10,12 +10,14 @@ import contextlib
 import io
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from cacheblend_rag import TransformersEngine
 from cacheblend_rag.cli import app
@@ -83,14 +85,20 @@ def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def run(command: list[str]) -> Result:
+def run(command: list[str]) -> tuple[int, str]:
+    """Run a page's command; return its exit status and what it said."""
     words = [str(Path(word).expanduser()) if word.startswith("~") else word for word in command[1:]]
     if "--kv" in words:  # as far as the tiers are on this machine (the others: tests/cli/test_kv.py)
         words[words.index("--kv") + 1] = "ram://1GiB,file://?budget=1GiB"
     if "ID" in words:
         listed = CliRunner().invoke(app, ["store", "ls", "--json", "--store", words[words.index("--store") + 1]])
         words[words.index("ID")] = json.loads(listed.stdout)[0]["id"][:6]
-    return CliRunner().invoke(app, words)
+    if "vllm" in words:  # while vLLM starts, this process's stdout and stderr are taken, and here they are pytest's
+        line = [sys.executable, "-m", "cacheblend_rag", *words]
+        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        return done.returncode, done.stdout
+    result = CliRunner().invoke(app, words)
+    return result.exit_code, f"{result.output}\n{result.exception!r}"
 
 
 def langchain_names(engine: TransformersEngine) -> dict[str, Any]:
@@ -173,8 +181,8 @@ def test_a_page_works_as_it_stands(page: str, place: Path, bundled: Path) -> Non
                 name = block.content.splitlines()[0].removeprefix("# ")
                 (place / name).write_text(block.content)
         for command in followed(ROOT / page):
-            result = run(command)
-            assert result.exit_code == 0, f"{' '.join(command)}\n{result.output}\n{result.exception!r}"
+            code, said = run(command)
+            assert code == 0, f"{' '.join(command)}\n{said}"
             ran += 1
     assert ran
 
