@@ -10,7 +10,7 @@ import gradio as gr
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ui.answers import AnswerPanel
 from cacheblend_rag.ui.assets import asset
-from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
+from cacheblend_rag.ui.conversation import Conversation, Tabs
 from cacheblend_rag.ui.documents import DocumentsPanel
 from cacheblend_rag.ui.workspace import Workspace, explain
 
@@ -96,21 +96,21 @@ class ChatPanel:
         if not question.strip():
             yield {self.question: gr.update(placeholder="Write a question first.")}
             return
-        running = conversation.current
-        if running is not None and running.question == question.strip():
+        exchange = conversation.begin(question)
+        if exchange is None:
             return  # Enter was pressed twice
-        waiting = [*messages(conversation), _message("user", question), _message("assistant", "Waiting for the model…")]
+        waiting = [*messages(conversation)[:-1], _message("assistant", "Waiting for the model…")]
         yield {self.question: gr.update(value="", **_ASKING), self.chatbot: waiting}
         try:
             collections = self._workspace.collections()
             conversation.collection = conversation.collection or collections.first.name
             collection = collections.get(conversation.collection)
         except CacheBlendError as error:
-            conversation.exchanges.append(Exchange(question, conversation.collection, explain(error), "failed"))
+            exchange.outcome, exchange.text = "failed", explain(error)
             yield self.view(conversation)
             return
         shown = 0
-        for exchange in conversation.ask(question, collection, self._workspace.choices):
+        for _ in conversation.answer(exchange, collection, self._workspace.choices):
             running = conversation.current
             if running is not None and running is not exchange:
                 return  # it was stopped, and another question has been asked since

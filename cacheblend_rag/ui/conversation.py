@@ -77,6 +77,7 @@ class Conversation:
     exchanges: list[Exchange] = field(default_factory=list)
     collection: str = ""
     _current: Exchange | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def turns(self) -> list[Turn]:
         """Return what the next question is answered in the context of: answers to the collection it is asked of."""
@@ -88,21 +89,29 @@ class Conversation:
             if each.outcome in ("done", "stopped") and each.text.strip() and each.collection == self.collection
         ]
 
-    def ask(self, question: str, collection: Collection, choices: Choices) -> Iterator[Exchange]:
-        """Answer a question in the context of the conversation.
+    def begin(self, question: str) -> Exchange | None:
+        """Note a question as being asked, which ends the one before it; None if it is the one that is being answered already."""
+        with self._lock:  # Enter pressed twice comes in two threads
+            running = self.current
+            if running is not None and running.question == question.strip():
+                return None
+            self.stop()
+            exchange = self._current = Exchange(question.strip(), self.collection)
+            self.exchanges.append(exchange)
+            return exchange
+
+    def answer(self, exchange: Exchange, collection: Collection, choices: Choices) -> Iterator[Exchange]:
+        """Answer what :meth:`begin` has noted, in the context of the conversation.
 
         Yields:
             The exchange, whenever something of it has changed. What goes wrong is said in it, never raised.
         """
-        self.stop()
-        turns = self.turns()
-        exchange = self._current = Exchange(question.strip(), collection.name)
-        self.exchanges.append(exchange)
-        yield exchange
-        try:
-            yield from self._answer(exchange, collection, choices, turns)
-        except Exception as error:  # in the page's place for answers, where the person looks
-            exchange.outcome, exchange.text = "failed", explain(error)
+        exchange.collection = collection.name
+        if self._current is exchange:
+            try:
+                yield from self._answer(exchange, collection, choices, self.turns())
+            except Exception as error:  # in the page's place for answers, where the person looks
+                exchange.outcome, exchange.text = "failed", explain(error)
         yield exchange
 
     def _answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cacheblend_rag.ui import render
 from cacheblend_rag.ui.collections import Collection, FileState
 from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
 from cacheblend_rag.ui.why import token_texts
-from cacheblend_rag.ui.workspace import Choices
+from cacheblend_rag.ui.workspace import Choices, Workspace
 from tests.ui.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow
@@ -34,19 +35,25 @@ def choices(tmp_path: Path) -> Choices:
     return Choices(lambda _: ScriptedEngine(), lambda: tmp_path, tmp_path, sampling=SamplingParams(8))
 
 
+def ask(conversation: Conversation, question: str, collection: Collection, choices: Choices) -> Iterator[Exchange]:
+    exchange = conversation.begin(question)
+    assert exchange is not None
+    return conversation.answer(exchange, collection, choices)
+
+
 def test_a_failed_answer_is_no_turn_and_a_stopped_one_is(collection: Collection, choices: Choices) -> None:
     conversation = Conversation(collection=collection.name)
     engine = collection.pipeline.engine
     assert isinstance(engine, ScriptedEngine)
     engine.failure = ValueError("odd")
-    failed = list(conversation.ask("One?", collection, choices))[-1]
+    failed = list(ask(conversation, "One?", collection, choices))[-1]
     assert failed.outcome == "failed" and "Unexpected ValueError: odd. This is a bug" in failed.text
     engine.failure = None
-    for exchange in conversation.ask("Two?", collection, choices):
+    for exchange in ask(conversation, "Two?", collection, choices):
         if "word2" in exchange.text:
             conversation.stop()
     assert exchange.outcome == "stopped" and exchange.text.endswith("word2") and exchange.fate is None
-    done = list(conversation.ask("Three?", collection, choices))[-1]
+    done = list(ask(conversation, "Three?", collection, choices))[-1]
     assert done.outcome == "done" and done.fate is not None
     assert [turn.question for turn in conversation.turns()] == ["Two?", "Three?"]
     conversation.collection = "another"
@@ -55,9 +62,9 @@ def test_a_failed_answer_is_no_turn_and_a_stopped_one_is(collection: Collection,
 
 def test_a_new_question_ends_the_answer_before_it(collection: Collection, choices: Choices) -> None:
     conversation = Conversation(collection=collection.name)
-    first = conversation.ask("One?", collection, choices)
-    next(first), next(first), next(first)
-    list(conversation.ask("Two?", collection, choices))
+    first = ask(conversation, "One?", collection, choices)
+    next(first), next(first)
+    list(ask(conversation, "Two?", collection, choices))
     assert [e.outcome for e in first][-1] == "stopped"
     assert [each.outcome for each in conversation.exchanges] == ["stopped", "done"]
     with pytest.raises(InputError, match="not in this conversation"):
@@ -65,9 +72,36 @@ def test_a_new_question_ends_the_answer_before_it(collection: Collection, choice
     assert conversation.back_to(0) == "One?" and conversation.exchanges == []
 
 
+def test_a_question_asked_twice_is_asked_once_from_the_moment_it_is_noted(
+    collection: Collection, choices: Choices
+) -> None:
+    conversation = Conversation(collection=collection.name)
+    exchange = conversation.begin("One? ")
+    assert exchange is not None
+    assert conversation.begin("One?") is None  # before anything of its answer is there
+    conversation.stop()
+    again = conversation.begin("One?")
+    assert again is not None and again is not exchange
+    assert [e.outcome for e in conversation.answer(exchange, collection, choices)] == ["stopped"]
+    assert list(conversation.answer(again, collection, choices))[-1].outcome == "done"
+    assert conversation.begin("One?") is not None
+
+
+def test_enter_pressed_twice_asks_once_though_no_collection_is_open_yet(choices: Choices) -> None:
+    gr = pytest.importorskip("gradio")
+    from cacheblend_rag.ui.chat import ChatPanel
+
+    with gr.Blocks():
+        panel = ChatPanel(Workspace(choices), Tabs(), gr.Textbox(), [])
+    first = panel.ask("Who?", "tab")
+    assert "Waiting for the model" in str(next(first))
+    assert list(panel.ask("Who?", "tab")) == []
+    first.close()
+
+
 def test_nothing_from_documents_models_or_files_is_html_of_its_own(collection: Collection, choices: Choices) -> None:
     conversation = Conversation(collection=collection.name)
-    done = list(conversation.ask("<i>Who?", collection, choices))[-1]
+    done = list(ask(conversation, "<i>Who?", collection, choices))[-1]
     assert done.generation is not None and done.fate is not None
     shown = (
         render.answer(done)
