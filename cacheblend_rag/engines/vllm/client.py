@@ -468,6 +468,8 @@ def record(trace: Trace, outcome: Outcome, begin: float, arrived: Sequence[tuple
         begin = outcome.trace.computed_until
     details = {} if outcome.mode == "blend" else {"tokens": outcome.usage.prompt_tokens}
     trace.add_until(since, "computing", name, begin, **details)
+    if arrived[0][1] > 1:  # handed over as one piece; when the first of them was there nobody knows
+        trace.add_until(since, "computing", DECODE, since, tokens=arrived[0][1] - 1)
     for until, tokens in arrived[1:]:
         trace.add_until(until, "computing", DECODE, since, tokens=tokens)
         since = until
