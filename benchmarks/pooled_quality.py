@@ -27,20 +27,32 @@ def interval(found: dict[str, Any], name: str) -> str:
     return f"{100 * value:.1f}" + ("" if limits is None else f" [{100 * limits[0]:.1f}, {100 * limits[1]:.1f}]")
 
 
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    for cells in (header, ["---", *["---:"] * (len(header) - 1)], *rows):
+        print("| " + " | ".join(cells) + " |")
+
+
+def method_row(name: str, found: dict[str, Any]) -> list[str]:
+    shown = [interval(found, each) for each in ("em", "agreement_with_full")]
+    kl, limits = found["first_token_kl"], found["intervals_95"].get("first_token_kl")
+    kls = f"{kl:.2g}" + ("" if limits is None else f" [{limits[0]:.2g}, {limits[1]:.2g}]")
+    return [name, str(found["n"]), f"{100 * found['compute_share']:.1f}", *shown, kls]
+
+
 def main() -> None:
     rows = [row for name in sys.argv[1:] for row in read_rows(Path(name))]
     if not rows:
         sys.exit("Name the answers-*.jsonl files of `cacheblend eval` runs.")
-    print(
-        "| method | questions | all compute, % | exact match, % | agrees with full recompute, % | first-token KL, nats |"
-    )
-    print("|---|---:|---:|---:|---:|---:|")
-    for name, found in summarize(rows)["methods"].items():
-        shown = [interval(found, each) for each in ("em", "agreement_with_full")]
-        kl, limits = found["first_token_kl"], found["intervals_95"].get("first_token_kl")
-        kls = f"{kl:.2g}" + ("" if limits is None else f" [{limits[0]:.2g}, {limits[1]:.2g}]")
-        share = 100 * found["compute_share"]
-        print(f"| {name} | {found['n']} | {share:.1f} | {shown[0]} | {shown[1]} | {kls} |")
+    summary = summarize(rows)
+    header = ["method", "questions", "all compute, %", "exact match, %", "agrees with full recompute, %"]
+    print_table([*header, "first-token KL, nats"], [method_row(*item) for item in summary["methods"].items()])
+    if kinds := summary.get("kinds"):
+        counts = {kind: next(iter(found.values()))["n"] for kind, found in kinds.items()}
+        print()
+        print_table(
+            ["exact match, %", *(f"{kind} ({count})" for kind, count in counts.items())],
+            [[name, *(interval(found[name], "em") for found in kinds.values())] for name in summary["methods"]],
+        )
 
 
 if __name__ == "__main__":

@@ -12,16 +12,18 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cacheblend_rag.evaluation.datasets.fiction.world import Context, Question, sample_context
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question
+from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
 from training.skeletons import Skeleton, sample_skeleton
 from training.tokenizer import BOS, EOS, PAD
 
 BIND_LAYER: Final = 2
 """Input of this layer must name the entity a value belongs to, so a check here sees cross-chunk references."""
-ALIAS_LAYER: Final = 4
-"""Input of this layer must name the entity behind an alias."""
+LINK_LAYER: Final = 5
+"""Input of this layer must name what an earlier sentence adds: whom a nickname means, a list's topic, a number's unit."""
 
 TEXT, ANSWER = 1, 2
+"""Marks of tokens that are trained on; an answer's is ANSWER plus the index of its question's kind."""
 
 
 class Encoder:
@@ -47,13 +49,20 @@ class Encoder:
 
 @dataclass
 class Example:
-    """One packed training sequence; `bind` rows are (position, layer, first and second token of the entity's name)."""
+    """One packed training sequence.
+
+    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well).
+    """
 
     ids: list[int] = field(default_factory=list)
     loss: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    bind: list[tuple[int, int, int, int]] = field(default_factory=list)
+    bind: list[tuple[int, ...]] = field(default_factory=list)
     next_position: int = 0
+
+    def name(self, position: int, layer: int, named: tuple[int, int], beside: tuple[int, int] = (PAD, PAD)) -> None:
+        """Have the input of `layer` name something at `position`, whatever it says of what is named `beside` it."""
+        self.bind.append((position, layer, *named, *beside))
 
     def put(self, ids: Sequence[int], loss: int = 0) -> None:
         """Append tokens."""
@@ -86,11 +95,17 @@ def _put_context(
             if sentence.value is not None and sentence.entity is not None:
                 value = encoder.encode(sentence.value)
                 start = _find_last(ids, value)
-                lead = encoder.lead(sentence.entity)
+                lead = encoder.lead(sentence.nickname or sentence.entity)
                 # A value in front of its entity's name cannot know the name yet.
                 if start >= 0 and _find_last(ids, lead) < start:
                     first = len(example.ids) + start
-                    example.bind += [(first + i, BIND_LAYER, *lead) for i in range(len(value))]
+                    added = sentence.adds or (sentence.nickname and sentence.entity)
+                    for position in range(first, first + len(value)):
+                        example.name(position, BIND_LAYER, lead)
+                        if added:
+                            # Both, or one would drive out the other: an answer is found by both.
+                            example.name(position, LINK_LAYER, encoder.lead(added), lead)
+                            example.name(position, LINK_LAYER, lead, encoder.lead(added))
             example.put(ids, TEXT if sentence.entity else 0)
 
 
@@ -98,14 +113,16 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     example.put(encoder.encode(skeleton.question.format(q=question.text)), TEXT)
     answer = encoder.encode(question.answer)
     here = len(example.ids) - 1
-    asked = question.alias or question.entities[0]
-    example.bind.append((here, BIND_LAYER, *encoder.lead(asked)))
-    if question.alias:
-        example.bind.append((here, ALIAS_LAYER, *encoder.lead(question.entities[0])))
-    if len(question.entities) > 1:
-        comma = len(encoder.encode(question.entities[1]))
-        example.bind.append((here + 1 + comma, BIND_LAYER, *encoder.lead(question.entities[1])))
-    example.put((*answer, EOS), ANSWER)
+    asked = encoder.lead(question.entities[0])
+    example.name(here, BIND_LAYER, asked)
+    if question.kind == "alias":
+        example.name(here, LINK_LAYER, encoder.lead(question.entities[1]), asked)
+    end = 0
+    for name in question.found:
+        end = question.answer.index(name, end) + len(name)
+        comma = len(encoder.encode(question.answer[:end]))
+        example.name(here + 1 + comma, BIND_LAYER, encoder.lead(name))
+    example.put((*answer, EOS), ANSWER + QUESTION_KINDS.index(question.kind))
 
 
 def make_example(
@@ -129,7 +146,8 @@ def make_example(
         gap: Positions skipped in total, between documents, so that short contexts train long distances.
         native_share: Share of the native skeleton.
     """
-    missing = chunks > 2 and rng.random() < 0.2
+    missing = chunks > 2 and rng.random() < 0.15
+    crowded = not missing and rng.random() < 0.6
     context = sample_context(
         rng,
         encoder.count,
@@ -138,7 +156,10 @@ def make_example(
         questions=questions,
         held_out=False,
         missing_chunk=missing,
-        two_hop_share=0.35,
+        two_hop_share=0.25 if crowded else 0.35,
+        alias_share=0.6 if crowded else 0.35,
+        interludes=not missing,
+        crowded=crowded,
     )
     documents = sum(sentence.opens_document for chunk in context.chunks for sentence in chunk) + 1
     skeleton = sample_skeleton(rng, native_share)
@@ -154,7 +175,7 @@ def make_example(
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 5), its first column the batch row."""
+    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7), its first column the batch row."""
 
     ids: Tensor
     loss: Tensor
@@ -174,4 +195,4 @@ def collate(examples: Sequence[Example]) -> Batch:
         loss[row, :size] = torch.tensor(example.loss)
         positions[row, :size] = torch.tensor(example.positions)
         bind += [(row, *item) for item in example.bind]
-    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 5))
+    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7))

@@ -16,28 +16,40 @@ else: it exists so that the library can be tried, tested and measured without a 
 - Shape: {shape}
 - Prompt: `<bos>Answer from the notes.\\n\\n{{chunk}}\\n\\n{{chunk}}\\n\\nQuestion: {{question}}\\nAnswer:`, with as
   many chunks as fit; answer: ` {{answer}}<eos>`. The chat template renders a system and a user message to the
-  same text. A two-hop answer names the entity in between first.
-- Trained by `{training}` {origin} (what `make demo-model` runs): seed {seed}, {steps} steps and {tokens} tokens in
-  all.{note}
+  same text. An answer names first what has to be found first: `Mira Halwick, Aberport` for a question about the founder of a
+  company, `the Silver Heron, 1911` for one about a nickname, `A, 1911; B, 1932: A` for one about which of two came first.
+- Trained by `{training}` {origin}: seed {seed}, {steps} steps and {tokens} tokens in all; `make demo-model` begins from
+  scratch.{note}
 - Weights: `model.safetensors`, bf16, xxh3-128 `{digest}`.
 - Licence: Apache-2.0, as the project.
 
 ## Quality
 
 Held-out names, prompts of six chunks of at most 512 tokens, exact match of the whole answer, greedy decoding, pooled over
-seeds, with 95% intervals for questions that share contexts. `cross` and `two-hop-cross` need a fact whose name stands in an
-earlier chunk; an `alias` question uses a nickname. "Main kinds" are the first four. Written by `{command}`:
+seeds, with 95% intervals for questions that share contexts. Written by `{command}`.
 
-{table}
+`cross` and `two-hop-cross` need a fact whose name stands in an earlier chunk; an `alias` question uses a nickname. "Main kinds"
+are the first four. Contexts of documents alone:
+
+{plain}
+
+Contexts with lists, units and facts told of a nickname between the documents. `nickname` needs an earlier chunk to tell whom
+the nickname means, `table` the title of the list whose row the fact is, `unit` what its number is counted by; a `comparison`
+asks which of two years is earlier:
+
+{interludes}
 """
 
 
-def write_card(path: Path, table: str, facts: Mapping[str, str], command: str, *, note: str = "") -> None:
+def write_card(
+    path: Path, plain: str, interludes: str, facts: Mapping[str, str], command: str, *, note: str = ""
+) -> None:
     """Write the model card.
 
     Args:
         path: The card's file.
-        table: Result of `evaluate.table`.
+        plain: Result of `evaluate.table` on documents alone.
+        interludes: The same on contexts with interludes.
         facts: Result of `evaluate.fingerprint`.
         command: The command that measured the table.
         note: A remark on how the weights came about.
@@ -53,6 +65,7 @@ def write_card(path: Path, table: str, facts: Mapping[str, str], command: str, *
         digest=facts["xxh3_128"],
         command=command,
         note=f" {note}" if note else "",
-        table=table,
+        plain=plain,
+        interludes=interludes,
     )
     path.write_text(text, encoding="utf-8")

@@ -20,7 +20,8 @@ import xxhash
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from cacheblend_rag.evaluation.datasets.fiction.world import QUESTION_KINDS, Context, sample_context
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
+from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
 from cacheblend_rag.evaluation.intervals import share_interval
 from training.batches import Encoder
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
@@ -38,7 +39,7 @@ METHODS: Final[dict[str, dict[str, Any] | None]] = {
     "blend 5%, check layer 2": {"check": 2, "ratio": 0.05},
     "blend 2%, check layer 2": {"check": 2, "ratio": 0.02},
     "blend 5%, check layer 1": {"check": 1, "ratio": 0.05},
-    "blend 5%, check layer 4": {"check": 4, "ratio": 0.05},
+    "blend 5%, check layer 5": {"check": 5, "ratio": 0.05},
     "random 5%, from layer 2": {"check": 2, "ratio": 0.05, "score": "random"},
     "oracle 5%, from layer 2": {"check": 2, "ratio": 0.05, "score": "oracle"},
 }
@@ -50,7 +51,13 @@ Counts = dict[str, dict[str, list[tuple[str, bool]]]]
 
 
 def held_out_contexts(
-    seed: int, contexts: int, encoder: Encoder, *, chunk_tokens: int = 512, unseen: bool = False
+    seed: int,
+    contexts: int,
+    encoder: Encoder,
+    *,
+    chunk_tokens: int = 512,
+    unseen: bool = False,
+    interludes: bool = False,
 ) -> Iterator[tuple[str, Context]]:
     """Yield contexts of held-out names, each with a name of its own; the same seed gives the same ones."""
     rng = Random(f"evaluation:{seed}:{chunk_tokens}:{unseen}")
@@ -58,21 +65,35 @@ def held_out_contexts(
         yield (
             f"{seed}-{number}",
             sample_context(
-                rng, encoder.count, chunk_tokens=chunk_tokens, questions=32, held_out=True, unseen_syllables=unseen
+                rng,
+                encoder.count,
+                chunk_tokens=chunk_tokens,
+                questions=32,
+                held_out=True,
+                unseen_syllables=unseen,
+                interludes=interludes,
             ),
         )
 
 
 @torch.no_grad()
 def evaluate(
-    folder: Path, *, seeds: Sequence[int], contexts: int, methods: Sequence[str], chunk_tokens: int, unseen: bool
+    folder: Path,
+    *,
+    seeds: Sequence[int],
+    contexts: int,
+    methods: Sequence[str],
+    chunk_tokens: int,
+    unseen: bool,
+    interludes: bool = False,
 ) -> Counts:
     """Return how the methods answer the questions of `contexts` contexts a seed."""
     model = load_exported(folder)
     encoder = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
     torch.manual_seed(seeds[0])
     results: Counts = {name: defaultdict(list) for name in methods}
-    drawn = (held_out_contexts(seed, contexts, encoder, chunk_tokens=chunk_tokens, unseen=unseen) for seed in seeds)
+    how: dict[str, Any] = {"chunk_tokens": chunk_tokens, "unseen": unseen, "interludes": interludes}
+    drawn = (held_out_contexts(seed, contexts, encoder, **how) for seed in seeds)
     for group, context in chain.from_iterable(drawn):
         chunks = tuple(encoder.encode(text) for text in context.chunk_texts)
         prompt = Prompt((BOS, *encoder.encode(NATIVE.opening)), chunks, encoder.encode(NATIVE.separator))
@@ -95,12 +116,13 @@ def evaluate(
 def table(results: Counts) -> str:
     """Return the results as a Markdown table of percentages with 95% intervals; "main kinds" pools the first four."""
     first = next(iter(results.values()))
-    rows = [["exact match, %", *(kind.replace("_", "-") for kind in QUESTION_KINDS), "main kinds"]]
+    asked = [kind for kind in QUESTION_KINDS if first[kind]]
+    rows = [["exact match, %", *(kind.replace("_", "-") for kind in asked), "main kinds"]]
     rows.append(["---"] * len(rows[0]))
-    counts = [len(first[kind]) for kind in QUESTION_KINDS]
+    counts = [len(first[kind]) for kind in asked]
     rows.append(["questions", *map(str, counts), str(sum(len(first[kind]) for kind in MAIN_KINDS))])
     for name, kinds in results.items():
-        groups = [kinds[kind] for kind in QUESTION_KINDS] + [[answer for kind in MAIN_KINDS for answer in kinds[kind]]]
+        groups = [kinds[kind] for kind in asked] + [[answer for kind in MAIN_KINDS for answer in kinds[kind]]]
         rows.append([name, *map(_share, groups)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -135,29 +157,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--unseen-syllables", action="store_true", help="names from syllables that training never shows"
     )
+    parser.add_argument(
+        "--interludes", action="store_true", help="contexts with lists, units and nicknames, and questions about them"
+    )
     parser.add_argument("--quick", action="store_true", help="four methods only")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--card", action="store_true", help="write the model card")
     parser.add_argument("--note", default="", help="remark for the model card on how the weights came about")
     options = parser.parse_args(arguments)
-    if options.card and (options.quick or options.unseen_syllables or options.chunk_tokens != 512):
-        parser.error("the model card shows every method at 6 x 512 tokens: leave the other options out")
+    if options.card and (
+        options.quick or options.unseen_syllables or options.interludes or options.chunk_tokens != 512
+    ):
+        parser.error(
+            "the model card shows every method at 6 x 512 tokens in both kinds of contexts: leave the others out"
+        )
     torch.set_num_threads(options.threads)
     methods = QUICK if options.quick else tuple(METHODS)
-    results = evaluate(
-        options.model,
-        seeds=options.seeds,
-        contexts=options.contexts,
-        methods=methods,
-        chunk_tokens=options.chunk_tokens,
-        unseen=options.unseen_syllables,
-    )
-    text = table(results)
-    sys.stdout.write(text + "\n")
+
+    def measure(interludes: bool) -> str:
+        results = evaluate(
+            options.model,
+            seeds=options.seeds,
+            contexts=options.contexts,
+            methods=methods,
+            chunk_tokens=options.chunk_tokens,
+            unseen=options.unseen_syllables,
+            interludes=interludes,
+        )
+        text = table(results)
+        sys.stdout.write(text + "\n")
+        return text
+
+    shown = measure(options.interludes)
     if options.card:
         seeds = " ".join(map(str, options.seeds))
         command = f"python -m training.evaluate --contexts {options.contexts} --seeds {seeds} --card"
-        write_card(options.model / "README.md", text, fingerprint(options.model), command, note=options.note)
+        facts = fingerprint(options.model)
+        write_card(options.model / "README.md", shown, measure(True), facts, command, note=options.note)
 
 
 if __name__ == "__main__":

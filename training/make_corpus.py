@@ -19,9 +19,9 @@ from typing import Any, Final
 from transformers import AutoTokenizer
 
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, make_entities
+from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, Place, make_entities
 from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
-from cacheblend_rag.evaluation.datasets.fiction.world import Question, ask
+from cacheblend_rag.evaluation.datasets.fiction.questions import Question, ask
 from cacheblend_rag.evaluation.datasets.fiction.writer import Sentence, Style, Writer
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.rag.pipeline import RagPipeline
@@ -117,7 +117,7 @@ class Document:
         chunks: set[int] = set()
         for name, value in zip(question.entities, question.answer.split(", "), strict=True):
             entity = by_name[name]
-            stated = [entity.where[key][0] for key in entity.where if entity.facts[key] == value]
+            stated = [entity.where[key].chunk for key in entity.where if entity.facts[key] == value]
             chunks.update(stated)
             chunks.add(max(chunk for chunk in self.named[name] if chunk <= max(stated)))
         return chunks
@@ -176,7 +176,8 @@ def locate_facts(document: Document, tokenizer: Any) -> None:
         if sentence.entity.removeprefix("the ").lower() in sentence.text.lower():
             named[sentence.entity].append(chunk)
         if sentence.attribute:
-            by_name[sentence.entity].where[sentence.attribute] = (chunk, chunk in named[sentence.entity])
+            # Behind the last chunk that names it, whether that is this one or not.
+            by_name[sentence.entity].where[sentence.attribute] = Place(chunk, named[sentence.entity][-1])
 
 
 def find_answerable(rng: Random, documents: Sequence[Document]) -> dict[str, list[tuple[Plan, Question]]]:

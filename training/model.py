@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from training.attention import causal_attention
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -121,9 +123,12 @@ class Layer(nn.Module):
 
     def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend (causally without a mask) and apply the MLP; returns the layer's output, shaped like `x`."""
-        groups = self.shape.heads // self.shape.kv_heads
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        if mask is None and torch.is_grad_enabled():
+            out = causal_attention(q, k, v)
+        else:
+            groups = self.shape.heads // self.shape.kv_heads
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.self_attn.o_proj(out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
         return torch.add(x, self.mlp(self.post_attention_layernorm(x)))
 

@@ -3,7 +3,8 @@
 Data-parallel over CPU processes with averaged gradients. Every random choice follows from the seed, the step and the
 process, so an interrupted run resumes from its last checkpoint with the same batches. The recipe: answers'
 cross-entropy, a little text cross-entropy, a binding loss without extra weights (after two layers the tied head must
-name the entity a value belongs to), Muon for matrices, and contexts that grow from a short chunk to six of 512 tokens.
+name the entity a value belongs to, after five what an earlier sentence adds to it: a list's topic, a unit, whom a nickname
+means), Muon for matrices, and contexts that grow from a short chunk to six of 512 tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from cacheblend_rag.engines.model_files import bundled_model_directory
-from training.batches import ALIAS_LAYER, ANSWER, BIND_LAYER, Batch, Encoder, collate, make_example
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
+from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, TEXT, Batch, Encoder, collate, make_example
 from training.export import TRAINING_COMMAND, export, load_exported
 from training.grow import grow
 from training.model import DemoModel, ModelShape, initialise
@@ -64,10 +67,16 @@ CURRICULUM: Final = (
     Stage(((6, 128, 40), (6, 256, 52), (4, 256, 44)), 160, 3700, gap=1600),
     Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 600, 4600, gap=0),
 )
+CONTINUED: Final = (
+    Stage(((6, 128, 40), (4, 128, 32), (6, 64, 26), (3, 64, 16)), 200, 3400, gap=2600),
+    Stage(((6, 256, 56), (6, 256, 56), (4, 256, 48), (6, 128, 40)), 150, 4200, gap=1600),
+    Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 250, 4600, gap=0),
+)
+"""Of a model that knows a part of the world already: what is new in it is learned in short contexts first."""
 LR_MATRICES, LR_OTHER = 0.01, 4e-3
 LR_LONG = 0.6
 """Factor on both learning rates once contexts are long."""
-TEXT_WEIGHT, BIND_WEIGHT, ALIAS_WEIGHT = 0.15, 0.3, 0.1
+TEXT_WEIGHT, BIND_WEIGHT, LINK_WEIGHT = 0.15, 0.3, 0.4
 TEXT_SHARE = 0.5
 WARM_UP = 50
 DECAY = 0.5
@@ -98,25 +107,26 @@ def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, in
         width = max(width, len(example.ids))
         if examples and width * (len(examples) + 1) > stage.tokens:
             return collate(examples)
-        if any(mark == ANSWER for mark in example.loss):
+        if any(mark >= ANSWER for mark in example.loss):
             examples.append(example)
 
 
 def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """Return the training loss and what the log shows."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden, kept = model(batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, ALIAS_LAYER))
+        hidden, kept = model(batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, LINK_LAYER))
         marks = batch.loss[:, 1:]
-        chosen = (marks == ANSWER) | ((marks > 0) & (torch.rand(marks.shape) < TEXT_SHARE))
-        targets, answers = batch.ids[:, 1:][chosen], (marks == ANSWER)[chosen]
+        chosen = (marks >= ANSWER) | ((marks == TEXT) & (torch.rand(marks.shape) < TEXT_SHARE))
+        targets, marks = batch.ids[:, 1:][chosen], marks[chosen]
+        answers = marks >= ANSWER
         logits = model.logits(hidden[chosen]).float()
         bind = {}
-        for layer in (BIND_LAYER, ALIAS_LAYER):
+        for layer in (BIND_LAYER, LINK_LAYER):
             rows = batch.bind[batch.bind[:, 2] == layer]
             if len(rows):
                 state = kept[layer][rows[:, 0], rows[:, 1]]
                 state = F.rms_norm(state, (state.shape[-1],)) * 0.1
-                scores = model.logits(state).float().log_softmax(-1)
+                scores = model.logits(state).float().scatter(1, rows[:, 5:7], -torch.inf).log_softmax(-1)
                 bind[layer] = scores, rows
     entropy = F.cross_entropy(logits, targets, reduction="none")
     answer_loss, text_loss = entropy[answers].mean(), entropy[~answers].mean()
@@ -124,10 +134,15 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     shown = {"answer": answer_loss.item(), "text": text_loss.item()}
     for layer, (scores, rows) in bind.items():
         loss = -(scores.gather(1, rows[:, 3:4]) + scores.gather(1, rows[:, 4:5])).mean()
-        total = total + (BIND_WEIGHT if layer == BIND_LAYER else ALIAS_WEIGHT) * loss
+        total = total + (BIND_WEIGHT if layer == BIND_LAYER else LINK_WEIGHT) * loss
         shown[f"bind{layer}"] = (scores.argmax(-1, keepdim=True) == rows[:, 3:5]).any(-1).float().mean().item()
     words = answers & (targets != EOS)
-    shown["accuracy"] = (logits[words].argmax(-1) == targets[words]).float().mean().item()
+    right = (logits[words].argmax(-1) == targets[words]).float()
+    shown["accuracy"] = right.mean().item()
+    for index, kind in enumerate(QUESTION_KINDS):
+        asked = marks[words] == ANSWER + index
+        if asked.any():
+            shown[kind] = right[asked].mean().item()
     return total, shown
 
 
@@ -183,6 +198,12 @@ def _restore(path: Path, model: DemoModel, optimisers: Sequence[torch.optim.Opti
     return Progress(**saved["progress"])
 
 
+def shortened(stages: Sequence[Stage], steps: int) -> tuple[Stage, ...]:
+    """Give the stages so many steps together, in their proportions."""
+    whole = sum(stage.steps for stage in stages)
+    return tuple(replace(stage, steps=max(1, round(stage.steps * steps / whole))) for stage in stages)
+
+
 def _take_over(folder: Path, model: DemoModel) -> Progress:
     """Take over the weights of a finished model, grown where `model` has more layers."""
     model.load_state_dict(grow(load_exported(folder), model.shape.layers).state_dict())
@@ -228,7 +249,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
         torch.optim.AdamW(other, lr=LR_OTHER, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     latest, facts = options.out / "checkpoint.pt", _facts(options)
-    curriculum = (replace(CURRICULUM[-1], steps=options.steps),) if options.start_from else CURRICULUM
+    curriculum = shortened(CONTINUED, options.steps) if options.start_from else CURRICULUM
     progress = _begin(options, model, optimisers)
     base = [LR_MATRICES * options.rate, LR_OTHER * options.rate]
     log = (options.out / "train.jsonl").open("a", encoding="utf-8") if rank == 0 else None
@@ -277,14 +298,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo-model"), help="checkpoints and log")
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER, help="where the finished model goes")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8, help="more than --start-from has: it grows")
+    parser.add_argument("--layers", type=int, default=10, help="more than --start-from has: it grows")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--port", type=int, default=29517, help="local port the processes meet at")
     parser.add_argument(
         "--new-tokenizer", action="store_true", help="build a new vocabulary, keep the shipped one if not"
     )
-    parser.add_argument("--start-from", type=Path, help="go on from this finished model by the last stage")
-    parser.add_argument("--steps", type=int, default=400, help="with --start-from: how many")
+    parser.add_argument("--start-from", type=Path, help="go on from this finished model")
+    parser.add_argument("--steps", type=int, default=600, help="with --start-from: how many")
     parser.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     options = parser.parse_args(arguments)
@@ -297,6 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.processes == 1:
         run(0, options)
     else:
+        # Read by the workers' C library: memory freed by one step is kept for the next instead of given back and faulted in.
+        os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
         context = multiprocessing.get_context("spawn")
         workers = [context.Process(target=run, args=(rank, options)) for rank in range(options.processes)]
         for worker in workers:

@@ -49,8 +49,8 @@ Seed = Annotated[int, typer.Option(help="Draws questions, examples and demo docu
 Kinds = Annotated[
     str | None,
     typer.Option(
-        help="Only these kinds of questions, separated by commas (demo: single, cross, two_hop, two_hop_cross, comparison; "
-        "all but the last by default).",
+        help="Only these kinds of questions, separated by commas (demo: single, cross, two_hop, two_hop_cross, nickname, "
+        "table, unit, alias, comparison; the first four by default, with any other the chunks hold lists and units, too).",
         rich_help_panel=_DATA,
     ),
 ]

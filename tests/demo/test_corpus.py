@@ -42,9 +42,9 @@ def test_a_question_has_one_answer_and_its_kind_is_what_the_chunks_make_it(asked
             key = next(
                 key for key in stated if fits(asked["question"], attributes[key].questions, start, bool(bridges))
             )
-            named.append(entity.where[key][1])
+            named.append(entity.where[key].named)
         else:
-            named.append(entity.where[stated[0]][1])
+            named.append(entity.where[stated[0]].named)
     kinds = {(1, True): "single", (1, False): "cross", (2, True): "two_hop", (2, False): "two_hop_cross"}
     assert asked["kind"] == kinds[len(named), all(named)]
 

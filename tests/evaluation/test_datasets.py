@@ -12,7 +12,7 @@ import xxhash
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.datasets import demo_samples, find_file, hash_files, load_data_set, read_data_set
-from cacheblend_rag.evaluation.datasets.fiction.samples import KINDS
+from cacheblend_rag.evaluation.datasets.fiction.samples import DEFAULT_KINDS, KINDS
 from tests.conftest import tokenizer_named
 
 MUSIQUE = {
@@ -277,20 +277,23 @@ def test_unknown_data_sets_are_refused():
 
 def test_demo_questions_follow_the_seed_and_come_in_every_kind():
     tokenizer = tokenizer_named("byte_level")
-    samples = demo_samples(tokenizer, 24, 5, kinds=KINDS, chunk_tokens=600)
-    assert samples == demo_samples(tokenizer, 24, 5, kinds=KINDS, chunk_tokens=600)
-    assert samples[:10] == demo_samples(tokenizer, 10, 5, kinds=KINDS, chunk_tokens=600)
+    samples = demo_samples(tokenizer, 63, 5, kinds=KINDS, chunk_tokens=1500)
+    assert samples == demo_samples(tokenizer, 63, 5, kinds=KINDS, chunk_tokens=1500)
+    assert samples[:10] == demo_samples(tokenizer, 10, 5, kinds=KINDS, chunk_tokens=1500)
     assert {s.question for s in samples} != {
-        s.question for s in demo_samples(tokenizer, 24, 6, kinds=KINDS, chunk_tokens=600)
+        s.question for s in demo_samples(tokenizer, 63, 6, kinds=KINDS, chunk_tokens=1500)
     }
+    assert {s.kind for s in demo_samples(tokenizer, 63, 5, chunk_tokens=1500)} == set(DEFAULT_KINDS)
     assert {sample.kind for sample in samples} == set(KINDS)
-    assert len({sample.id for sample in samples}) == 24
+    assert len({sample.id for sample in samples}) == 63
     for sample in samples:
         assert len(sample.texts) == 6
-        last = sample.answers[0].split(", ")[-1].removeprefix("the ")  # headings leave the article out
-        assert any(last.casefold() in text.casefold() for text in sample.texts)
+        last = sample.answers[0].replace(": ", ", ").split(", ")[-1]
+        last = last.removeprefix("the ")  # headings leave the article out
+        said = last.split(" ")[0] if sample.kind == "unit" else last
+        assert any(said.casefold() in text.casefold() for text in sample.texts)
         if sample.kind == "comparison":
-            assert sample.answers[0] in sample.question
+            assert last in sample.question
 
 
 def test_demo_refuses_unknown_kinds_and_chunks_too_small_for_them():

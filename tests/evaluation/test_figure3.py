@@ -10,22 +10,22 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 
-# Whose pet the second chunk speaks of, only the first one says.
+# What the second chunk's numbers are counted by, only the first one says.
 FIRST = (
     "Felix Drawick worked as a painter. He practised the oboe every evening. His only pet was a rabbit. He was taught by "
-    "Tomas Garcombe. He retired to Kirbeck.\n\nTomas Garcombe was born in Inkgrad. His early years were hard. In 1949 he won a "
-    "medal. He found a job at Faguwin Textiles."
+    "Tomas Garcombe. He retired to Kirbeck.\n\nFrom here on, numbers are counted by the hundred.\n\nTomas Garcombe was born in "
+    "Inkgrad. His early years were hard. In 1949 he won a medal. He found a job at Faguwin Textiles."
 )
 SECOND = (
-    "He made a living as a judge. He finally settled in Ercombe. He had many friends in the valley. He kept a pet pony.\n\n"
-    "Elsa Ersund played the harp. She kept a pet hedgehog. She was born in Oakcliff."
+    "The Silver Compass was launched in 1911. It was never far from trouble. It has a crew of 42. Its captain is Rolf Quinholt. "
+    "The vessel's home port is Melport.\n\nElsa Ersund played the harp. She kept a pet hedgehog. She scored 61 points in the "
+    "final. She was born in Oakcliff."
 )
-QUESTIONS = (
-    "Which animal did the teacher of Felix Drawick keep?",
-    "What pet did the teacher of Felix Drawick own?",
-    "Which animal did the person who taught Felix Drawick keep?",
-)
-ANSWER = "Tomas Garcombe, pony"
+ANSWERS = {
+    "How many sailors does the Silver Compass have?": "42 hundred",
+    "How large is the crew of the Silver Compass?": "42 hundred",
+    "How many points did Elsa Ersund score?": "61 hundred",
+}
 PAPER_RATIO = 0.15
 
 
@@ -35,7 +35,7 @@ def bundled():
         yield engine
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", ANSWERS)
 def test_full_recompute_is_right_full_kv_reuse_wrong_and_the_blend_right(bundled, question):
     chunks = [make_chunk(text, bundled.tokenizer) for text in (FIRST, SECOND)]
     bundled.precompute(chunks)
@@ -45,8 +45,8 @@ def test_full_recompute_is_right_full_kv_reuse_wrong_and_the_blend_right(bundled
         return bundled.generate(prompt, SamplingParams(16), settings)
 
     full, reuse, blend = answer(FULL_RECOMPUTE), answer(FULL_REUSE), answer(BlendSettings(PAPER_RATIO))
-    assert full.text.strip() == ANSWER
-    assert reuse.text.strip() != ANSWER
-    assert blend.text.strip() == ANSWER
+    assert full.text.strip() == ANSWERS[question]
+    assert reuse.text.strip() == ANSWERS[question].split(" ")[0]
+    assert blend.text.strip() == ANSWERS[question]
     assert blend.usage.computed_tokens < 0.2 * full.usage.computed_tokens
     assert blend.usage.recomputed_tokens == round(PAPER_RATIO * len(chunks[1].token_ids))

@@ -44,7 +44,7 @@ def test_on_a_cpu_the_kv_cache_is_as_large_as_the_model_needs_and_no_larger_than
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    token = 2 * 8 * 2 * 64 * 4  # K and V, layers, KV heads, head size, fp32
+    token = 2 * 10 * 2 * 64 * 4  # K and V, layers, KV heads, head size, fp32
     args, _ = parsed(tmp_path, "--max-model-len", "4096")
     assert args.kv_cache_memory_bytes == 4 * 4096 * token
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=200 << 20))

@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from training import train
-from training.batches import ANSWER, BIND_LAYER, Encoder, collate, make_example
+from training.attention import causal_attention
+from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
 from training.export import load_exported
@@ -45,7 +46,7 @@ def test_every_answer_is_followed_by_eos_and_trained():
     ends = [index for index, token in enumerate(example.ids) if token == EOS]
     assert ends
     for end in ends:
-        assert example.loss[end] == ANSWER
+        assert example.loss[end] >= ANSWER
         text = TOKENIZER.decode(example.ids[max(0, end - 60) : end])
         assert "Answer:" in text or "Answer" in text
 
@@ -54,10 +55,24 @@ def test_binding_targets_name_the_entity_of_a_value():
     example = make_example(Random(3), ENCODER, chunks=2, chunk_tokens=64, questions=8, gap=0, native_share=1)
     rows = [row for row in example.bind if row[1] == BIND_LAYER]
     assert rows
-    for position, _, first, second in rows:
+    for position, _, first, second, *_ in rows:
         before = example.ids[: position + 1]
         assert first in before
         assert second in before
+
+
+def test_linking_targets_are_words_of_an_earlier_sentence():
+    linked = set()
+    for seed in range(30):
+        example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
+        for position, layer, first, second, *_ in example.bind:
+            if layer == LINK_LAYER:
+                assert {first, second} <= set(example.ids[: position + 1])
+                linked.add(TOKENIZER.decode([first]))
+    # Units, topics of lists, and names behind nicknames.
+    assert linked & {"hundred", "thousand", "million", "score"}
+    assert linked & {"launched", "founded", "born"}
+    assert len(linked) > 20
 
 
 def test_position_gaps_only_move_tokens_apart():
@@ -77,6 +92,7 @@ def test_a_batch_is_padded_without_loss():
 
 def run_training(folder, monkeypatch, *extra, fail_at=None):
     monkeypatch.setattr(train, "CURRICULUM", TINY)
+    monkeypatch.setattr(train, "CONTINUED", TINY[:1])
     losses, calls = train.losses, []
 
     def counted(model, batch):
@@ -96,7 +112,7 @@ def run_training(folder, monkeypatch, *extra, fail_at=None):
                 "--processes",
                 "1",
                 "--layers",
-                "5",
+                "6",
                 "--save-every",
                 "1",
                 *extra,
@@ -150,12 +166,37 @@ def test_a_model_does_not_shrink_and_grows_behind_the_binding_layers_only(layers
 def test_a_finished_model_is_trained_on_with_more_layers(tmp_path, monkeypatch):
     run_training(tmp_path / "first", monkeypatch)
     finished = tmp_path / "first" / "model"
-    run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "2", "--layers", "6")
+    run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "2", "--layers", "7")
     facts = fingerprint(tmp_path / "more" / "model")
-    assert load_exported(tmp_path / "more" / "model").shape.layers == 6
+    assert load_exported(tmp_path / "more" / "model").shape.layers == 7
     assert int(facts["steps"]) == int(fingerprint(finished)["steps"]) + 2
     assert fingerprint(finished)["xxh3_128"] in facts["origin"]
-    assert "--layers 6" in facts["training"]
+    assert "--layers 7" in facts["training"]
+
+
+def test_stages_are_shortened_in_proportion():
+    stages = (Stage(((1, 36, 4),), 300), Stage(((1, 36, 4),), 100))
+    assert [stage.steps for stage in train.shortened(stages, 40)] == [30, 10]
+    assert [stage.steps for stage in train.shortened(stages, 1)] == [1, 1]
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 700])
+def test_attention_in_blocks_and_its_gradients_are_those_of_the_fused_kernel(tokens):
+    torch.manual_seed(tokens)
+    q, k, v = (torch.randn(2, heads, tokens, 16, requires_grad=True) for heads in (6, 2, 2))
+    gradient = torch.randn(2, 6, tokens, 16)
+
+    def fused(q, k, v):
+        shared = (x.repeat_interleave(3, 1) for x in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, *shared, is_causal=True)
+
+    found, expected = (f(q, k, v) for f in (causal_attention, fused))
+    pairs = [
+        (found, expected),
+        *zip(*(torch.autograd.grad(x, (q, k, v), gradient) for x in (found, expected)), strict=True),
+    ]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_the_learning_rate_warms_up_and_ends_near_zero():

@@ -11,6 +11,43 @@ from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker, article
 from cacheblend_rag.evaluation.datasets.fiction.phrases import ASIDES, FILLER, FILLER_WORDS, KINDS, Attribute
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a fact is stated, and in which chunks what it refers to.
+
+    Attributes:
+        chunk: Index of the chunk that states it.
+        named_in: Index of the chunk that tells whom it is about; of a nickname's, the one that names whom the nickname means.
+        nickname: Whether it is stated of the entity's nickname.
+        title_in: Index of the chunk with the title, for a row of a list.
+        unit_in: Index of the chunk that says what its number is counted by, if any does.
+        unit: What its number is counted by.
+    """
+
+    chunk: int
+    named_in: int
+    nickname: bool = False
+    title_in: int | None = None
+    unit_in: int | None = None
+    unit: str = ""
+
+    @property
+    def named(self) -> bool:
+        """Whether the chunk itself tells whom the fact is about."""
+        return self.named_in == self.chunk
+
+    @property
+    def kind(self) -> str:
+        """What the fact needs beside its own chunk: one of "single" (nothing), "cross", "nickname", "table", "unit"."""
+        if self.unit_in not in (None, self.chunk):
+            return "unit"
+        if self.title_in not in (None, self.chunk):
+            return "table"
+        if self.named:
+            return "single"
+        return "nickname" if self.nickname else "cross"
+
+
 @dataclass
 class Entity:
     """An entity and what the documents say about it.
@@ -21,10 +58,11 @@ class Entity:
         pronoun: "she", "he" or "it".
         alias: A nickname, if it has one.
         alias_in: Index of the chunk that states the nickname, -1 before that.
+        alias_from: Index of the chunk that names whom that statement is about.
         introduced_in: Index of the chunk that names it first, -1 before that.
         named_in: Index of the last chunk that names it.
         facts: Attribute -> value.
-        where: Attribute -> (index of the chunk that states it, whether that chunk has the name before it).
+        where: Attribute -> where it is stated, for the attributes that are.
     """
 
     kind: str
@@ -32,10 +70,16 @@ class Entity:
     pronoun: str
     alias: str | None = None
     alias_in: int = -1
+    alias_from: int = -1
     introduced_in: int = -1
     named_in: int = -1
     facts: dict[str, str] = field(default_factory=dict)
-    where: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    where: dict[str, Place] = field(default_factory=dict)
+
+    def answer(self, key: str) -> str:
+        """Return the value of attribute `key`, with what its number is counted by."""
+        unit = self.where[key].unit
+        return f"{self.facts[key]} {unit}" if unit else self.facts[key]
 
 
 def capital(text: str) -> str:

@@ -25,6 +25,9 @@ class Attribute:
         questions: Questions that ask for it.
         value_first: Sentences that name the value before the subject; only for a subject that is already known.
         links: Noun phrases that stand for the value in a two-hop question.
+        titles: Titles of a list of this fact, whose rows say no more than a name and a value.
+        topic: The word that all `titles` have, which tells them from those of other lists.
+        comparison: A question which of two entities comes first; for years.
     """
 
     pool: str
@@ -32,6 +35,9 @@ class Attribute:
     questions: tuple[str, ...]
     value_first: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    titles: tuple[str, ...] = ()
+    topic: str = ""
+    comparison: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("{S} was born in {v}.", "{S} came into the world in {v}.", "{P} birthplace was {v}."),
                 ("Where was {E} born?", "In which town was {E} born?", "What was the birthplace of {E}?"),
                 ("In {v} {s} was born.",),
+                titles=("People and where they were born:", "Where they were born:"),
+                topic="born",
             ),
             "trade": Attribute(
                 "trade",
@@ -97,12 +105,15 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("{S} later moved to {v}.", "{S} finally settled in {v}.", "{S} retired to {v}."),
                 ("Where did {E} later move?", "In which town did {E} settle?", "Where did {E} retire?"),
                 ("In old age {s} retired to {v}.",),
+                titles=("People and where they settled:", "Where they settled:"),
+                topic="settled",
             ),
             "medal": Attribute(
                 "year",
                 ("{S} won a medal in {v}.", "{S} received the medal in {v}."),
                 ("In what year did {E} win a medal?", "When did {E} receive the medal?"),
                 ("In {v} {s} won a medal.",),
+                comparison="Who won a medal first, {a} or {b}?",
             ),
             "points": Attribute(
                 "number",
@@ -122,6 +133,9 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("{S} was founded in {v}.", "{S} opened in {v}.", "{S} was established in {v}."),
                 ("In what year was {E} founded?", "When was {E} established?", "When did {E} open?"),
                 ("In {v} {s} was established.",),
+                titles=("Each was founded in:", "Years in which each was founded:"),
+                topic="founded",
+                comparison="Which was founded first, {a} or {b}?",
             ),
             "founder": Attribute(
                 "person",
@@ -129,6 +143,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("Who was the founder of {E}?", "Who started {E}?"),
                 (),
                 ("the founder of {E}", "the person who started {E}"),
+                titles=("Who started each of them:", "Each was started by:"),
+                topic="started",
             ),
             "manager": Attribute(
                 "person",
@@ -136,6 +152,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("Who is the manager of {E}?", "Who runs {E} now?"),
                 (),
                 ("the manager of {E}", "the person who runs {E}"),
+                titles=("Who runs each of them now:", "Who runs what:"),
+                topic="runs",
             ),
             "office": Attribute(
                 "town",
@@ -175,6 +193,9 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("{S} won a prize in {v}.", "{S} was given a prize in {v}."),
                 ("When did {E} win a prize?", "In what year was {E} given a prize?"),
                 ("In {v} {s} won a prize.",),
+                titles=("Won a prize in:", "Years in which each won a prize:"),
+                topic="prize",
+                comparison="Which won a prize first, {a} or {b}?",
             ),
         },
     ),
@@ -188,6 +209,7 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("{S} was built in {v}.", "{S} was completed in {v}.", "{S} saw first light in {v}."),
                 ("In what year was {E} built?", "When was {E} completed?"),
                 ("In {v} {s} saw first light.",),
+                comparison="Which was built first, {a} or {b}?",
             ),
             "director": Attribute(
                 "person",
@@ -195,6 +217,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("Who is the director of {E}?", "Who leads {E}?"),
                 (),
                 ("the director of {E}", "the person who leads {E}"),
+                titles=("Who leads each of them:", "Who leads what:"),
+                topic="leads",
             ),
             "planner": Attribute(
                 "person",
@@ -202,6 +226,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("Who was the architect of {E}?", "Who planned {E}?"),
                 (),
                 ("the architect of {E}", "the person who planned {E}"),
+                titles=("Who planned each of them:", "Each was planned by:"),
+                topic="planned",
             ),
             "near": Attribute(
                 "town",
@@ -225,6 +251,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("Who is the sponsor of {E}?", "Who pays for {E}?"),
                 (),
                 ("the sponsor of {E}", "the company that pays for {E}"),
+                titles=("Who pays for each of them:", "Who pays for what:"),
+                topic="pays",
             ),
             "lens": Attribute(
                 "company",
@@ -232,6 +260,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("Who made the great lens of {E}?", "From which company did {E} buy its great lens?"),
                 (),
                 ("the maker of the great lens of {E}",),
+                titles=("Who made each great lens:", "Where each great lens came from:"),
+                topic="lens",
             ),
             "dome": Attribute(
                 "colour",
@@ -255,6 +285,9 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("{S} was launched in {v}.", "{S} first sailed in {v}.", "{S} left the docks in {v}."),
                 ("In what year was {E} launched?", "When did {E} first sail?"),
                 ("In {v} {s} left the docks.",),
+                titles=("Each was launched in:", "Years in which each was launched:"),
+                topic="launched",
+                comparison="Which was launched first, {a} or {b}?",
             ),
             "captain": Attribute(
                 "person",
@@ -262,6 +295,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("Who is the captain of {E}?", "Who commands {E}?"),
                 (),
                 ("the captain of {E}", "the person who commands {E}"),
+                titles=("Who commands each of them:", "Who commands what:"),
+                topic="commands",
             ),
             "cook": Attribute(
                 "person",
@@ -269,6 +304,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("Who is the cook of {E}?", "Who cooks on {E}?"),
                 (),
                 ("the cook of {E}",),
+                titles=("Who cooks on each of them:", "Who cooks where:"),
+                topic="cooks",
             ),
             "port": Attribute(
                 "town",
@@ -308,6 +345,8 @@ KINDS: Final[dict[str, EntityKind]] = {
                 ("{S} was repaired in {v}.", "{S} got a new mast in {v}."),
                 ("When was {E} repaired?", "In what year did {E} get a new mast?"),
                 ("In {v} {s} was repaired.",),
+                titles=("Each was repaired in:", "Years in which each was repaired:"),
+                topic="repaired",
             ),
         },
     ),
@@ -317,6 +356,14 @@ NICKNAMES: Final = (
     "{S} is also called {v}.",
     "{S} is better known as {v}.",
     "{S} has the nickname {v}.",
+)
+
+# What one sentence adds to all numbers behind it, up to the next such sentence.
+UNITS: Final = ("hundred", "thousand", "million", "score")
+UNIT_NOTES: Final = (
+    "From here on, numbers are counted by the {u}.",
+    "What follows counts everything by the {u}.",
+    "Below, each number is counted by the {u}.",
 )
 
 # Talk about the subject that states nothing anyone asks for.

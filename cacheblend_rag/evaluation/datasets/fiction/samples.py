@@ -7,27 +7,20 @@ from random import Random
 from typing import Any, Final
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
 from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
 from cacheblend_rag.evaluation.samples import Sample
 from cacheblend_rag.prompts.tokens import encoder_for
 
-KINDS: Final = ("single", "cross", "two_hop", "two_hop_cross", "comparison")
-"""One chunk holds all that is needed; a chunk refers to what another one names; two facts; two facts with such a reference;
-which of two years is earlier."""
+KINDS: Final = QUESTION_KINDS
+"""What a question can depend on; `fiction.world` describes each."""
 
 DEFAULT_KINDS: Final = KINDS[:4]
-"""Without comparison: the bundled model has not learned to order numbers."""
+"""Asked about contexts of documents alone. With any other kind the contexts have lists, units and nicknames, too."""
 
 # Few, since questions of one context share its chunks and thus say less than questions of several contexts.
 _PER_CONTEXT: Final = 8
 _DRAWN: Final = 40
-_COMPARISONS: Final = {
-    "founded": "Which was founded first, {a} or {b}?",
-    "built": "Which was built first, {a} or {b}?",
-    "launched": "Which was launched first, {a} or {b}?",
-    "medal": "Who won a medal first, {a} or {b}?",
-    "prize": "Which won a prize first, {a} or {b}?",
-}
 
 
 def demo_samples(
@@ -60,6 +53,7 @@ def demo_samples(
     found: list[Sample] = []
     empty = 0
     number = 0
+    interludes = not set(kinds) <= set(DEFAULT_KINDS)
     while len(found) < limit:
         context = sample_context(
             rng,
@@ -69,10 +63,17 @@ def demo_samples(
             chunk_tokens=max(16, chunk_tokens - chunk_tokens // 64),
             questions=_DRAWN,
             held_out=True,
-            alias_share=0.0,
+            alias_share=0.35 if interludes else 0.0,
+            interludes=interludes,
         )
         number += 1
-        drawn = list(_take(context, kinds, f"demo-{seed}-{number}", min(_PER_CONTEXT, limit - len(found))))
+        # In turn from another kind on, since there are more kinds than questions of a context.
+        turn = number % len(kinds) if interludes else 0
+        drawn = list(
+            _take(
+                context, [*kinds[turn:], *kinds[:turn]], f"demo-{seed}-{number}", min(_PER_CONTEXT, limit - len(found))
+            )
+        )
         empty = 0 if drawn else empty + 1
         if empty > 20:
             raise InputError(
@@ -89,8 +90,6 @@ def _take(context: Context, kinds: Sequence[str], group: str, count: int) -> Ite
     for question in context.questions:
         if question.kind in pools:
             pools[question.kind].append((question.text, question.answer))
-    if "comparison" in pools:
-        pools["comparison"] = list(_comparisons(context))
     taken = 0
     while taken < count and any(pools.values()):
         for kind in kinds:
@@ -98,17 +97,3 @@ def _take(context: Context, kinds: Sequence[str], group: str, count: int) -> Ite
                 text, answer = pools[kind].pop(0)
                 taken += 1
                 yield Sample(f"{group}-{taken}", text, (answer,), texts, "ready", "qa", kind, group)
-
-
-def _comparisons(context: Context) -> Iterator[tuple[str, str]]:
-    """Yield questions about pairs of neighbouring entities that state the same kind of year."""
-    years: dict[str, dict[str, int]] = {}
-    for chunk in context.chunks:
-        for sentence in chunk:
-            if sentence.attribute in _COMPARISONS and sentence.entity and sentence.value and sentence.value.isdigit():
-                years.setdefault(sentence.attribute, {})[sentence.entity] = int(sentence.value)
-    for attribute, by_entity in sorted(years.items()):
-        names = list(by_entity)
-        for a, b in zip(names[::2], names[1::2], strict=False):
-            if by_entity[a] != by_entity[b]:
-                yield _COMPARISONS[attribute].format(a=a, b=b), min((a, b), key=lambda name: by_entity[name])

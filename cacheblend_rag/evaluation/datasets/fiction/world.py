@@ -1,44 +1,29 @@
 """A seeded generator of fictional documents cut into chunks, and questions about them.
 
-Documents are about people, companies, observatories and ships. A document is cut where the chunk is full, so its later
-sentences ("It was founded in 1911.") stand in another chunk than the name they refer to: a chunk's own KV cannot answer
-them. Question kinds: "single" (name and fact in one chunk), "cross" (the fact stands in a later chunk than the name),
-"two_hop" and "two_hop_cross" (the question names its entity through another one; the latter when a needed fact is a
-cross-chunk one), "alias".
+Documents are about people, companies, observatories and ships. A document is cut where the chunk is full, so what a sentence
+means often stands in another chunk than the sentence: a chunk's own KV cannot answer for it. Question kinds:
+
+- "single": one chunk holds all that is needed.
+- "cross": the fact ("It was founded in 1911.") stands in a later chunk than the name it refers to.
+- "nickname": the fact is stated of a nickname that an earlier chunk explains.
+- "table": the fact is a row of a list ("Silver Heron: 1911.") whose title stands in an earlier chunk.
+- "unit": an earlier chunk says what the number in the fact is counted by.
+- "two_hop", "two_hop_cross": the question names its entity through another one; the latter where a fact needs another chunk.
+- "alias": the question uses a nickname.
+- "comparison": which of two years is earlier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Final
 
 from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, draw_kinds, make_entities
+from cacheblend_rag.evaluation.datasets.fiction.interludes import Interludes, list_kinds
 from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
-from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS
+from cacheblend_rag.evaluation.datasets.fiction.questions import Question, choose_questions
 from cacheblend_rag.evaluation.datasets.fiction.writer import CountTokens, Sentence, Style, Writer
-
-QUESTION_KINDS: Final = ("single", "cross", "two_hop", "two_hop_cross", "alias")
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question, its exact answer and what it depends on.
-
-    Attributes:
-        text: The question.
-        answer: The answer; a two-hop answer names the entity in between first ("Mira Halwick, Aberport").
-        kind: One of `QUESTION_KINDS`.
-        entities: Names of the entities that must be found, in order; an alias question has the entity behind the alias.
-        alias: The alias the question uses, if any.
-    """
-
-    text: str
-    answer: str
-    kind: str
-    entities: tuple[str, ...]
-    alias: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,33 +39,6 @@ class Context:
         return ["".join(s.before * (i > 0) + s.text for i, s in enumerate(chunk)) for chunk in self.chunks]
 
 
-def ask(rng: Random, entities: Sequence[Entity]) -> tuple[list[Question], list[Question]]:
-    """Return one-hop and two-hop questions about everything the entities' `where` lists."""
-    by_name = {entity.name: entity for entity in entities}
-    plain: list[Question] = []
-    hops: dict[str, Question] = {}
-    for entity in entities:
-        for key, (_, named) in entity.where.items():
-            attribute, value = KINDS[entity.kind].attributes[key], entity.facts[key]
-            template = rng.choice(attribute.questions)
-            if entity.alias and entity.alias_in >= 0 and rng.random() < 0.3:
-                text = template.format(E=entity.alias)
-                plain.append(Question(text, value, "alias", (entity.name,), entity.alias))
-            else:
-                kind = "single" if named else "cross"
-                plain.append(Question(template.format(E=entity.name), value, kind, (entity.name,)))
-            target = by_name.get(value)
-            if target is None or target is entity or not target.where or not attribute.links:
-                continue
-            for second in rng.sample(list(target.where), min(2, len(target.where))):
-                link = rng.choice(attribute.links).format(E=entity.name)
-                text = rng.choice(KINDS[target.kind].attributes[second].questions).format(E=link)
-                kind = "two_hop" if named and target.where[second][1] else "two_hop_cross"
-                answer = f"{value}, {target.facts[second]}"
-                hops[text] = Question(text, answer, kind, (entity.name, value))
-    return plain, list(hops.values())
-
-
 def _drop_chunk(rng: Random, writer: Writer, entities: Sequence[Entity]) -> None:
     """Remove one chunk, as retrieval may: what it states, and what refers to a name in it, can no longer be asked."""
     gone = rng.randrange(len(writer.chunks))
@@ -88,40 +46,34 @@ def _drop_chunk(rng: Random, writer: Writer, entities: Sequence[Entity]) -> None
     for entity in entities:
         orphaned = entity.introduced_in == gone
         entity.where = {
-            key: (chunk - (chunk > gone), named)
-            for key, (chunk, named) in entity.where.items()
-            if chunk != gone and (named or not orphaned)
+            key: replace(
+                place, chunk=place.chunk - (place.chunk > gone), named_in=place.named_in - (place.named_in > gone)
+            )
+            for key, place in entity.where.items()
+            if place.chunk != gone and (place.named or not orphaned)
         }
         if orphaned or entity.alias_in == gone:
             entity.alias_in = -1
 
 
-def _write_documents(rng: Random, writer: Writer, entities: Sequence[Entity], filler: float) -> None:
-    """Write about one entity after another, with filler in between, until all chunks are full."""
+def _write_documents(
+    rng: Random, writer: Writer, entities: Sequence[Entity], filler: float, between: Interludes | None
+) -> None:
+    """Write about one entity after another, with filler and what else stands between them, until all chunks are full."""
     for entity in entities:
         if writer.full:
             break
         if filler and rng.random() < 0.6:
             writer.fill(rng.expovariate((1 - filler) / (110 * filler)), "\n\n" if rng.random() < 0.5 else " ")
-        if writer.left < 12:
+        if between:
+            between.write(writer, entities)
+        if writer.left < 12 and not writer.full:
             writer.close_chunk()
         if not writer.full:
             writer.write(entity)
     while not writer.full:
         writer.fill(writer.left, "\n\n")
         writer.close_chunk()
-
-
-def _choose_questions(rng: Random, entities: Sequence[Entity], most: int, two_hop_share: float) -> list[Question]:
-    """Draw up to ``most`` questions in random order, cross-chunk ones preferred."""
-    plain, hops = ask(rng, entities)
-    bonus = {"cross": 0.5, "alias": 0.1, "two_hop_cross": 0.4}
-    for group in (plain, hops):
-        rng.shuffle(group)
-        group.sort(key=lambda question: rng.random() - bonus.get(question.kind, 0.0))
-    chosen = (hops[: max(1, int(most * two_hop_share))] + plain)[:most]
-    rng.shuffle(chosen)
-    return chosen
 
 
 def sample_context(
@@ -137,6 +89,8 @@ def sample_context(
     alias_share: float = 0.2,
     missing_chunk: bool = False,
     two_hop_share: float = 0.25,
+    interludes: bool = False,
+    crowded: bool = False,
 ) -> Context:
     """Draw a context of consecutive chunks and questions about it.
 
@@ -145,13 +99,15 @@ def sample_context(
         count_tokens: Token count of a text without special tokens; must be additive over sentences.
         chunks: Number of chunks.
         chunk_tokens: Most tokens of a chunk.
-        questions: Most questions, cross-chunk ones preferred.
+        questions: Most questions, those that need another chunk preferred.
         held_out: Use the names that training never shows.
         unseen_syllables: Build names from syllables that training never shows.
         filler: Share of filler between and inside documents; drawn when None.
         alias_share: Share of entities with a nickname.
-        missing_chunk: Leave out one chunk of the run, as a retriever does.
+        missing_chunk: Leave out one chunk of the run, as a retriever does; not together with `interludes`.
         two_hop_share: Largest share of two-hop questions.
+        interludes: Write lists, units and facts told of a nickname between documents, and ask about them, and for comparisons.
+        crowded: Have as many of these as fit, for training.
 
     Returns:
         The context; its questions in random order.
@@ -162,11 +118,18 @@ def sample_context(
         filler = rng.choice([0.1, 0.25, 0.4]) if chunk_tokens >= 100 else rng.choice([0.0, 0.0, 0.2])
     wanted = chunks + missing_chunk
     count = int(wanted * chunk_tokens / (110 if chunk_tokens >= 100 else 60)) + 2
-    entities = make_entities(rng, names, draw_kinds(rng, count), alias_share)
+    grouped = list_kinds(rng, chunks, chunk_tokens, crowded=crowded) if interludes else []
+    kinds = draw_kinds(rng, count)
+    made = make_entities(rng, names, kinds + [kind for group in grouped for kind in group], alias_share)
+    entities, groups, end = made[:count], [], count
+    for group in grouped:
+        groups.append(made[end : end + len(group)])
+        end += len(group)
+    between = Interludes(rng, wanted, groups, crowded=crowded) if interludes else None
     writer = Writer(rng, count_tokens, chunks=wanted, chunk_tokens=chunk_tokens, style=Style(filler))
-    _write_documents(rng, writer, entities, filler)
+    _write_documents(rng, writer, entities, filler, between)
     del writer.chunks[wanted:]
     if missing_chunk:
         _drop_chunk(rng, writer, entities)
-    chosen = _choose_questions(rng, entities, questions, two_hop_share)
+    chosen = choose_questions(rng, made, questions, two_hop_share, comparisons=interludes)
     return Context(tuple(tuple(chunk) for chunk in writer.chunks if chunk), tuple(chosen))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, capital, filler_sentence, render
-from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS, NICKNAMES, REMARKS
+from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, Place, capital, filler_sentence, render
+from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS, NICKNAMES, REMARKS, UNIT_NOTES
 
 CountTokens = Callable[[str], int]
 
@@ -23,6 +23,8 @@ class Sentence:
         value: The value it states, if any.
         opens_document: Whether a new document begins here.
         attribute: Key of the attribute it states, if any.
+        nickname: What it calls the entity, where that is a nickname.
+        adds: The word of an earlier sentence that its value depends on: a list's topic, or what numbers are counted by.
     """
 
     text: str
@@ -31,6 +33,8 @@ class Sentence:
     value: str | None = None
     opens_document: bool = False
     attribute: str | None = None
+    nickname: str | None = None
+    adds: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Writer:
         self.chunks: list[list[Sentence]] = [[]]
         self._used = 0
         self._budget = self._new_budget()
+        self._unit, self._unit_in = "", -1
 
     @property
     def full(self) -> bool:
@@ -84,6 +89,11 @@ class Writer:
     def left(self) -> float:
         """Tokens left in the current chunk."""
         return self._budget - self._used
+
+    @property
+    def written(self) -> float:
+        """Chunks written so far, the current one as a fraction."""
+        return len(self.chunks) - 1 + self._used / self._budget
 
     def close_chunk(self) -> None:
         """Go on in a new chunk."""
@@ -139,6 +149,63 @@ class Writer:
             if rng.random() < aside_share:
                 self.fill(rng.uniform(20, 50) if wordy else rng.uniform(8, 40), kind=entity.kind)
 
+    def count_by(self, unit: str) -> None:
+        """Say that all numbers from here on are counted by the `unit`."""
+        text = self._rng.choice(UNIT_NOTES).format(u=unit)
+        if self._make_room(text, "\n\n"):
+            self._add(Sentence(text, "\n\n", opens_document=True))
+            self._unit, self._unit_in = unit, len(self.chunks) - 1
+
+    def write_list(self, key: str, entities: Sequence[Entity]) -> None:
+        """Write the fact `key` of entities of one kind as a list: a title, then a name and a value a line."""
+        attribute = KINDS[entities[0].kind].attributes[key]
+        title = self._rng.choice(attribute.titles)
+        if not self._make_room(title, "\n\n"):
+            return
+        self._add(Sentence(title, "\n\n", opens_document=True))
+        title_in = len(self.chunks) - 1
+        for entity in entities:
+            text = f"{capital(entity.name.removeprefix('the '))}: {entity.facts[key]}."
+            if not self._make_room(text, "\n"):
+                return
+            self._name(entity)
+            row = Sentence(text, "\n", entity.name, entity.facts[key], attribute=key, adds=attribute.topic)
+            self._add(row)
+            here = len(self.chunks) - 1
+            entity.where[key] = Place(here, here, title_in=title_in)
+
+    def mention(self, entity: Entity, key: str) -> None:
+        """State the fact `key` of an entity whose nickname is known, by that nickname."""
+        rng, nickname = self._rng, entity.alias or ""
+        before = "\n\n" if rng.random() < 0.5 else " "
+        statement = rng.choice(KINDS[entity.kind].attributes[key].statements)
+        text = render(statement, entity, nickname, entity.facts[key])
+        if self._make_room(text, before):
+            self._add_fact(entity, key, text, before, entity.alias_from, opens=True, nickname=nickname)
+
+    def _add_fact(
+        self,
+        entity: Entity,
+        key: str,
+        text: str,
+        before: str,
+        named_in: int,
+        *,
+        opens: bool = False,
+        nickname: str | None = None,
+    ) -> None:
+        counted = bool(self._unit) and KINDS[entity.kind].attributes[key].pool == "number"
+        unit, unit_in = (self._unit, self._unit_in) if counted else ("", None)
+        self._add(Sentence(text, before, entity.name, entity.facts[key], opens, key, nickname, unit or None))
+        here = len(self.chunks) - 1
+        entity.where[key] = Place(here, named_in, nickname is not None, unit_in=unit_in, unit=unit)
+
+    def _make_room(self, text: str, before: str) -> bool:
+        """Go on in the next chunk where `text` does not fit; False when the last chunk is full."""
+        if not self._fits(text, before):
+            self.close_chunk()
+        return not self.full
+
     def _new_budget(self) -> float:
         if self._chunk_tokens >= 100 and self._rng.random() < self._style.short_chunks:
             return self._chunk_tokens * self._rng.uniform(0.3, 0.9)
@@ -166,7 +233,7 @@ class Writer:
         text = render(self._rng.choice(NICKNAMES), entity, self._refer(entity), entity.alias or "")
         if self._fits(text, " "):
             self._add(Sentence(text, " ", entity.name, entity.alias))
-            entity.alias_in = len(self.chunks) - 1
+            entity.alias_in, entity.alias_from = len(self.chunks) - 1, entity.named_in
 
     def _remark(self, entity: Entity, template: str) -> bool:
         text = render(template, entity, self._refer(entity))
@@ -178,10 +245,8 @@ class Writer:
     def _introduce(self, entity: Entity, template: str, before: str, *, opens: bool) -> bool:
         """Write a heading or an opening sentence; False when the last chunk is full."""
         text = render(template, entity, entity.name)
-        if not self._fits(text, before):
-            self.close_chunk()
-            if self.full:
-                return False
+        if not self._make_room(text, before):
+            return False
         self._name(entity)
         self._add(Sentence(text, before, entity.name, None, opens))
         return True
@@ -201,6 +266,5 @@ class Writer:
                 text = capital(render(rng.choice(attribute.statements), entity, subject, value))
         if subject == entity.name:
             self._name(entity)
-        self._add(Sentence(text, before, entity.name, value, not known, key))
-        entity.where[key] = (len(self.chunks) - 1, entity.named_in == len(self.chunks) - 1)
+        self._add_fact(entity, key, text, before, entity.named_in, opens=not known)
         return True
