@@ -58,7 +58,8 @@ class Interludes:
             if known and not writer.full:
                 # The one whose nickname was explained longest ago.
                 entity = min(known, key=lambda entity: entity.alias_in)
-                for key in rng.sample(self._unsaid(entity), min(rng.randint(1, 2), len(self._unsaid(entity)))):
+                unsaid = self._unsaid(entity)
+                for key in rng.sample(unsaid, min(rng.randint(1, 2), len(unsaid))):
                     if not writer.full:
                         writer.mention(entity, key)
         if self._lists and not writer.full and writer.written >= self._lists[-1][0]:
