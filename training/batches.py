@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question, Shares
 from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
 from training.skeletons import Skeleton, sample_skeleton
 from training.tokenizer import BOS, EOS, PAD
@@ -24,6 +24,8 @@ LINK_LAYER: Final = 5
 
 TEXT, ANSWER = 1, 2
 """Marks of tokens that are trained on; an answer's is ANSWER plus the index of its question's kind."""
+VERDICT: Final = ANSWER + len(QUESTION_KINDS)
+"""Mark of the tokens that say which of two years is earlier, when both are found: few, and the only ones that compare."""
 
 
 class Encoder:
@@ -122,7 +124,10 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
         end = question.answer.index(name, end) + len(name)
         comma = len(encoder.encode(question.answer[:end]))
         example.name(here + 1 + comma, BIND_LAYER, encoder.lead(name))
-    example.put((*answer, EOS), ANSWER + QUESTION_KINDS.index(question.kind))
+    verdict = len(encoder.encode(question.verdict))
+    example.put(answer[: len(answer) - verdict], ANSWER + QUESTION_KINDS.index(question.kind))
+    example.put(answer[len(answer) - verdict :], VERDICT)
+    example.put([EOS], ANSWER + QUESTION_KINDS.index(question.kind))
 
 
 def make_example(
@@ -156,8 +161,8 @@ def make_example(
         questions=questions,
         held_out=False,
         missing_chunk=missing,
-        two_hop_share=0.25 if crowded else 0.35,
         alias_share=0.6 if crowded else 0.35,
+        shares=Shares(two_hop=0.25 if crowded else 0.35, alias=0.4, comparison=0.15),
         interludes=not missing,
         crowded=crowded,
     )

@@ -31,7 +31,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from cacheblend_rag.engines.model_files import bundled_model_directory
 from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
-from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, TEXT, Batch, Encoder, collate, make_example
+from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, TEXT, VERDICT, Batch, Encoder, collate, make_example
 from training.export import TRAINING_COMMAND, export, load_exported
 from training.grow import grow
 from training.model import DemoModel, ModelShape, initialise
@@ -77,6 +77,8 @@ LR_MATRICES, LR_OTHER = 0.01, 4e-3
 LR_LONG = 0.6
 """Factor on both learning rates once contexts are long."""
 TEXT_WEIGHT, BIND_WEIGHT, LINK_WEIGHT = 0.15, 0.3, 0.4
+VERDICT_WEIGHT = 8.0
+"""Of the tokens that say which of two years is earlier, against other tokens of answers."""
 TEXT_SHARE = 0.5
 WARM_UP = 50
 DECAY = 0.5
@@ -129,7 +131,8 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
                 scores = model.logits(state).float().scatter(1, rows[:, 5:7], -torch.inf).log_softmax(-1)
                 bind[layer] = scores, rows
     entropy = F.cross_entropy(logits, targets, reduction="none")
-    answer_loss, text_loss = entropy[answers].mean(), entropy[~answers].mean()
+    weights = torch.where(marks == VERDICT, VERDICT_WEIGHT, 1.0)[answers]
+    answer_loss, text_loss = (entropy[answers] * weights).sum() / weights.sum(), entropy[~answers].mean()
     total = answer_loss + TEXT_WEIGHT * text_loss
     shown = {"answer": answer_loss.item(), "text": text_loss.item()}
     for layer, (scores, rows) in bind.items():
@@ -139,7 +142,7 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     words = answers & (targets != EOS)
     right = (logits[words].argmax(-1) == targets[words]).float()
     shown["accuracy"] = right.mean().item()
-    for index, kind in enumerate(QUESTION_KINDS):
+    for index, kind in enumerate((*QUESTION_KINDS, "verdict")):
         asked = marks[words] == ANSWER + index
         if asked.any():
             shown[kind] = right[asked].mean().item()

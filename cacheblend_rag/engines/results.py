@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from tokenizers.decoders import DecodeStream
 
 from cacheblend_rag.blending.meter import ChunkLoad
 
@@ -86,15 +89,22 @@ class Score:
 
 
 def openai_logprobs(logprobs: Iterable[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:
-    """Return log-probabilities in the form of OpenAI's chat API: for each token its text, bytes and alternatives."""
+    """Return log-probabilities in the form of OpenAI's chat API: for each token its text, bytes and alternatives.
 
-    def one(token_id: int, logprob: float) -> dict[str, Any]:
-        text = str(tokenizer.decode([token_id]))
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    A token's text is what it adds behind those before it, so that they join to the answer. A token that ends inside a character
+    adds none and has no bytes; the one that completes the character has all of it.
+    """
+    backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=False)
 
-    return [
-        {**one(each.token_id, each.logprob), "top_logprobs": [one(*other) for other in each.top]} for each in logprobs
-    ]
+    def one(behind: DecodeStream, token_id: int, logprob: float) -> dict[str, Any]:
+        text = behind.step(backend, token_id)
+        return {"token": text or "", "logprob": logprob, "bytes": None if text is None else list(text.encode())}
+
+    found = []
+    for each in logprobs:
+        others = [one(copy(stream), *other) for other in each.top]
+        found.append({**one(stream, each.token_id, each.logprob), "top_logprobs": others})
+    return found
 
 
 def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:

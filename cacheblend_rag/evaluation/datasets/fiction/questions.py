@@ -33,8 +33,24 @@ _PREFERRED: Final = {
     "unit": 0.9,
     "comparison": 0.3,
 }
-_ALIAS_SHARE: Final = 0.3
-_COMPARISON_SHARE: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What is asked how often, each from 0 to 1.
+
+    Attributes:
+        two_hop: Two-hop questions, of all questions, at most.
+        alias: Facts of an entity with a nickname which are asked for by the nickname.
+        comparison: Comparisons, of all questions, at most; one at least where two entities can be compared.
+    """
+
+    two_hop: float = 0.25
+    alias: float = 0.3
+    comparison: float = 0.1
+
+
+USUAL_SHARES: Final = Shares()
 
 
 @dataclass(frozen=True)
@@ -58,8 +74,13 @@ class Question:
         """The names in the answer behind which something about them is looked up, in order."""
         return self.entities if self.kind == "comparison" else self.entities[1:]
 
+    @property
+    def verdict(self) -> str:
+        """What a comparison ends in; empty for other kinds."""
+        return self.answer[self.answer.rindex(": ") + 2 :] if self.kind == "comparison" else ""
 
-def ask(rng: Random, entities: Sequence[Entity]) -> tuple[list[Question], list[Question]]:
+
+def ask(rng: Random, entities: Sequence[Entity], alias_share: float) -> tuple[list[Question], list[Question]]:
     """Return one-hop and two-hop questions about everything the entities' `where` lists."""
     by_name = {entity.name: entity for entity in entities}
     plain: list[Question] = []
@@ -68,7 +89,7 @@ def ask(rng: Random, entities: Sequence[Entity]) -> tuple[list[Question], list[Q
         for key, place in entity.where.items():
             attribute, value = KINDS[entity.kind].attributes[key], entity.facts[key]
             template = rng.choice(attribute.questions)
-            if entity.alias and entity.alias_in >= 0 and rng.random() < _ALIAS_SHARE and not place.nickname:
+            if entity.alias and entity.alias_in >= 0 and rng.random() < alias_share and not place.nickname:
                 text, answer = template.format(E=entity.alias), f"{entity.name}, {entity.answer(key)}"
                 plain.append(Question(text, answer, "alias", (entity.alias, entity.name)))
             else:
@@ -97,17 +118,17 @@ def compare(entities: Sequence[Entity]) -> list[Question]:
 
 
 def choose_questions(
-    rng: Random, entities: Sequence[Entity], most: int, two_hop_share: float, *, comparisons: bool
+    rng: Random, entities: Sequence[Entity], most: int, shares: Shares, *, comparisons: bool
 ) -> list[Question]:
     """Draw up to ``most`` questions in random order, those that need another chunk preferred."""
-    plain, hops = ask(rng, entities)
+    plain, hops = ask(rng, entities, shares.alias)
     if comparisons:
         pairs = compare(entities)
-        plain += rng.sample(pairs, min(len(pairs), max(1, int(most * _COMPARISON_SHARE))))
+        plain += rng.sample(pairs, min(len(pairs), max(1, int(most * shares.comparison))))
     for group in (plain, hops):
         rng.shuffle(group)
         group.sort(key=lambda question: rng.random() - _PREFERRED.get(question.kind, 0.0))
-    chosen = (hops[: max(1, int(most * two_hop_share))] + plain)[:most]
+    chosen = (hops[: max(1, int(most * shares.two_hop))] + plain)[:most]
     rng.shuffle(chosen)
     return chosen
 

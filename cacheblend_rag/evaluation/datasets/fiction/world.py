@@ -22,7 +22,7 @@ from random import Random
 from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, draw_kinds, make_entities
 from cacheblend_rag.evaluation.datasets.fiction.interludes import Interludes, list_kinds
 from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
-from cacheblend_rag.evaluation.datasets.fiction.questions import Question, choose_questions
+from cacheblend_rag.evaluation.datasets.fiction.questions import USUAL_SHARES, Question, Shares, choose_questions
 from cacheblend_rag.evaluation.datasets.fiction.writer import CountTokens, Sentence, Style, Writer
 
 
@@ -88,7 +88,7 @@ def sample_context(
     filler: float | None = None,
     alias_share: float = 0.2,
     missing_chunk: bool = False,
-    two_hop_share: float = 0.25,
+    shares: Shares = USUAL_SHARES,
     interludes: bool = False,
     crowded: bool = False,
 ) -> Context:
@@ -105,7 +105,7 @@ def sample_context(
         filler: Share of filler between and inside documents; drawn when None.
         alias_share: Share of entities with a nickname.
         missing_chunk: Leave out one chunk of the run, as a retriever does; not together with `interludes`.
-        two_hop_share: Largest share of two-hop questions.
+        shares: What is asked how often.
         interludes: Write lists, units and facts told of a nickname between documents, and ask about them, and for comparisons.
         crowded: Have as many of these as fit, for training.
 
@@ -131,5 +131,5 @@ def sample_context(
     del writer.chunks[wanted:]
     if missing_chunk:
         _drop_chunk(rng, writer, entities)
-    chosen = choose_questions(rng, made, questions, two_hop_share, comparisons=interludes)
+    chosen = choose_questions(rng, made, questions, shares, comparisons=interludes)
     return Context(tuple(tuple(chunk) for chunk in writer.chunks if chunk), tuple(chosen))
