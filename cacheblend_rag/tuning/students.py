@@ -53,6 +53,13 @@ class Student(ABC):
         self.model.train()
         return torch.cat(parts).float().cpu().numpy()
 
+    @torch.no_grad()
+    def step_back(self, start: Mapping[str, torch.Tensor], share: float) -> None:
+        """Move every weight by ``share`` of the way back to where it started (WiSE-FT, arXiv 2109.01903)."""
+        for name, weight in self.model.state_dict().items():
+            if weight.is_floating_point():
+                weight.lerp_(start[name].to(weight), share)
+
 
 class Adapter(Student):
     """One linear layer with a residual connection behind the embedding model; what is before it is computed once."""
@@ -137,13 +144,6 @@ class Both(Tower):
     def encode_chunks(self, texts: Sequence[str]) -> torch.Tensor:
         """Return the unit vectors of chunks, or windows of them, as :meth:`encode` does those of questions."""
         return self._encode(texts, "document")
-
-    @torch.no_grad()
-    def step_back(self, start: Mapping[str, torch.Tensor], share: float) -> None:
-        """Move every weight by ``share`` of the way back to where it started (WiSE-FT, arXiv 2109.01903)."""
-        for name, weight in self.model.state_dict().items():
-            if weight.is_floating_point():
-                weight.lerp_(start[name].to(weight), share)
 
 
 STUDENTS: Final[dict[str, type[Student]]] = {"adapter": Adapter, "tower": Tower, "both": Both}

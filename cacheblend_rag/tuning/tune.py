@@ -24,7 +24,7 @@ from cacheblend_rag.tuning.judging import Gain, Vectors, gain, gains, ranks
 from cacheblend_rag.tuning.out_of_domain import DocstringTask
 from cacheblend_rag.tuning.questions import Split, TuningQuestion, split_questions
 from cacheblend_rag.tuning.saving import check_free, put_in_place, unfinished, write_model, write_report
-from cacheblend_rag.tuning.students import STUDENTS, Both, Student
+from cacheblend_rag.tuning.students import STUDENTS, Student
 from cacheblend_rag.tuning.teacher import Judged, Teacher
 from cacheblend_rag.tuning.training import Point, TrainSettings, train
 
@@ -167,8 +167,9 @@ class _Run:
         begin = time.perf_counter()
         training = self._settings.training
         student = STUDENTS[training.part](self._embedder.model)
+        start = copy.deepcopy(student.model.state_dict())
         curve = train(student, judged, split.dev, self._index, self._embedder, training, self._progress("Training"))
-        kept = self._step_back(student) if isinstance(student, Both) else 1.0
+        kept = self._step_back(student, start)
         self._took("training", begin)
         with unfinished(self._output) as directory:
             about = {"embedding": self._embedder.name, "documents": student.documents}
@@ -201,23 +202,27 @@ class _Run:
                 put_in_place(directory, self._output)
         return result
 
-    def _step_back(self, student: Both) -> float:
+    def _step_back(self, student: Student, start: dict[str, Any]) -> float:
         """Give up as much of what was learned as it takes to lose little elsewhere; return the share that is kept.
 
         Measured on other passages than the verdict's.
         """
-        count, start = self._settings.elsewhere, self._embedder.model.state_dict()
-        task = DocstringTask(self._embedder, count, others=True)
+        task = DocstringTask(self._embedder, self._settings.elsewhere, others=True)
         before = task.ranks(self._embedder.questions(task.questions))
         learned = copy.deepcopy(student.model.state_dict())
         for kept in _SHARES:
             student.model.load_state_dict(learned)
             student.step_back(start, 1 - kept)
-            after = DocstringTask(Embedder(self._embedder.name, student.model), count, others=True)
-            found = gains(before, after.ranks(student.vectors(task.questions)), [""] * len(before))
-            if found["mrr"].difference >= -MOST_LOST:  # finer than recall, which moves by chance
+            after = self._elsewhere(student, task, others=True).ranks(student.vectors(task.questions))
+            if gains(before, after, [""] * len(before))["mrr"].difference >= -MOST_LOST:  # finer than recall
                 break
         return kept
+
+    def _elsewhere(self, student: Student, task: DocstringTask, *, others: bool) -> DocstringTask:
+        """Give the task as the student sees it: with passages that it embeds itself, if it does."""
+        if not student.documents:
+            return task
+        return DocstringTask(Embedder(self._embedder.name, student.model), self._settings.elsewhere, others=others)
 
     @contextmanager
     def _tuned(self, student: Student, directory: Path) -> Iterator[ChunkIndex]:
@@ -243,7 +248,7 @@ class _Run:
         judging = timed(lambda: teacher.judge(split.train[1:2], vectors[1:2], quiet)) * len(split.train)
         learning = estimate_training(split, vectors, self._index, self._embedder, training)
         documents = STUDENTS[training.part].documents
-        searches = 3 + len(_SHARES) if documents else 1
+        searches = 3 + len(_SHARES) if documents else 2
         checking = estimate_checking(self._embedder, settings.elsewhere, searches)
         parts = [("judging", judging), ("at most training", learning), ("checking elsewhere", checking)]
         if documents:
@@ -297,9 +302,8 @@ class _Run:
 
     def _out_of_domain(self, student: Student) -> dict[str, Gain]:
         begin = time.perf_counter()
-        task = after = DocstringTask(self._embedder, self._settings.elsewhere)
-        if student.documents:
-            after = DocstringTask(Embedder(self._embedder.name, student.model), self._settings.elsewhere)
+        task = DocstringTask(self._embedder, self._settings.elsewhere)
+        after = self._elsewhere(student, task, others=False)
         found = task.ranks(self._embedder.questions(task.questions)), after.ranks(student.vectors(task.questions))
         self._took("out of domain", begin)
         return gains(*found, [""] * len(task.questions))
