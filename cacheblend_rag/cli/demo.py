@@ -109,6 +109,10 @@ class _Screen:
             f"reuse every chunk, and recompute the {profile.ratio:.0%} of its tokens {chosen}: what this library does",
         )
         self._console.print(table)
+        self._say(
+            "\nFirst some questions one by one: of each kind the first that full recompute gets right and another method does "
+            "not, if there is one. The table at the end is of all of them."
+        )
 
     @contextmanager
     def status(self, label: str) -> Iterator[Callable[[str], None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -44,8 +44,8 @@ class DemoRow:
     """A question, the chunks retrieved for it, and the answers by method.
 
     Attributes:
-        shown: Whether it is one of the few to be looked at one by one: the first of its kind that full recompute gets
-            right, whatever the other methods say.
+        shown: Whether it is one of the few to be looked at one by one: the first of its kind that tells methods apart, else the
+            first that full recompute gets right.
     """
 
     question: DemoQuestion
@@ -53,6 +53,11 @@ class DemoRow:
     prompt_tokens: int
     answers: dict[str, MethodAnswer]
     shown: bool = False
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether full recompute gets it right and another method does not."""
+        return self.answers["full recompute"].right and not all(answer.right for answer in self.answers.values())
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,15 @@ def run_demo(pipeline: RagPipeline) -> Iterator[DemoRow]:
     if waiting:
         _compare(pipeline, waiting[0])
     for kind in _SHOWN_KINDS:
+        held: list[DemoRow] = []
         for question in [q for q in waiting if q.kind == kind]:
             waiting.remove(question)
-            row = _compare(pipeline, question)
-            if row.answers["full recompute"].right:
-                yield DemoRow(row.question, row.sources, row.prompt_tokens, row.answers, shown=True)
+            held.append(_compare(pipeline, question))
+            if held[-1].tells_apart:
                 break
-            yield row
+        right = [row for row in held if row.answers["full recompute"].right]
+        best = next((row for row in right if row.tells_apart), right[0] if right else None)
+        yield from (replace(row, shown=row is best) for row in held)
     for question in waiting:
         yield _compare(pipeline, question)
 
