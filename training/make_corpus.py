@@ -188,7 +188,9 @@ def find_answerable(rng: Random, documents: Sequence[Document]) -> dict[str, lis
         for document in documents:
             pipeline.chunks.add(document.plan.name, chunk_id(document.text), document.chunks)
         for document in documents:
-            for question in (question for group in ask(rng, document.entities, USUAL_SHARES.alias) for question in group):
+            for question in (
+                question for group in ask(rng, document.entities, USUAL_SHARES.alias) for question in group
+            ):
                 if question.kind in WANTED:
                     found = {(hit.path, hit.ordinal) for hit in pipeline.retrieve(question.text).hits}
                     if {(document.plan.name, chunk) for chunk in document.needed(question)} <= found:
