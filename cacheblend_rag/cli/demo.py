@@ -110,8 +110,8 @@ class _Screen:
         )
         self._console.print(table)
         self._say(
-            "\nFirst some questions one by one: of each kind the first that full recompute gets right and another method does "
-            "not, if there is one. The table at the end is of all of them."
+            "\nFirst a few questions one by one: the first that full recompute gets right and full KV reuse does not, whatever "
+            "the blend makes of it, and one that a single chunk answers. The table at the end is of all of them."
         )
 
     @contextmanager

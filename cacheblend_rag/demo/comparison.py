@@ -44,8 +44,8 @@ class DemoRow:
     """A question, the chunks retrieved for it, and the answers by method.
 
     Attributes:
-        shown: Whether it is one of the few to be looked at one by one: the first of its kind that tells methods apart, else the
-            first that full recompute gets right.
+        shown: Whether it is one of the few to be looked at one by one: the first of its kind that full recompute gets right and,
+            where a reference crosses chunks, full KV reuse does not (if there is one), whatever the blend makes of it.
     """
 
     question: DemoQuestion
@@ -55,9 +55,11 @@ class DemoRow:
     shown: bool = False
 
     @property
-    def tells_apart(self) -> bool:
-        """Whether full recompute gets it right and another method does not."""
-        return self.answers["full recompute"].right and not all(answer.right for answer in self.answers.values())
+    def telling(self) -> bool:
+        """Whether it shows what its kind is about."""
+        if not self.answers["full recompute"].right:
+            return False
+        return self.question.kind == "single" or not self.answers["full KV reuse"].right
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,10 @@ def run_demo(pipeline: RagPipeline) -> Iterator[DemoRow]:
         for question in [q for q in waiting if q.kind == kind]:
             waiting.remove(question)
             held.append(_compare(pipeline, question))
-            if held[-1].tells_apart:
+            if held[-1].telling:
                 break
         right = [row for row in held if row.answers["full recompute"].right]
-        best = next((row for row in right if row.tells_apart), right[0] if right else None)
+        best = next((row for row in right if row.telling), right[0] if right else None)
         yield from (replace(row, shown=row is best) for row in held)
     for question in waiting:
         yield _compare(pipeline, question)
