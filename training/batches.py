@@ -124,10 +124,10 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
         end = question.answer.index(name, end) + len(name)
         comma = len(encoder.encode(question.answer[:end]))
         example.name(here + 1 + comma, BIND_LAYER, encoder.lead(name))
-    verdict = len(encoder.encode(question.verdict))
-    example.put(answer[: len(answer) - verdict], ANSWER + QUESTION_KINDS.index(question.kind))
-    example.put(answer[len(answer) - verdict :], VERDICT)
-    example.put([EOS], ANSWER + QUESTION_KINDS.index(question.kind))
+    mark, verdict = ANSWER + QUESTION_KINDS.index(question.kind), len(answer) - len(encoder.encode(question.verdict))
+    example.put(answer[:verdict], mark)
+    example.put(answer[verdict:], VERDICT)
+    example.put([EOS], mark)
 
 
 def make_example(

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, Place, make_entities
 from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
-from cacheblend_rag.evaluation.datasets.fiction.questions import USUAL_SHARES, Question, ask
+from cacheblend_rag.evaluation.datasets.fiction.questions import Question, ask
 from cacheblend_rag.evaluation.datasets.fiction.writer import Sentence, Style, Writer
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.rag.pipeline import RagPipeline
@@ -188,9 +188,7 @@ def find_answerable(rng: Random, documents: Sequence[Document]) -> dict[str, lis
         for document in documents:
             pipeline.chunks.add(document.plan.name, chunk_id(document.text), document.chunks)
         for document in documents:
-            for question in (
-                question for group in ask(rng, document.entities, USUAL_SHARES.alias) for question in group
-            ):
+            for question in (question for group in ask(rng, document.entities) for question in group):
                 if question.kind in WANTED:
                     found = {(hit.path, hit.ordinal) for hit in pipeline.retrieve(question.text).hits}
                     if {(document.plan.name, chunk) for chunk in document.needed(question)} <= found:

@@ -88,7 +88,7 @@ def run_demo(pipeline: RagPipeline) -> Iterator[DemoRow]:
             if held[-1].telling:
                 break
         right = [row for row in held if row.answers["full recompute"].right]
-        best = next((row for row in right if row.telling), right[0] if right else None)
+        best = max(right, key=lambda row: row.telling, default=None)
         yield from (replace(row, shown=row is best) for row in held)
     for question in waiting:
         yield _compare(pipeline, question)

@@ -80,7 +80,9 @@ class Question:
         return self.answer[self.answer.rindex(": ") + 2 :] if self.kind == "comparison" else ""
 
 
-def ask(rng: Random, entities: Sequence[Entity], alias_share: float) -> tuple[list[Question], list[Question]]:
+def ask(
+    rng: Random, entities: Sequence[Entity], shares: Shares = USUAL_SHARES
+) -> tuple[list[Question], list[Question]]:
     """Return one-hop and two-hop questions about everything the entities' `where` lists."""
     by_name = {entity.name: entity for entity in entities}
     plain: list[Question] = []
@@ -89,7 +91,7 @@ def ask(rng: Random, entities: Sequence[Entity], alias_share: float) -> tuple[li
         for key, place in entity.where.items():
             attribute, value = KINDS[entity.kind].attributes[key], entity.facts[key]
             template = rng.choice(attribute.questions)
-            if entity.alias and entity.alias_in >= 0 and rng.random() < alias_share and not place.nickname:
+            if entity.alias and entity.alias_in >= 0 and rng.random() < shares.alias and not place.nickname:
                 text, answer = template.format(E=entity.alias), f"{entity.name}, {entity.answer(key)}"
                 plain.append(Question(text, answer, "alias", (entity.alias, entity.name)))
             else:
@@ -121,7 +123,7 @@ def choose_questions(
     rng: Random, entities: Sequence[Entity], most: int, shares: Shares, *, comparisons: bool
 ) -> list[Question]:
     """Draw up to ``most`` questions in random order, those that need another chunk preferred."""
-    plain, hops = ask(rng, entities, shares.alias)
+    plain, hops = ask(rng, entities, shares)
     if comparisons:
         pairs = compare(entities)
         plain += rng.sample(pairs, min(len(pairs), max(1, int(most * shares.comparison))))
