@@ -53,6 +53,10 @@ class Student(ABC):
         self.model.train()
         return torch.cat(parts).float().cpu().numpy()
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the model's weights as they are now."""
+        return copy.deepcopy(self.model.state_dict())
+
     @torch.no_grad()
     def step_back(self, start: Mapping[str, torch.Tensor], share: float) -> None:
         """Move every weight by ``share`` of the way back to where it started (WiSE-FT, arXiv 2109.01903)."""

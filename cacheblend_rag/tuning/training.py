@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -129,7 +127,7 @@ def train(
     lessons = Lessons(student, judged, index, embedder, settings)
     searched: Searched = Rehearsal(index, dev, embedder, student) if isinstance(student, Both) else index
     curve = [_point(student, dev, searched, 0, None)]
-    best, kept, step = 0, _state(student), 0
+    best, kept, step = 0, student.state(), 0
     steps = settings.rounds * -(-len(judged) // settings.size)
     for epoch in range(settings.rounds):
         progress(epoch, settings.rounds, "")
@@ -141,7 +139,7 @@ def train(
                 progress(epoch + (number + 1) * settings.size / len(judged), settings.rounds, "")
         curve.append(_point(student, dev, searched, step, float(np.mean(losses))))
         if curve[-1].mrr > curve[best].mrr:
-            best, kept = len(curve) - 1, _state(student)
+            best, kept = len(curve) - 1, student.state()
         elif len(curve) - 1 - best >= settings.patience:
             break
     student.model.load_state_dict(kept)
@@ -155,7 +153,3 @@ def _point(student: Student, dev: Sequence[TuningQuestion], searched: Searched, 
         searched.embed()
     found = ranks(searched, dev, student.vectors([question.text for question in dev]))
     return Point(step, loss, float(np.mean(recall(found, 5))), float(np.mean(reciprocal(found))))
-
-
-def _state(student: Student) -> dict[str, Any]:
-    return copy.deepcopy(student.model.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -167,7 +166,7 @@ class _Run:
         begin = time.perf_counter()
         training = self._settings.training
         student = STUDENTS[training.part](self._embedder.model)
-        start = copy.deepcopy(student.model.state_dict())
+        start = student.state()
         curve = train(student, judged, split.dev, self._index, self._embedder, training, self._progress("Training"))
         kept = self._step_back(student, start)
         self._took("training", begin)
@@ -209,7 +208,7 @@ class _Run:
         """
         task = DocstringTask(self._embedder, self._settings.elsewhere, others=True)
         before = task.ranks(self._embedder.questions(task.questions))
-        learned = copy.deepcopy(student.model.state_dict())
+        learned = student.state()
         for kept in _SHARES:
             student.model.load_state_dict(learned)
             student.step_back(start, 1 - kept)

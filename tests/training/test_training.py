@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from training import train
 from training.attention import causal_attention
-from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, Encoder, collate, make_example
+from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, VERDICT, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
 from training.export import load_exported
@@ -73,6 +73,20 @@ def test_linking_targets_are_words_of_an_earlier_sentence():
     assert linked & {"hundred", "thousand", "million", "score"}
     assert linked & {"launched", "founded", "born"}
     assert len(linked) > 20
+
+
+def test_the_verdict_of_a_comparison_is_marked_and_nothing_else_is():
+    marked = 0
+    for seed in range(6):
+        example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
+        for start in (
+            at for at, mark in enumerate(example.loss) if mark == VERDICT and example.loss[at - 1] != VERDICT
+        ):
+            end = next(at for at in range(start, len(example.loss)) if example.loss[at] != VERDICT)
+            assert TOKENIZER.decode(example.ids[start - 1 : start]) == ":"
+            assert example.ids[end] == EOS
+            marked += 1
+    assert marked
 
 
 def test_position_gaps_only_move_tokens_apart():
