@@ -1,4 +1,4 @@
-"""A deeper model that computes exactly what a finished one computes, to train on from there."""
+"""A model with more to learn with that computes what a finished one computes, to train on from there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from training.batches import BIND_LAYER
-from training.model import DemoModel, initialise
+from training.model import DemoModel, beside, initialise
 
 
 @torch.no_grad()
@@ -40,3 +40,29 @@ def grow(finished: DemoModel, layers: int) -> DemoModel:
             new.mlp.down_proj.weight.zero_()
         next(places).load_state_dict(layer.state_dict())
     return model
+
+
+@torch.no_grad()
+def part_twins(model: DemoModel) -> int:
+    """Tell heads apart that are twins: same queries and outputs over the same keys and values; returns how many there were.
+
+    Twins have the same gradients, so training never tells them apart. The first takes over what both add; the other begins
+    beside it, adding nothing at first.
+    """
+    groups, dim = model.shape.heads // model.shape.kv_heads, model.shape.head_dim
+    parted = 0
+    for layer in model.blocks:
+        queries = layer.self_attn.q_proj.weight.view(-1, groups, dim, model.shape.hidden)
+        outputs = layer.self_attn.o_proj.weight.view(model.shape.hidden, -1, groups, dim)
+        for query, output in zip(queries, outputs.unbind(1), strict=True):
+            twins = [
+                head
+                for head in range(1, groups)
+                if torch.equal(query[head], query[0]) and torch.equal(output[:, head], output[:, 0])
+            ]
+            output[:, 0] *= 1 + len(twins)
+            for head in twins:
+                query[head] = beside(query[0])
+                output[:, head] = 0
+            parted += len(twins)
+    return parted

@@ -178,6 +178,11 @@ def _semi_orthogonal(rows: int, columns: int) -> Tensor:
     return q.T.contiguous() if rows < columns else q
 
 
+def beside(query: Tensor) -> Tensor:
+    """Return a query projection like `query` (head_dim, hidden) that looks elsewhere, too: half way to a random one."""
+    return (query + query.std() * torch.randn_like(query)) / math.sqrt(2)
+
+
 @torch.no_grad()
 def initialise(model: DemoModel) -> None:
     """Initialise so that retrieval is within reach of a few million tokens.
@@ -229,5 +234,8 @@ def initialise(model: DemoModel) -> None:
                     query = previous_value
                 elif index == 0:
                     out = out_gain * _semi_orthogonal(shape.hidden, dim)
+                if offset and index:
+                    # Heads that share keys and values and begin alike have the same gradients, and stay alike for ever.
+                    query = beside(query)
                 attention.q_proj.weight[columns] = query
                 attention.o_proj.weight[:, columns] = out

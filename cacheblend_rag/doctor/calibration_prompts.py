@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ _CHUNKS: Final = 4
 _SEED: Final = 4711
 _QUESTIONS_PER_CONTEXT: Final = 8
 _ROOM: Final = 256
+_SHUFFLED: Final = 0.5
 # What of the following text is given, and what of it is compared.
 _LEAD, _FOLLOWS = 16, 32
 _MOST_CHUNKS: Final = 1000
@@ -51,7 +53,8 @@ def collect_prompts(
     - A file: JSON lines of ``{"question", "chunks": [text, ...]}``; without ``chunks`` they are retrieved from ``store``.
     - Documents: passages behind chunks retrieved for them and the one before, followed by their own text.
     - A store alone: questions about the first sentences of its own chunks.
-    - None of them: questions of the bundled model's world about documents generated for it, each with its own.
+    - None of them: questions of the bundled model's world about documents generated for it, each with its own,
+      half of them with the chunks in document order and half in any order.
 
     Raises:
         InputError: The file or the documents cannot be used; the message names the line or directory.
@@ -86,7 +89,10 @@ def _generated(engine: BlendEngine, count: int) -> list[CalibrationPrompt]:
         contexts.setdefault(sample.group, []).append(sample)
     # One question of each context, the kinds in turn: more of one say little more.
     chosen = [found[number % len(found)] for number, found in enumerate(contexts.values())][:count]
-    return [_given(engine, {"question": each.question, "chunks": each.texts}) for each in chosen]
+    # A retriever gives chunks by likeness, not as they stand in their documents: half of the prompts have them in any order.
+    rng = Random(_SEED)
+    orders = [rng.sample(each.texts, len(each.texts)) if rng.random() < _SHUFFLED else each.texts for each in chosen]
+    return [_given(engine, {"question": e.question, "chunks": texts}) for e, texts in zip(chosen, orders, strict=True)]
 
 
 def _from_documents(engine: BlendEngine, directory: Path, count: int) -> list[CalibrationPrompt]:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker, is_held_out
 from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS, NICKNAMES, UNITS
 from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
@@ -50,6 +51,11 @@ def test_contexts_keep_their_limits(seed, chunk_tokens, chunks, options):
         assert count(text) <= chunk_tokens
         assert text == text.strip()
     assert {question.kind for question in context.questions} <= set(QUESTION_KINDS)
+
+
+def test_a_missing_chunk_goes_with_no_interludes():
+    with pytest.raises(InputError, match="missing_chunk or for interludes"):
+        context_of(1, missing_chunk=True, interludes=True)
 
 
 def spoken(context) -> list[tuple[int, int, object]]:

@@ -8,11 +8,21 @@ from tokenizers import Tokenizer
 
 from training import train
 from training.attention import causal_attention
-from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, VERDICT, Encoder, collate, make_example
+from training.batches import (
+    ANSWER,
+    ASKED_WEIGHT,
+    BIND_LAYER,
+    LINK_LAYER,
+    OWNER,
+    VERDICT,
+    Encoder,
+    collate,
+    make_example,
+)
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
 from training.export import load_exported
-from training.grow import grow
+from training.grow import grow, part_twins
 from training.model import DemoModel, ModelShape, initialise
 from training.tokenizer import BOS, EOS
 from training.train import MODEL_FOLDER, Progress, Stage
@@ -85,6 +95,19 @@ def test_the_verdict_of_a_comparison_is_marked_and_nothing_else_is():
             end = next(at for at in range(start, len(example.loss)) if example.loss[at] != VERDICT)
             assert TOKENIZER.decode(example.ids[start - 1 : start]) == ":"
             assert example.ids[end] == EOS
+            marked += 1
+    assert marked
+
+
+def test_whom_a_nickname_means_is_marked_and_asked_for_with_more_weight():
+    marked = 0
+    for seed in range(6):
+        example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
+        weights = {row[0]: row[-1] for row in example.bind if row[1] == LINK_LAYER}
+        for start in (at for at, mark in enumerate(example.loss) if mark == OWNER and example.loss[at - 1] != OWNER):
+            end = next(at for at in range(start, len(example.loss)) if example.loss[at] != OWNER)
+            assert TOKENIZER.decode(example.ids[end : end + 1]) == ","
+            assert weights[start - 1] == ASKED_WEIGHT
             marked += 1
     assert marked
 
@@ -175,6 +198,37 @@ def test_a_model_does_not_shrink_and_grows_behind_the_binding_layers_only(layers
     finished = DemoModel(ModelShape(300, hidden=64, layers=6, heads=2, kv_heads=1, head_dim=32, mlp=64))
     with pytest.raises(ValueError, match=f"at most 9 and not to {layers}"):
         grow(finished, layers)
+
+
+@torch.no_grad()
+def test_no_two_heads_of_a_new_model_are_alike():
+    torch.manual_seed(1)
+    model = DemoModel(ModelShape(300, hidden=64, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=64))
+    initialise(model)
+    assert part_twins(model) == 0
+    for layer in model.blocks[1:]:
+        first, second, third, fourth = layer.self_attn.q_proj.weight.view(4, 32, 64)
+        assert not torch.equal(first, second)
+        assert not torch.equal(third, fourth)
+
+
+@torch.no_grad()
+def test_heads_that_are_twins_are_parted_and_add_the_same_together():
+    torch.manual_seed(1)
+    model = DemoModel(ModelShape(300, hidden=64, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=64))
+    initialise(model)
+    model.norm.weight.uniform_(0.05, 0.2)
+    attention = model.blocks[2].self_attn
+    attention.q_proj.weight[32:64] = attention.q_proj.weight[:32]
+    attention.o_proj.weight[:, 32:64] = attention.o_proj.weight[:, :32]
+    others = attention.q_proj.weight[64:].clone()
+    ids, positions = torch.randint(3, 300, (2, 40)), torch.arange(40).expand(2, -1)
+    before = model.logits(model(ids, positions)[0])
+    assert part_twins(model) == 1
+    assert torch.allclose(before, model.logits(model(ids, positions)[0]), atol=1e-4)
+    assert not torch.equal(attention.q_proj.weight[32:64], attention.q_proj.weight[:32])
+    assert torch.equal(attention.q_proj.weight[64:], others)
+    assert part_twins(model) == 0
 
 
 def test_a_finished_model_is_trained_on_with_more_layers(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, draw_kinds, make_entities
 from cacheblend_rag.evaluation.datasets.fiction.interludes import Interludes, list_kinds
 from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
@@ -111,7 +112,12 @@ def sample_context(
 
     Returns:
         The context; its questions in random order.
+
+    Raises:
+        InputError: Both a missing chunk and interludes, whose titles and units might be what is missing.
     """
+    if missing_chunk and interludes:
+        raise InputError("Ask for missing_chunk or for interludes: what a missing chunk said of lists is not followed up.")
     # Six million parameters tell people of one first name apart nineteen times of twenty, which would hide what blending does.
     names = NameMaker(rng, held_out=held_out, unseen_syllables=unseen_syllables, distinct_first_names=True)
     if filler is None:
