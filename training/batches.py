@@ -26,10 +26,6 @@ TEXT, ANSWER = 1, 2
 """Marks of tokens that are trained on; an answer's is ANSWER plus the index of its question's kind."""
 VERDICT: Final = ANSWER + len(QUESTION_KINDS)
 """Mark of the tokens that say which of two years is earlier, when both are found: few, and the only ones that compare."""
-OWNER: Final = VERDICT + 1
-"""Mark of the tokens that say whom a question's nickname means: few, and the only ones found by a nickname."""
-ASKED_WEIGHT: Final = 8
-"""Of whom a question's nickname means, against what values are bound to: one token a question against all of a list."""
 
 
 class Encoder:
@@ -57,8 +53,7 @@ class Encoder:
 class Example:
     """One packed training sequence.
 
-    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well,
-    weight).
+    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well).
     """
 
     ids: list[int] = field(default_factory=list)
@@ -67,16 +62,9 @@ class Example:
     bind: list[tuple[int, ...]] = field(default_factory=list)
     next_position: int = 0
 
-    def name(
-        self,
-        position: int,
-        layer: int,
-        named: tuple[int, int],
-        beside: tuple[int, int] = (PAD, PAD),
-        weight: int = 1,
-    ) -> None:
+    def name(self, position: int, layer: int, named: tuple[int, int], beside: tuple[int, int] = (PAD, PAD)) -> None:
         """Have the input of `layer` name something at `position`, whatever it says of what is named `beside` it."""
-        self.bind.append((position, layer, *named, *beside, weight))
+        self.bind.append((position, layer, *named, *beside))
 
     def put(self, ids: Sequence[int], loss: int = 0) -> None:
         """Append tokens."""
@@ -130,16 +118,14 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     asked = encoder.lead(question.entities[0])
     example.name(here, BIND_LAYER, asked)
     if question.kind == "alias":
-        example.name(here, LINK_LAYER, encoder.lead(question.entities[1]), asked, ASKED_WEIGHT)
+        example.name(here, LINK_LAYER, encoder.lead(question.entities[1]), asked)
     end = 0
     for name in question.found:
         end = question.answer.index(name, end) + len(name)
         comma = len(encoder.encode(question.answer[:end]))
         example.name(here + 1 + comma, BIND_LAYER, encoder.lead(name))
     mark, verdict = ANSWER + QUESTION_KINDS.index(question.kind), len(answer) - len(encoder.encode(question.verdict))
-    owner = len(encoder.encode(question.entities[1])) if question.kind == "alias" else 0
-    example.put(answer[:owner], OWNER)
-    example.put(answer[owner:verdict], mark)
+    example.put(answer[:verdict], mark)
     example.put(answer[verdict:], VERDICT)
     example.put([EOS], mark)
 
@@ -176,7 +162,7 @@ def make_example(
         held_out=False,
         missing_chunk=missing,
         alias_share=0.6 if crowded else 0.35,
-        shares=Shares(two_hop=0.25 if crowded else 0.35, alias=0.5, comparison=0.15),
+        shares=Shares(two_hop=0.25 if crowded else 0.35, alias=0.4, comparison=0.15),
         interludes=not missing,
         crowded=crowded,
     )
@@ -194,7 +180,7 @@ def make_example(
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 8), its first column the batch row."""
+    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7), its first column the batch row."""
 
     ids: Tensor
     loss: Tensor
@@ -214,4 +200,4 @@ def collate(examples: Sequence[Example]) -> Batch:
         loss[row, :size] = torch.tensor(example.loss)
         positions[row, :size] = torch.tensor(example.positions)
         bind += [(row, *item) for item in example.bind]
-    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 8))
+    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7))

@@ -31,7 +31,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from cacheblend_rag.engines.model_files import bundled_model_directory
 from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
-from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, OWNER, TEXT, VERDICT, Batch, Encoder, collate, make_example
+from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, TEXT, VERDICT, Batch, Encoder, collate, make_example
 from training.export import TRAINING_COMMAND, export, load_exported
 from training.grow import grow, part_twins
 from training.model import DemoModel, ModelShape, initialise
@@ -68,17 +68,17 @@ CURRICULUM: Final = (
     Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 600, 4600, gap=0),
 )
 CONTINUED: Final = (
-    Stage(((6, 128, 40), (4, 128, 32), (6, 64, 26), (3, 64, 16)), 120, 3400, gap=2600),
+    Stage(((6, 128, 40), (4, 128, 32), (6, 64, 26), (3, 64, 16)), 200, 3400, gap=2600),
     Stage(((6, 256, 56), (6, 256, 56), (4, 256, 48), (6, 128, 40)), 150, 4200, gap=1600),
-    Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 330, 4600, gap=0),
+    Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 250, 4600, gap=0),
 )
 """Of a model that knows a part of the world already: what is new in it is learned in short contexts first."""
 LR_MATRICES, LR_OTHER = 0.01, 4e-3
 LR_LONG = 0.6
 """Factor on both learning rates once contexts are long."""
 TEXT_WEIGHT, BIND_WEIGHT, LINK_WEIGHT = 0.15, 0.3, 0.4
-DECISIVE_WEIGHT = 8.0
-"""Of the tokens that say which of two years is earlier or whom a nickname means, against other tokens of answers."""
+VERDICT_WEIGHT = 8.0
+"""Of the tokens that say which of two years is earlier, against other tokens of answers."""
 TEXT_SHARE = 0.5
 WARM_UP = 50
 DECAY = 0.5
@@ -131,19 +131,18 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
                 scores = model.logits(state).float().scatter(1, rows[:, 5:7], -torch.inf).log_softmax(-1)
                 bind[layer] = scores, rows
     entropy = F.cross_entropy(logits, targets, reduction="none")
-    weights = torch.where((marks == VERDICT) | (marks == OWNER), DECISIVE_WEIGHT, 1.0)[answers]
+    weights = torch.where(marks == VERDICT, VERDICT_WEIGHT, 1.0)[answers]
     answer_loss, text_loss = (entropy[answers] * weights).sum() / weights.sum(), entropy[~answers].mean()
     total = answer_loss + TEXT_WEIGHT * text_loss
     shown = {"answer": answer_loss.item(), "text": text_loss.item()}
     for layer, (scores, rows) in bind.items():
-        named = scores.gather(1, rows[:, 3:4]) + scores.gather(1, rows[:, 4:5])
-        loss = -(named[:, 0] * rows[:, 7]).sum() / rows[:, 7].sum()
+        loss = -(scores.gather(1, rows[:, 3:4]) + scores.gather(1, rows[:, 4:5])).mean()
         total = total + (BIND_WEIGHT if layer == BIND_LAYER else LINK_WEIGHT) * loss
         shown[f"bind{layer}"] = (scores.argmax(-1, keepdim=True) == rows[:, 3:5]).any(-1).float().mean().item()
     words = answers & (targets != EOS)
     right = (logits[words].argmax(-1) == targets[words]).float()
     shown["accuracy"] = right.mean().item()
-    for index, kind in enumerate((*QUESTION_KINDS, "verdict", "owner")):
+    for index, kind in enumerate((*QUESTION_KINDS, "verdict")):
         asked = marks[words] == ANSWER + index
         if asked.any():
             shown[kind] = right[asked].mean().item()

@@ -10,10 +10,8 @@ from training import train
 from training.attention import causal_attention
 from training.batches import (
     ANSWER,
-    ASKED_WEIGHT,
     BIND_LAYER,
     LINK_LAYER,
-    OWNER,
     VERDICT,
     Encoder,
     collate,
@@ -95,19 +93,6 @@ def test_the_verdict_of_a_comparison_is_marked_and_nothing_else_is():
             end = next(at for at in range(start, len(example.loss)) if example.loss[at] != VERDICT)
             assert TOKENIZER.decode(example.ids[start - 1 : start]) == ":"
             assert example.ids[end] == EOS
-            marked += 1
-    assert marked
-
-
-def test_whom_a_nickname_means_is_marked_and_asked_for_with_more_weight():
-    marked = 0
-    for seed in range(6):
-        example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
-        weights = {row[0]: row[-1] for row in example.bind if row[1] == LINK_LAYER}
-        for start in (at for at, mark in enumerate(example.loss) if mark == OWNER and example.loss[at - 1] != OWNER):
-            end = next(at for at in range(start, len(example.loss)) if example.loss[at] != OWNER)
-            assert TOKENIZER.decode(example.ids[end : end + 1]) == ","
-            assert weights[start - 1] == ASKED_WEIGHT
             marked += 1
     assert marked
 

@@ -117,7 +117,9 @@ def sample_context(
         InputError: Both a missing chunk and interludes, whose titles and units might be what is missing.
     """
     if missing_chunk and interludes:
-        raise InputError("Ask for missing_chunk or for interludes: what a missing chunk said of lists is not followed up.")
+        raise InputError(
+            "Ask for missing_chunk or for interludes: what a missing chunk said of lists is not followed up."
+        )
     # Six million parameters tell people of one first name apart nineteen times of twenty, which would hide what blending does.
     names = NameMaker(rng, held_out=held_out, unseen_syllables=unseen_syllables, distinct_first_names=True)
     if filler is None:
