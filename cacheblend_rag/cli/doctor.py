@@ -56,6 +56,15 @@ class CalibrationOptions:
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
+    margin: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Steps of the ratio above the least that holds, for text and orders of chunks that the prompts do not show "
+            "(1, 2, 3, 5, 8, 12, 18, 25, 35, 45, 60%).",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = 0
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -133,7 +142,9 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
     with open_engine(model) as engine, status("Calibrating") as say:
         say("prompts")
         collected = collect_prompts(engine, wanted.prompts, store, count, documents)
-        found, file = calibrate_engine(engine, collected, wanted.output, say, standard, everything=plot is not None)
+        found, file = calibrate_engine(
+            engine, collected, wanted.output, say, standard, margin=wanted.margin, everything=plot is not None
+        )
     if plot is not None:
         plot_calibration(found, plot)
     print_json({**found.as_json(), "file": str(file)}) if as_json else print_calibration(found, file)

@@ -4,8 +4,9 @@
    where they are shallow enough to pay, find clearly more than the layers before them, and see enough tokens deviate at all.
 2. *Search*: candidates (policy, ratio, check layers) are tried from the least compute on; compute counts everything that a blend
    computes: dense pass, ranking pass of the question, chosen and forced tokens. See :mod:`cacheblend_rag.doctor.search`.
-3. *Verdict*: the first that holds the standard on all prompts is the profile. If none does, the profile says not to blend:
-   prefix caching, which loses nothing.
+3. *Verdict*: the first that holds the standard on all prompts is the profile, or a ratio some steps above it that holds as well,
+   as a margin for text that the prompts do not show. If none does, the profile says not to blend: prefix caching, which loses
+   nothing.
 4. With fewer prompts than could show it (:attr:`Standard.needed`), the cheapest is taken that holds on those there are, by
    agreement and by KL; it is marked as not shown.
 
@@ -114,6 +115,7 @@ def calibrate(
     probe: Sequence[int] = (),
     *,
     planner: Planner | None = None,
+    margin: int = 0,
     everything: bool = False,
 ) -> Calibration:
     """Measure ``prompts`` and choose a profile by the rules above.
@@ -128,6 +130,7 @@ def calibrate(
         progress: Called with a line of text before each step.
         probe: What chunks are ranked behind; without one, policies that rank at indexing are left out.
         planner: Where the chunks' KV comes from; None computes it here and keeps it all.
+        margin: Steps of :data:`RATIOS` above the least that holds; taken if that holds as well.
         everything: Measure the candidates that cost more than the chosen one, too, on the first prompts.
 
     Raises:
@@ -156,15 +159,17 @@ def calibrate(
     candidates = list_candidates(layers, subject.num_layers, stale, forced, ranked=ranked)
     groups = ["|".join(sorted({span.chunk.id for span in each.prompt.spans})) for each in usable]
     search = Search(candidates, groups, standard, made.compare, say)
-    chosen = search.run()
+    least = search.run()
+    chosen = least and search.step_above(least, margin)
     if everything:
         search.look_at_rest()
-    return _conclude(search, chosen, standard, groups, made, layers)
+    return _conclude(search, chosen, least, standard, groups, made, layers)
 
 
 def _conclude(
     search: Search,
     chosen: Trial | None,
+    least: Trial | None,
     standard: Standard,
     groups: Sequence[str],
     made: Prompts,
@@ -174,7 +179,8 @@ def _conclude(
     found = None if chosen is None else _measured(chosen, standard)
     shown = search.enough_prompts
     verdict: Verdict = "do not blend" if found is None else "shown" if shown else "not shown"
-    why = _words(found, measured, standard, len(set(groups)), shown)
+    cheapest = found if least is chosen or least is None else _measured(least, standard)
+    why = _words(found, cheapest, measured, standard, len(set(groups)), shown)
     tokens = max((sum(len(c.agrees) for _, c in trial.results) for trial in search.trials), default=0)
     summary: dict[str, Any] = {"verdict": verdict, "why": why, "prompts": len(groups), "standard": asdict(standard)}
     if found is not None:
@@ -219,17 +225,28 @@ def _measured(trial: Trial, standard: Standard) -> Measured:
     )
 
 
-def _words(found: Measured | None, measured: Sequence[Measured], standard: Standard, groups: int, shown: bool) -> str:
-    """Return the verdict in words."""
+def _words(
+    found: Measured | None,
+    least: Measured | None,
+    measured: Sequence[Measured],
+    standard: Standard,
+    groups: int,
+    shown: bool,
+) -> str:
+    """Return the verdict in words; ``least`` is what ``found`` was to have a margin above, or is the same."""
     goal = (
         f"{100 * standard.agreement:.6g}% agreement with full recompute at {100 * standard.confidence:.4g}% confidence"
     )
     few = f"{groups} prompts without common chunks cannot show {goal}: that takes {standard.needed}, if no token disagrees"
     if found is not None:
-        holds = f"{_name(found)}, {found.compute:.1%} of full recompute's compute"
+        holds = f"{_name(found)}, {found.compute:.1%} of full recompute's compute,"
+        first, last = "is the least that ", ""
+        if least is not None and least is not found:
+            first, last = "", f"; the least that does is {_name(least)}"
         if shown:
-            return f"{holds}, is the least that holds {goal} (lower bound {found.agreement.low:.2%})"
-        return f"{few}. On these {holds} is the least that agrees {found.agreement.value:.1%} with a KL of {found.kl:.2g} nats"
+            return f"{holds} {first}holds {goal} (lower bound {found.agreement.low:.2%}){last}"
+        agrees = f"agrees {found.agreement.value:.1%} with a KL of {found.kl:.2g} nats"
+        return f"{few}. On these {holds} {first}{agrees}{last}"
     best = max(measured, key=lambda each: each.agreement.value)
     tried = f"the best seen is {_name(best)} with {best.agreement.value:.1%}"
     if shown:
@@ -249,6 +266,7 @@ def calibrate_engine(
     progress: Callable[[str], None] | None = None,
     standard: Standard | None = None,
     *,
+    margin: int = 0,
     everything: bool = False,
 ) -> tuple[Calibration, Path]:
     """Calibrate the model of ``engine`` and write its profile; engines opened from now on use it.
@@ -259,6 +277,7 @@ def calibrate_engine(
         output: Model directory to write the profile into; None for the user's files.
         progress: Called with a line of text before each step.
         standard: See :func:`calibrate`.
+        margin: See :func:`calibrate`.
         everything: See :func:`calibrate`.
 
     Returns:
@@ -283,7 +302,7 @@ def calibrate_engine(
     try:
         found = calibrate(
             engine.subject(), engine.rope, engine.header_ids, prompts, standard, end, progress,
-            planner=planner, everything=everything,
+            planner=planner, margin=margin, everything=everything,
         )  # fmt: skip
     finally:
         engine.store, engine.rank, engine.registry = kept

@@ -9,14 +9,14 @@ The first that holds on all prompts is the cheapest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 
 from cacheblend_rag.blending.calibration.measurement import Comparison, PromptMeasurement
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.doctor.candidates import Candidate
+from cacheblend_rag.doctor.candidates import RATIOS, Candidate
 from cacheblend_rag.doctor.standard import Bounds, Result, Standard
 from cacheblend_rag.errors import InputError
 
@@ -105,13 +105,26 @@ class Search:
                 names = ", ".join(str(trial.candidate) for trial in running)
                 self._say(f"prompt {len(running[0].results) + 1} of {len(self._groups)}: {names}")
                 for trial in running:
-                    trial.left.remove(number)
-                    trial.results.append((self._groups[number], self._measured(number, trial.candidate)))
-                    self._judge(trial)
+                    self._go_on(trial, number)
             for trial in front:
                 if not trial.given_up and self._holds(trial):
                     return trial
         return None
+
+    def step_above(self, held: Trial, steps: int) -> Trial:
+        """Return the trial of a ratio so many steps above one that holds, if it does as well, else that one."""
+        higher = [ratio for ratio in RATIOS if ratio > held.candidate.ratio > 0][:steps]
+        if not higher:
+            return held
+        wanted = replace(held.candidate, ratio=higher[-1])
+        trial = next((trial for trial in self.trials if trial.candidate == wanted), None) or self._look(wanted)
+        if trial is None:
+            return held
+        self._waiting = [candidate for candidate in self._waiting if candidate != wanted]
+        while trial.left and not trial.given_up:
+            self._say(f"prompt {len(trial.results) + 1} of {len(self._groups)}: {wanted}")
+            self._go_on(trial, trial.left[0])
+        return trial if not trial.given_up and self._holds(trial) else held
 
     def look_at_rest(self) -> None:
         """Measure what was not tried on the first prompts: for a picture of it all."""
@@ -145,6 +158,11 @@ class Search:
         self.trials.append(trial)
         self._judge(trial)
         return trial
+
+    def _go_on(self, trial: Trial, number: int) -> None:
+        trial.left.remove(number)
+        trial.results.append((self._groups[number], self._measured(number, trial.candidate)))
+        self._judge(trial)
 
     def _measured(self, number: int, candidate: Candidate) -> Comparison:
         found = self._measure(number, candidate)

@@ -173,6 +173,14 @@ def test_on_few_prompts_the_least_that_holds_is_taken_and_marked():
     assert found.profile.text.left_out == 1.0  # 1% of 40 tokens is none of them
 
 
+def test_a_margin_is_the_profile_and_the_words_name_the_least_that_holds():
+    found = run(subject(initializer_range=0.001), 2, margin=2)
+    assert (found.profile.policy, found.profile.ratio) == ("static", 0.03)
+    assert found.profile.calibrated["why"].endswith("the least that does is static 1%")
+    assert found.chosen is not None
+    assert found.chosen.complete
+
+
 def test_with_enough_prompts_even_full_reuse_is_believed_where_it_holds():
     model = subject(initializer_range=0.001)
     standard = Standard(0.7, 0.9)

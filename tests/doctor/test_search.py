@@ -172,6 +172,35 @@ def test_a_failure_late_in_the_prompts_moves_on_to_the_next() -> None:
     assert all(25 < len(trial.results) < 40 for trial in given_up)
 
 
+@pytest.mark.parametrize(
+    ("enough", "steps", "ratio"), [(0.03, 1, 0.05), (0.03, 2, 0.08), (0.03, 0, 0.03), (0.6, 1, 0.6)]
+)
+def test_a_margin_goes_so_many_ratios_up_and_is_measured_on_all_prompts(
+    enough: float, steps: int, ratio: float
+) -> None:
+    least, search = run(STATIC, from_ratio(enough), 40)
+    assert least is not None
+    above = search.step_above(least, steps)
+    assert above.candidate == Candidate("static", ratio)
+    assert len(above.results) == 40
+    search.look_at_rest()
+    assert [trial.candidate.ratio for trial in search.trials].count(ratio) == 1
+
+
+def test_a_margin_that_holds_less_is_not_taken() -> None:
+    world: World = lambda number, each: compared(0 if each.ratio == 0.03 else 4 * (number > 20))  # noqa: E731
+    least, search = run(STATIC, world, 40)
+    assert least is not None
+    assert least.candidate.ratio == 0.03
+    assert search.step_above(least, 1) is least
+
+
+def test_full_kv_reuse_has_no_ratio_to_go_up_from() -> None:
+    least, search = run([Candidate("full-reuse", 0.0), *STATIC], lambda number, each: compared(), LOOSE.needed)
+    assert least is not None
+    assert search.step_above(least, 1) is least
+
+
 def test_the_rest_is_looked_at_for_a_picture() -> None:
     _, search = run(STATIC, from_ratio(0.03), 40)
     search.look_at_rest()
