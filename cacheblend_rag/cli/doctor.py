@@ -60,8 +60,7 @@ class CalibrationOptions:
         int,
         typer.Option(
             min=0,
-            help="Steps of the ratio above the least that holds, for text and orders of chunks that the prompts do not show "
-            "(1, 2, 3, 5, 8, 12, 18, 25, 35, 45, 60%).",
+            help="Steps of the ratio above the least that holds, for text and orders of chunks that the prompts do not show.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = 0

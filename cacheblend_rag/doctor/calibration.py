@@ -179,8 +179,8 @@ def _conclude(
     found = None if chosen is None else _measured(chosen, standard)
     shown = search.enough_prompts
     verdict: Verdict = "do not blend" if found is None else "shown" if shown else "not shown"
-    cheapest = found if least is chosen or least is None else _measured(least, standard)
-    why = _words(found, cheapest, measured, standard, len(set(groups)), shown)
+    below = "" if least is None or least is chosen else str(least.candidate)
+    why = _words(found, below, measured, standard, len(set(groups)), shown)
     tokens = max((sum(len(c.agrees) for _, c in trial.results) for trial in search.trials), default=0)
     summary: dict[str, Any] = {"verdict": verdict, "why": why, "prompts": len(groups), "standard": asdict(standard)}
     if found is not None:
@@ -227,22 +227,20 @@ def _measured(trial: Trial, standard: Standard) -> Measured:
 
 def _words(
     found: Measured | None,
-    least: Measured | None,
+    below: str,
     measured: Sequence[Measured],
     standard: Standard,
     groups: int,
     shown: bool,
 ) -> str:
-    """Return the verdict in words; ``least`` is what ``found`` was to have a margin above, or is the same."""
+    """Return the verdict in words; ``below`` names the least that holds where ``found`` is a margin above it."""
     goal = (
         f"{100 * standard.agreement:.6g}% agreement with full recompute at {100 * standard.confidence:.4g}% confidence"
     )
     few = f"{groups} prompts without common chunks cannot show {goal}: that takes {standard.needed}, if no token disagrees"
     if found is not None:
         holds = f"{_name(found)}, {found.compute:.1%} of full recompute's compute,"
-        first, last = "is the least that ", ""
-        if least is not None and least is not found:
-            first, last = "", f"; the least that does is {_name(least)}"
+        first, last = ("", f"; the least that does is {below}") if below else ("is the least that ", "")
         if shown:
             return f"{holds} {first}holds {goal} (lower bound {found.agreement.low:.2%}){last}"
         agrees = f"agrees {found.agreement.value:.1%} with a KL of {found.kl:.2g} nats"

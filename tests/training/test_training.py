@@ -8,15 +8,7 @@ from tokenizers import Tokenizer
 
 from training import train
 from training.attention import causal_attention
-from training.batches import (
-    ANSWER,
-    BIND_LAYER,
-    LINK_LAYER,
-    VERDICT,
-    Encoder,
-    collate,
-    make_example,
-)
+from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, VERDICT, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
 from training.export import load_exported
