@@ -32,7 +32,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.doctor.calibration_prompts import CalibrationPrompt
-from cacheblend_rag.doctor.candidates import RATIOS, LayerFinding, examine_layers, list_candidates
+from cacheblend_rag.doctor.candidates import RATIOS, LayerFinding, examine_layers, in_words, list_candidates
 from cacheblend_rag.doctor.search import LOOK, Prompts, Search, Trial, bounds_of
 from cacheblend_rag.doctor.standard import Bounds, Standard
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -69,6 +69,10 @@ class Measured:
     kl: float
     prompts: int
     complete: bool
+
+    def __str__(self) -> str:
+        """Return how it blends, in words."""
+        return in_words(self.policy, self.ratio, self.check_layers)
 
 
 @dataclass(frozen=True)
@@ -239,22 +243,17 @@ def _words(
     )
     few = f"{groups} prompts without common chunks cannot show {goal}: that takes {standard.needed}, if no token disagrees"
     if found is not None:
-        holds = f"{_name(found)}, {found.compute:.1%} of full recompute's compute,"
+        holds = f"{found}, {found.compute:.1%} of full recompute's compute,"
         first, last = ("", f"; the least that does is {below}") if below else ("is the least that ", "")
         if shown:
             return f"{holds} {first}holds {goal} (lower bound {found.agreement.low:.2%}){last}"
         agrees = f"agrees {found.agreement.value:.1%} with a KL of {found.kl:.2g} nats"
         return f"{few}. On these {holds} {first}{agrees}{last}"
     best = max(measured, key=lambda each: each.agreement.value)
-    tried = f"the best seen is {_name(best)} with {best.agreement.value:.1%}"
+    tried = f"the best seen is {best} with {best.agreement.value:.1%}"
     if shown:
         return f"do not blend this: nothing up to a ratio of {RATIOS[-1]:.0%} holds {goal}; {tried}"
     return f"{few}. Even on these nothing up to a ratio of {RATIOS[-1]:.0%} agrees so much; {tried}: not blended until shown"
-
-
-def _name(found: Measured) -> str:
-    layers = f" at layer {', '.join(map(str, found.check_layers))}" if found.check_layers else ""
-    return f"{found.policy} {found.ratio:.0%}{layers}" if found.ratio else "full KV reuse"
 
 
 def calibrate_engine(

@@ -34,12 +34,14 @@ class Candidate:
 
     def __str__(self) -> str:
         """Return it in words."""
-        if not self.ratio:
-            return "full KV reuse"
-        layers = ", ".join(map(str, self.schedule.check_layers))
-        return f"{self.policy} {self.ratio:.0%}" + (
-            f" at layer {layers}" if policy(self.policy).needs_deviation else ""
-        )
+        checks = policy(self.policy).needs_deviation
+        return in_words(self.policy, self.ratio, self.schedule.check_layers if checks else ())
+
+
+def in_words(name: str, ratio: float, check_layers: Sequence[int]) -> str:
+    """Return a way to blend in words: its policy's name, its ratio and the layers that measure KV deviation, if any."""
+    layers = f" at layer {', '.join(map(str, check_layers))}" if check_layers else ""
+    return f"{name} {ratio:.0%}{layers}" if ratio else "full KV reuse"
 
 
 @dataclass(frozen=True)
