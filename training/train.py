@@ -134,7 +134,7 @@ def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None
     head = queries.shape[1] - 1
     queries, keys = rotate(queries[:, head:], cos, sin)[:, 0], rotate(keys[:, -1:], cos, sin)[:, 0]
     losses = []
-    for row in batch.find[:, 0].unique().tolist():
+    for row in sorted(set(batch.find[:, 0].tolist())):
         position, start, end = batch.find[batch.find[:, 0] == row][:, 1:].T[..., None]
         place = torch.arange(keys.shape[1])
         scores = (queries[row, position[:, 0]] @ keys[row].T).float() * queries.shape[-1] ** -0.5
