@@ -27,9 +27,7 @@ LINK_LAYER: Final = 5
 """Input of this layer must name what an earlier sentence adds: whom a nickname means, a list's topic, a number's unit."""
 
 FIND_LAYER: Final = 3
-"""In this layer one head must look from a nickname to what explains it."""
-FETCH_LAYER: Final = 6
-"""In this layer one head must look from a question, or from a name in its answer, to the fact that comes next."""
+"""In this layer one head must look from a nickname to the sentence that explains it."""
 
 TEXT, ANSWER = 1, 2
 """Marks of tokens that are trained on; an answer's is ANSWER plus the index of its question's kind."""
@@ -66,26 +64,25 @@ class Example:
     """One packed training sequence.
 
     `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well);
-    `find` rows are (position, layer, start and end of the place that a head of the layer must look at there); `places` are
-    those of nicknames' explanations and of facts, by nickname or by entity and attribute.
+    `find` rows are (position, start and end of the place that it must look at). `explained` says where nicknames are.
     """
 
     ids: list[int] = field(default_factory=list)
     loss: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     bind: list[tuple[int, ...]] = field(default_factory=list)
-    find: list[tuple[int, ...]] = field(default_factory=list)
-    places: dict[str | tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    find: list[tuple[int, int, int]] = field(default_factory=list)
+    explained: dict[str, tuple[int, int]] = field(default_factory=dict)
     next_position: int = 0
 
     def name(self, position: int, layer: int, named: tuple[int, int], beside: tuple[int, int] = (PAD, PAD)) -> None:
         """Have the input of `layer` name something at `position`, whatever it says of what is named `beside` it."""
         self.bind.append((position, layer, *named, *beside))
 
-    def look_up(self, position: int, layer: int, what: str | tuple[str, str]) -> None:
-        """Have a head of `layer` look from `position` to the place of a nickname or fact, if an earlier sentence has it."""
-        if what in self.places:
-            self.find.append((position, layer, *self.places[what]))
+    def look_up(self, position: int, nickname: str) -> None:
+        """Have `FIND_LAYER` look from `position` to where the nickname is explained, if an earlier sentence does."""
+        if nickname in self.explained:
+            self.find.append((position, *self.explained[nickname]))
 
     def put(self, ids: Sequence[int], loss: int = 0) -> None:
         """Append tokens."""
@@ -124,9 +121,6 @@ def _bind(example: Example, encoder: Encoder, sentence: Sentence, ids: Sequence[
     """Say what the value in a sentence that is about to be put belongs to."""
     value, entity = encoder.encode(sentence.value or ""), sentence.entity or ""
     start, lead = _find_last(ids, value), encoder.lead(sentence.nickname or entity)
-    if start >= 0 and sentence.attribute:
-        # To the sentence's end: a value may stand in front of the words that say what it is.
-        example.places[entity, sentence.attribute] = len(example.ids) + start, len(example.ids) + len(ids)
     # A value in front of its entity's name cannot know the name yet.
     if start < 0 or _find_last(ids, lead) >= start:
         return
@@ -140,13 +134,13 @@ def _bind(example: Example, encoder: Encoder, sentence: Sentence, ids: Sequence[
             example.name(position, LINK_LAYER, encoder.lead(added), lead)
             example.name(position, LINK_LAYER, lead, encoder.lead(added))
         if sentence.nickname:
-            example.look_up(position, FIND_LAYER, sentence.nickname)
+            example.look_up(position, sentence.nickname)
     if sentence.attribute is None:
         nickname = encoder.lead(sentence.value or "")
         # Whom it means, and the nickname itself, or nobody who looks for it would find it here.
         example.bind[-1] = (*example.bind[-1][:4], *nickname)
         example.name(last, BIND_LAYER, nickname, lead)
-        example.places[sentence.value or ""] = (first, last + 1)
+        example.explained[sentence.value or ""] = (first, last + 1)
 
 
 def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, question: Question) -> None:
@@ -155,21 +149,17 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     here = len(example.ids) - 1
     asked = encoder.lead(question.entities[0])
     example.name(here, BIND_LAYER, asked)
-    after = [here]
-    end = 0
-    for name in question.found:
-        end = question.answer.index(name, end) + len(name)
-        after.append(here + 1 + len(encoder.encode(question.answer[:end])))
-        example.name(after[-1], BIND_LAYER, encoder.lead(name))
     if question.kind == "alias":
         nickname, meant = question.entities
         # What says nothing about the name, as "the", is as far from it as the question is.
         for position in range(here, here + 1 + answer.index(encoder.lead(meant)[0])):
             example.name(position, LINK_LAYER, encoder.lead(meant), asked)
-            example.look_up(position, FIND_LAYER, nickname)
-    # A fact is looked up at the question, or behind the name that it is about.
-    for position, fact in zip(after[-len(question.facts) :], question.facts, strict=True):
-        example.look_up(position, FETCH_LAYER, fact)
+            example.look_up(position, nickname)
+    end = 0
+    for name in question.found:
+        end = question.answer.index(name, end) + len(name)
+        comma = len(encoder.encode(question.answer[:end]))
+        example.name(here + 1 + comma, BIND_LAYER, encoder.lead(name))
     mark, verdict = ANSWER + QUESTION_KINDS.index(question.kind), len(answer) - len(encoder.encode(question.verdict))
     example.put(answer[:verdict], mark)
     example.put(answer[verdict:], VERDICT)
@@ -245,7 +235,7 @@ def make_example(
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7) and find (rows, 5) begin with the batch row."""
+    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7) and find (rows, 4) begin with the batch row."""
 
     ids: Tensor
     loss: Tensor
@@ -267,4 +257,4 @@ def collate(examples: Sequence[Example]) -> Batch:
         positions[row, :size] = torch.tensor(example.positions)
         bind += [(row, *item) for item in example.bind]
         find += [(row, *item) for item in example.find]
-    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7), torch.tensor(find).reshape(-1, 5))
+    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7), torch.tensor(find).reshape(-1, 4))

@@ -34,7 +34,6 @@ from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
 from training.batches import (
     ANSWER,
     BIND_LAYER,
-    FETCH_LAYER,
     FIND_LAYER,
     LINK_LAYER,
     TEXT,
@@ -73,14 +72,14 @@ class Stage:
 
 CURRICULUM: Final = (
     Stage(((1, 36, 6),), 500, gap=0, goal=0.60),
-    Stage(((2, 36, 8), (3, 36, 10)), 600, goal=0.85),
-    Stage(((2, 36, 8), (4, 36, 12), (6, 36, 14), (6, 48, 16)), 600, goal=0.85),
-    Stage(((6, 36, 14), (6, 64, 24), (6, 128, 36)), 300, gap=2600),
+    Stage(((2, 36, 8), (3, 36, 10)), 400, goal=0.72),
+    Stage(((2, 36, 8), (4, 36, 12), (6, 36, 14), (6, 48, 16)), 400, goal=0.78),
+    Stage(((6, 36, 14), (6, 64, 24), (6, 128, 36)), 200, gap=2600),
     Stage(((6, 128, 40), (6, 256, 52), (4, 256, 44)), 160, 3700, gap=1600),
     Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 600, 4600, gap=0),
 )
 CONTINUED: Final = (
-    Stage(((6, 128, 40), (4, 128, 32), (6, 64, 26), (3, 64, 16)), 200, 3400, gap=2600),
+    Stage(((6, 64, 26), (4, 64, 20), (3, 64, 16), (6, 128, 40)), 300, 3400, gap=2600),
     Stage(((6, 256, 56), (6, 256, 56), (4, 256, 48), (6, 128, 40)), 150, 4200, gap=1600),
     Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 250, 4600, gap=0),
 )
@@ -125,18 +124,18 @@ def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, in
             examples.append(example)
 
 
-def look_up_loss(model: DemoModel, layer: int, state: Tensor, batch: Batch) -> Tensor | None:
-    """Return how little the last head of a layer, whose input is `state`, attends to what it must look at; None without any.
+def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None:
+    """Return how little one head of `FIND_LAYER`, whose input is `state`, attends to what it must look at; None without any.
 
     The mean of -log(share of its attention).
     """
-    queries, keys, _ = model.blocks[layer].qkv(state)
+    queries, keys, _ = model.blocks[FIND_LAYER].qkv(state)
     cos, sin = (part[:, None].to(state.dtype) for part in rope_table(batch.positions[:, :-1], model.shape))
-    queries, keys = rotate(queries[:, -1:], cos, sin)[:, 0], rotate(keys[:, -1:], cos, sin)[:, 0]
-    rows = batch.find[batch.find[:, 2] == layer]
+    head = queries.shape[1] - 1
+    queries, keys = rotate(queries[:, head:], cos, sin)[:, 0], rotate(keys[:, -1:], cos, sin)[:, 0]
     losses = []
-    for row in sorted(set(rows[:, 0].tolist())):
-        position, _, start, end = rows[rows[:, 0] == row][:, 1:].T[..., None]
+    for row in sorted(set(batch.find[:, 0].tolist())):
+        position, start, end = batch.find[batch.find[:, 0] == row][:, 1:].T[..., None]
         place = torch.arange(keys.shape[1])
         scores = (queries[row, position[:, 0]] @ keys[row].T).float() * queries.shape[-1] ** -0.5
         scores = scores.masked_fill(place > position, -torch.inf).log_softmax(-1)
@@ -147,9 +146,7 @@ def look_up_loss(model: DemoModel, layer: int, state: Tensor, batch: Batch) -> T
 def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """Return the training loss and what the log shows."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden, kept = model(
-            batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, FIND_LAYER, LINK_LAYER, FETCH_LAYER)
-        )
+        hidden, kept = model(batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, FIND_LAYER, LINK_LAYER))
         marks = batch.loss[:, 1:]
         chosen = (marks >= ANSWER) | ((marks == TEXT) & (torch.rand(marks.shape) < TEXT_SHARE))
         targets, marks = batch.ids[:, 1:][chosen], marks[chosen]
@@ -163,7 +160,7 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
                 state = F.rms_norm(state, (state.shape[-1],)) * 0.1
                 scores = model.logits(state).float().scatter(1, rows[:, 5:7], -torch.inf).log_softmax(-1)
                 bind[layer] = scores, rows
-        looks = {layer: look_up_loss(model, layer, kept[layer], batch) for layer in (FIND_LAYER, FETCH_LAYER)}
+        found = look_up_loss(model, kept[FIND_LAYER], batch)
     entropy = F.cross_entropy(logits, targets, reduction="none")
     weights = torch.where(marks == VERDICT, VERDICT_WEIGHT, 1.0)[answers]
     answer_loss, text_loss = (entropy[answers] * weights).sum() / weights.sum(), entropy[~answers].mean()
@@ -173,15 +170,15 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         loss = -(scores.gather(1, rows[:, 3:4]) + scores.gather(1, rows[:, 4:5])).mean()
         total = total + (BIND_WEIGHT if layer == BIND_LAYER else LINK_WEIGHT) * loss
         shown[f"bind{layer}"] = (scores.argmax(-1, keepdim=True) == rows[:, 3:5]).any(-1).float().mean().item()
-    for layer, missed in looks.items():
-        if missed is not None:
-            total = total + FIND_WEIGHT * missed
-            shown[f"find{layer}"] = missed.item()
-    words = answers & (targets != EOS) & (marks != VERDICT)
+    if found is not None:
+        total = total + FIND_WEIGHT * found
+        shown["find"] = found.item()
     right = (logits.argmax(-1) == targets).float()
-    shown["accuracy"] = right[words].mean().item()
+    words = answers & (targets != EOS)
+    # Of questions: exercises in which of two years is earlier would make up for what they get wrong.
+    shown["accuracy"] = right[words & (marks != VERDICT)].mean().item()
     for index, kind in enumerate((*QUESTION_KINDS, "verdict")):
-        asked = (marks == ANSWER + index) & (targets != EOS)
+        asked = words & (marks == ANSWER + index)
         if asked.any():
             shown[kind] = right[asked].mean().item()
     return total, shown

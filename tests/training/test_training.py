@@ -11,18 +11,7 @@ from tokenizers import Tokenizer
 from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
 from training import train
 from training.attention import causal_attention
-from training.batches import (
-    ANSWER,
-    BIND_LAYER,
-    FETCH_LAYER,
-    FIND_LAYER,
-    LINK_LAYER,
-    VERDICT,
-    Batch,
-    Encoder,
-    collate,
-    make_example,
-)
+from training.batches import ANSWER, BIND_LAYER, FIND_LAYER, LINK_LAYER, VERDICT, Batch, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
 from training.export import load_exported
@@ -123,10 +112,8 @@ def test_a_nickname_is_looked_up_where_an_earlier_sentence_explains_it():
     for seed in range(20):
         example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
         owners = {row[:2]: row[2:4] for row in example.bind if row[5] == PAD or row[1] == LINK_LAYER}
-        for position, layer, start, end in example.find:
+        for position, start, end in example.find:
             assert end <= position
-            if layer != FIND_LAYER:
-                continue
             # The lead of a nickname stands at the place itself, and in the question or the sentence that is at `position`.
             lead = ENCODER.lead(TOKENIZER.decode(example.ids[start:end]).strip())
             assert set(lead) <= set(example.ids[max(end, position - 40) : position + 1])
@@ -135,23 +122,13 @@ def test_a_nickname_is_looked_up_where_an_earlier_sentence_explains_it():
     assert at_questions
 
 
-def test_a_fact_is_looked_up_in_the_sentence_that_states_it():
-    for seed in range(10):
-        example = make_example(Random(seed), ENCODER, chunks=3, chunk_tokens=64, questions=16, gap=0)
-        looked_up = [(position, start, end) for position, layer, start, end in example.find if layer == FETCH_LAYER]
-        assert looked_up
-        for position, start, end in looked_up:
-            assert example.loss[position + 1] >= ANSWER
-            assert example.ids[position + 1] in example.ids[start:end]
-
-
 @torch.no_grad()
 def test_the_look_up_loss_is_the_attention_that_goes_elsewhere():
     torch.manual_seed(2)
     model = DemoModel(ModelShape(300, hidden=64, layers=5, heads=4, kv_heads=2, head_dim=32, mlp=64))
     initialise(model)
     ids, positions = torch.randint(3, 300, (2, 31)), torch.arange(31).expand(2, -1)
-    find = torch.tensor([[0, 12, 3, 3, 5], [1, 20, 3, 7, 8], [1, 29, 3, 0, 30], [0, 9, 4, 1, 2]])
+    find = torch.tensor([[0, 12, 3, 5], [1, 20, 7, 8], [1, 29, 0, 30]])
     batch = Batch(ids, torch.zeros_like(ids), positions, torch.empty(0, 7), find)
     _, kept = model(ids[:, :-1], positions[:, :-1], (FIND_LAYER,))
     queries, keys, _ = model.blocks[FIND_LAYER].qkv(kept[FIND_LAYER])
@@ -160,8 +137,8 @@ def test_the_look_up_loss_is_the_attention_that_goes_elsewhere():
     scores = queries @ keys.transpose(1, 2) / 32**0.5 + torch.full((30, 30), -torch.inf).triu(1)
     share = scores.softmax(-1)
     wanted = -(share[0, 12, 3:5].sum().log() + share[1, 20, 7:8].sum().log()) / 3
-    assert torch.allclose(train.look_up_loss(model, FIND_LAYER, kept[FIND_LAYER], batch), wanted, atol=1e-5)
-    assert train.look_up_loss(model, FIND_LAYER, kept[FIND_LAYER], replace(batch, find=find[3:])) is None
+    assert torch.allclose(train.look_up_loss(model, kept[FIND_LAYER], batch), wanted, atol=1e-5)
+    assert train.look_up_loss(model, kept[FIND_LAYER], replace(batch, find=find[:0])) is None
 
 
 def test_position_gaps_only_move_tokens_apart():

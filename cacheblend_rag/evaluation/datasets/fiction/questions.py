@@ -62,14 +62,12 @@ class Question:
         answer: The answer, which names what has to be found first ("Mira Halwick, Aberport", "A, 1911; B, 1932: A").
         kind: One of `QUESTION_KINDS`.
         entities: What must be found, in order: names; for an alias question the alias, then the name.
-        facts: The facts that the answer takes, in order: names of an entity and of its attribute.
     """
 
     text: str
     answer: str
     kind: str
     entities: tuple[str, ...]
-    facts: tuple[tuple[str, str], ...]
 
     @property
     def found(self) -> tuple[str, ...]:
@@ -91,14 +89,13 @@ def ask(
     hops: dict[str, Question] = {}
     for entity in entities:
         for key, place in entity.where.items():
-            attribute, value, fact = KINDS[entity.kind].attributes[key], entity.facts[key], (entity.name, key)
+            attribute, value = KINDS[entity.kind].attributes[key], entity.facts[key]
             template = rng.choice(attribute.questions)
             if entity.alias and entity.alias_in >= 0 and rng.random() < shares.alias and not place.nickname:
                 text, answer = template.format(E=entity.alias), f"{entity.name}, {entity.answer(key)}"
-                plain.append(Question(text, answer, "alias", (entity.alias, entity.name), (fact,)))
+                plain.append(Question(text, answer, "alias", (entity.alias, entity.name)))
             else:
-                text = template.format(E=entity.name)
-                plain.append(Question(text, entity.answer(key), place.kind, (entity.name,), (fact,)))
+                plain.append(Question(template.format(E=entity.name), entity.answer(key), place.kind, (entity.name,)))
             target = by_name.get(value)
             if target is None or target is entity or not target.where or not attribute.links:
                 continue
@@ -106,8 +103,7 @@ def ask(
                 link = rng.choice(attribute.links).format(E=entity.name)
                 text = rng.choice(KINDS[target.kind].attributes[second].questions).format(E=link)
                 kind = "two_hop" if _alone(place) and _alone(target.where[second]) else "two_hop_cross"
-                answer, facts = f"{value}, {target.answer(second)}", (fact, (value, second))
-                hops[text] = Question(text, answer, kind, (entity.name, value), facts)
+                hops[text] = Question(text, f"{value}, {target.answer(second)}", kind, (entity.name, value))
     return plain, list(hops.values())
 
 
@@ -146,5 +142,4 @@ def _alone(place: Place) -> bool:
 def _compare(template: str, key: str, a: Entity, b: Entity) -> Question:
     first = min((a, b), key=lambda entity: int(entity.facts[key]))
     answer = f"{a.name}, {a.facts[key]}; {b.name}, {b.facts[key]}: {first.name}"
-    text, facts = template.format(a=a.name, b=b.name), ((a.name, key), (b.name, key))
-    return Question(text, answer, "comparison", (a.name, b.name), facts)
+    return Question(template.format(a=a.name, b=b.name), answer, "comparison", (a.name, b.name))
