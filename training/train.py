@@ -4,7 +4,8 @@ Data-parallel over CPU processes with averaged gradients. Every random choice fo
 process, so an interrupted run resumes from its last checkpoint with the same batches. The recipe: answers'
 cross-entropy, a little text cross-entropy, a binding loss without extra weights (after two layers the tied head must
 name the entity a value belongs to, after five what an earlier sentence adds to it: a list's topic, a unit, whom a nickname
-means), Muon for matrices, and contexts that grow from a short chunk to six of 512 tokens.
+means), one head whose attention must go from a nickname to what explains it, exercises in which of two years is earlier,
+Muon for matrices, and contexts that grow from a short chunk to six of 512 tokens.
 """
 
 from __future__ import annotations
@@ -125,9 +126,9 @@ def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, in
 
 
 def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None:
-    """Return how little one head of `FIND_LAYER`, whose input is `state`, attends to what it must look at; None without any.
+    """Return how little the last head of `FIND_LAYER`, whose input is `state`, attends to what it must look at.
 
-    The mean of -log(share of its attention).
+    The mean of -log(share of its attention); None where nothing has to be looked at.
     """
     queries, keys, _ = model.blocks[FIND_LAYER].qkv(state)
     cos, sin = (part[:, None].to(state.dtype) for part in rope_table(batch.positions[:, :-1], model.shape))
