@@ -28,7 +28,6 @@ from cacheblend_rag.blending.calibration.measurement import Planner, PromptMeasu
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.doctor.calibration_prompts import CalibrationPrompt
@@ -201,7 +200,7 @@ def _profile(chosen: Trial | None, layers: Sequence[LayerFinding]) -> ModelProfi
     if chosen is None:
         return ModelProfile(check_layers=spare.check_layers, widths=spare.widths, reuse="prefix")
     candidate = chosen.candidate
-    schedule = candidate.schedule if policy(candidate.policy).needs_deviation else spare
+    schedule = candidate.schedule if candidate.measures_deviation else spare
     return ModelProfile(candidate.ratio, candidate.policy, schedule.check_layers, schedule.widths)
 
 
@@ -215,7 +214,7 @@ def _text_range(chosen: Trial | None, made: Prompts) -> TextRange | None:
 
 def _measured(trial: Trial, standard: Standard) -> Measured:
     candidate = trial.candidate
-    checks = policy(candidate.policy).needs_deviation
+    checks = candidate.measures_deviation
     return Measured(
         candidate.policy,
         candidate.ratio,

@@ -32,10 +32,14 @@ class Candidate:
     ratio: float
     schedule: BlendSchedule = field(default_factory=BlendSchedule)
 
+    @property
+    def measures_deviation(self) -> bool:
+        """Whether its check layers are used; they are spare where its policy ranks tokens otherwise."""
+        return policy(self.policy).needs_deviation
+
     def __str__(self) -> str:
         """Return it in words."""
-        checks = policy(self.policy).needs_deviation
-        return in_words(self.policy, self.ratio, self.schedule.check_layers if checks else ())
+        return in_words(self.policy, self.ratio, self.schedule.check_layers if self.measures_deviation else ())
 
 
 def in_words(name: str, ratio: float, check_layers: Sequence[int]) -> str:
