@@ -12,7 +12,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question, Shares
+from cacheblend_rag.evaluation.datasets.fiction.entities import Place, make_entities
+from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
+from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question, Shares, compare
 from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
 from training.skeletons import Skeleton, sample_skeleton
 from training.tokenizer import BOS, EOS, PAD
@@ -130,6 +133,23 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     example.put([EOS], mark)
 
 
+def _put_exercise(example: Example, encoder: Encoder, skeleton: Skeleton, rng: Random) -> None:
+    """Put a comparison of two years that stand in the answer already: only which is earlier is trained on."""
+    kind, key = rng.choice(
+        [(kind, key) for kind in KINDS for key, said in KINDS[kind].attributes.items() if said.comparison]
+    )
+    pair = make_entities(rng, NameMaker(rng, held_out=False), [kind, kind], 0)
+    for entity in pair:
+        entity.where = {key: Place(0, 0)}
+    for question in compare(pair):
+        example.put(encoder.encode(skeleton.between))
+        example.put(encoder.encode(skeleton.question.format(q=question.text)))
+        answer, verdict = encoder.encode(question.answer), encoder.encode(question.verdict)
+        example.put(answer[: -len(verdict)])
+        example.put(verdict, VERDICT)
+        example.put([EOS], ANSWER + QUESTION_KINDS.index(question.kind))
+
+
 def make_example(
     rng: Random,
     encoder: Encoder,
@@ -139,6 +159,7 @@ def make_example(
     questions: int,
     gap: float,
     native_share: float = 0.6,
+    exercises: int = 0,
 ) -> Example:
     """Draw one packed sequence: a context and as many questions about it.
 
@@ -150,6 +171,7 @@ def make_example(
         questions: Most questions.
         gap: Positions skipped in total, between documents, so that short contexts train long distances.
         native_share: Share of the native skeleton.
+        exercises: Comparisons of made-up years behind the questions: a context has few, and the order of years must be learnt.
     """
     missing = chunks > 2 and rng.random() < 0.15
     crowded = not missing and rng.random() < 0.6
@@ -175,6 +197,8 @@ def make_example(
     for index, question in enumerate(context.questions):
         example.put(encoder.encode(skeleton.between if index else skeleton.closing))
         _put_question(example, encoder, skeleton, question)
+    for _ in range(exercises):
+        _put_exercise(example, encoder, skeleton, rng)
     return example
 
 
