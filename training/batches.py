@@ -25,6 +25,9 @@ BIND_LAYER: Final = 2
 LINK_LAYER: Final = 5
 """Input of this layer must name what an earlier sentence adds: whom a nickname means, a list's topic, a number's unit."""
 
+FIND_LAYER: Final = 5
+"""In this layer one head must look from a question about a nickname to the sentence that explains it."""
+
 TEXT, ANSWER = 1, 2
 """Marks of tokens that are trained on; an answer's is ANSWER plus the index of its question's kind."""
 VERDICT: Final = ANSWER + len(QUESTION_KINDS)
@@ -56,13 +59,16 @@ class Encoder:
 class Example:
     """One packed training sequence.
 
-    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well).
+    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well);
+    `find` rows are (position, start and end of the place that it must look at). `explained` says where nicknames are.
     """
 
     ids: list[int] = field(default_factory=list)
     loss: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     bind: list[tuple[int, ...]] = field(default_factory=list)
+    find: list[tuple[int, int, int]] = field(default_factory=list)
+    explained: dict[str, tuple[int, int]] = field(default_factory=dict)
     next_position: int = 0
 
     def name(self, position: int, layer: int, named: tuple[int, int], beside: tuple[int, int] = (PAD, PAD)) -> None:
@@ -104,6 +110,8 @@ def _put_context(
                 # A value in front of its entity's name cannot know the name yet.
                 if start >= 0 and _find_last(ids, lead) < start:
                     first = len(example.ids) + start
+                    if sentence.attribute is None:
+                        example.explained[sentence.value] = (first, first + len(value))
                     added = sentence.adds or (sentence.nickname and sentence.entity)
                     for position in range(first, first + len(value)):
                         example.name(position, BIND_LAYER, lead)
@@ -121,7 +129,12 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     asked = encoder.lead(question.entities[0])
     example.name(here, BIND_LAYER, asked)
     if question.kind == "alias":
-        example.name(here, LINK_LAYER, encoder.lead(question.entities[1]), asked)
+        nickname, meant = question.entities
+        example.name(here, LINK_LAYER, encoder.lead(meant), asked)
+        if nickname in example.explained:
+            # What says nothing about the name, as "the", is as far from it as the question is.
+            for position in range(here, here + 1 + answer.index(encoder.lead(meant)[0])):
+                example.find.append((position, *example.explained[nickname]))
     end = 0
     for name in question.found:
         end = question.answer.index(name, end) + len(name)
@@ -183,8 +196,8 @@ def make_example(
         questions=questions,
         held_out=False,
         missing_chunk=missing,
-        alias_share=0.6 if crowded else 0.35,
-        shares=Shares(two_hop=0.25 if crowded else 0.35, alias=0.4, comparison=0.15),
+        alias_share=0.7 if crowded else 0.5,
+        shares=Shares(two_hop=0.25 if crowded else 0.35, alias=0.6, comparison=0.25),
         interludes=not missing,
         crowded=crowded,
     )
@@ -204,12 +217,13 @@ def make_example(
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7), its first column the batch row."""
+    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7) and find (rows, 4) begin with the batch row."""
 
     ids: Tensor
     loss: Tensor
     positions: Tensor
     bind: Tensor
+    find: Tensor
 
 
 def collate(examples: Sequence[Example]) -> Batch:
@@ -217,11 +231,12 @@ def collate(examples: Sequence[Example]) -> Batch:
     width = max(len(example.ids) for example in examples)
     ids = torch.full((len(examples), width), PAD)
     loss, positions = torch.zeros_like(ids), torch.zeros_like(ids)
-    bind = []
+    bind, find = [], []
     for row, example in enumerate(examples):
         size = len(example.ids)
         ids[row, :size] = torch.tensor(example.ids)
         loss[row, :size] = torch.tensor(example.loss)
         positions[row, :size] = torch.tensor(example.positions)
         bind += [(row, *item) for item in example.bind]
-    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7))
+        find += [(row, *item) for item in example.find]
+    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7), torch.tensor(find).reshape(-1, 4))

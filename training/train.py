@@ -31,10 +31,21 @@ from torch.nn import functional as F  # noqa: N812
 
 from cacheblend_rag.engines.model_files import bundled_model_directory
 from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
-from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, TEXT, VERDICT, Batch, Encoder, collate, make_example
+from training.batches import (
+    ANSWER,
+    BIND_LAYER,
+    FIND_LAYER,
+    LINK_LAYER,
+    TEXT,
+    VERDICT,
+    Batch,
+    Encoder,
+    collate,
+    make_example,
+)
 from training.export import TRAINING_COMMAND, export, load_exported
 from training.grow import grow, part_twins
-from training.model import DemoModel, ModelShape, initialise
+from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
 from training.tokenizer import EOS, build_tokenizer, save_tokenizer
 
 MODEL_FOLDER: Final = bundled_model_directory()
@@ -86,7 +97,7 @@ CONTINUED: Final = (
 LR_MATRICES, LR_OTHER = 0.01, 4e-3
 LR_LONG = 0.6
 """Factor on both learning rates once contexts are long."""
-TEXT_WEIGHT, BIND_WEIGHT, LINK_WEIGHT = 0.15, 0.3, 0.4
+TEXT_WEIGHT, BIND_WEIGHT, LINK_WEIGHT, FIND_WEIGHT = 0.15, 0.3, 0.4, 0.3
 VERDICT_WEIGHT = 2.0
 """Of the tokens that say which of two years is earlier, against other tokens of answers."""
 TEXT_SHARE = 0.5
@@ -131,10 +142,29 @@ def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, in
             examples.append(example)
 
 
+def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None:
+    """Return how little one head of `FIND_LAYER`, whose input is `state`, attends to what it must look at; None without any.
+
+    The mean of -log(share of its attention).
+    """
+    queries, keys, _ = model.blocks[FIND_LAYER].qkv(state)
+    cos, sin = (part[:, None].to(state.dtype) for part in rope_table(batch.positions[:, :-1], model.shape))
+    head = queries.shape[1] - 1
+    queries, keys = rotate(queries[:, head:], cos, sin)[:, 0], rotate(keys[:, -1:], cos, sin)[:, 0]
+    losses = []
+    for row in sorted(set(batch.find[:, 0].tolist())):
+        position, start, end = batch.find[batch.find[:, 0] == row][:, 1:].T[..., None]
+        place = torch.arange(keys.shape[1])
+        scores = (queries[row, position[:, 0]] @ keys[row].T).float() * queries.shape[-1] ** -0.5
+        scores = scores.masked_fill(place > position, -torch.inf).log_softmax(-1)
+        losses.append(-scores.masked_fill((place < start) | (place >= end), -torch.inf).logsumexp(-1))
+    return torch.cat(losses).mean() if losses else None
+
+
 def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """Return the training loss and what the log shows."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden, kept = model(batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, LINK_LAYER))
+        hidden, kept = model(batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, FIND_LAYER, LINK_LAYER))
         marks = batch.loss[:, 1:]
         chosen = (marks >= ANSWER) | ((marks == TEXT) & (torch.rand(marks.shape) < TEXT_SHARE))
         targets, marks = batch.ids[:, 1:][chosen], marks[chosen]
@@ -148,6 +178,7 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
                 state = F.rms_norm(state, (state.shape[-1],)) * 0.1
                 scores = model.logits(state).float().scatter(1, rows[:, 5:7], -torch.inf).log_softmax(-1)
                 bind[layer] = scores, rows
+        found = look_up_loss(model, kept[FIND_LAYER], batch)
     entropy = F.cross_entropy(logits, targets, reduction="none")
     weights = torch.where(marks == VERDICT, VERDICT_WEIGHT, 1.0)[answers]
     answer_loss, text_loss = (entropy[answers] * weights).sum() / weights.sum(), entropy[~answers].mean()
@@ -157,6 +188,9 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         loss = -(scores.gather(1, rows[:, 3:4]) + scores.gather(1, rows[:, 4:5])).mean()
         total = total + (BIND_WEIGHT if layer == BIND_LAYER else LINK_WEIGHT) * loss
         shown[f"bind{layer}"] = (scores.argmax(-1, keepdim=True) == rows[:, 3:5]).any(-1).float().mean().item()
+    if found is not None:
+        total = total + FIND_WEIGHT * found
+        shown["find"] = found.item()
     right = (logits.argmax(-1) == targets).float()
     words = answers & (targets != EOS)
     # Of questions: exercises would make up for what they get wrong.

@@ -17,7 +17,7 @@ from cacheblend_rag.cli.groups import ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, status
 
 _CALIBRATION = "Calibration"
-_LEAST_PROMPTS, _DOCUMENT_PROMPTS = 12, 40
+_LEAST_PROMPTS = 12
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class CalibrationOptions:
         int | None,
         typer.Option(
             min=1,
-            help="Most prompts to calibrate on (default: as many as it takes to show the agreement if no token disagrees, 299 "
-            "for 99% at 95%; with --documents 40).",
+            help="Most prompts to calibrate on (default: twice as many as it takes to show the agreement if no token "
+            "disagrees, 598 for 99% at 95%; with --documents 40).",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
@@ -137,7 +137,7 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
     standard = Standard(wanted.agreement, wanted.confidence, "tokens" if documents is None else "likelihood")
     if plot is not None:
         check_plot_name(plot)
-    count = wanted.count or (max(_LEAST_PROMPTS, standard.needed) if documents is None else _DOCUMENT_PROMPTS)
+    count = wanted.count or max(_LEAST_PROMPTS, standard.usual)
     with open_engine(model) as engine, status("Calibrating") as say:
         say("prompts")
         collected = collect_prompts(engine, wanted.prompts, store, count, documents)

@@ -61,6 +61,11 @@ class Standard:
         return math.ceil(math.log(1 - self.confidence) / math.log(self.agreement))
 
     @property
+    def usual(self) -> int:
+        """How many prompts to calibrate on: of :attr:`needed` one wholly wrong answer would decide, and luck with it."""
+        return 2 * self.needed
+
+    @property
     def most_kl(self) -> float:
         """The mean KL, in nats, at which exp(-KL) is the agreement."""
         return -math.log(self.agreement)

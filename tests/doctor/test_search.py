@@ -37,6 +37,14 @@ def test_the_prompts_that_are_needed_are_just_enough() -> None:
     assert Standard().needed == 299
 
 
+def test_one_wrong_answer_does_not_decide_on_as_many_prompts_as_are_usual() -> None:
+    standard = Standard()
+    assert not standard.shown_by(results([TOKENS] + [0] * (standard.needed - 1)))
+    assert standard.shown_by(results([TOKENS] + [0] * (standard.usual - 1)))
+    # One in a hundred is what must not be.
+    assert not standard.shown_by(results([TOKENS if number % 100 == 0 else 0 for number in range(standard.usual)]))
+
+
 def test_many_tokens_or_prompts_about_the_same_chunks_are_no_more_prompts() -> None:
     few = [(str(number % 50), compared(tokens=100)) for number in range(500)]
     assert not Standard().shown_by(few)

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -7,14 +8,15 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
 from training import train
 from training.attention import causal_attention
-from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, VERDICT, Encoder, collate, make_example
+from training.batches import ANSWER, BIND_LAYER, FIND_LAYER, LINK_LAYER, VERDICT, Batch, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
 from training.export import load_exported
 from training.grow import grow, part_twins
-from training.model import DemoModel, ModelShape, initialise
+from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
 from training.tokenizer import BOS, EOS
 from training.train import MODEL_FOLDER, Progress, Stage
 
@@ -110,6 +112,39 @@ def test_an_exercise_is_trained_on_its_verdict_alone_and_that_is_the_earlier_yea
             assert {example.loss[at] for at in trained} == {VERDICT}
             seen += 1
     assert seen >= 6
+
+
+def test_a_question_about_a_nickname_looks_where_an_earlier_sentence_explains_it():
+    found = 0
+    for seed in range(20):
+        example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
+        for position, start, end in example.find:
+            assert end <= position
+            assert example.loss[position + 1] == ANSWER + QUESTION_KINDS.index("alias")
+            # The nickname stands at the place itself, and in the question or the answer's first words.
+            lead = ENCODER.lead(TOKENIZER.decode(example.ids[start:end]).strip())
+            assert set(lead) <= set(example.ids[max(end, position - 40) : position + 1])
+            found += 1
+    assert found
+
+
+@torch.no_grad()
+def test_the_look_up_loss_is_the_attention_that_goes_elsewhere():
+    torch.manual_seed(2)
+    model = DemoModel(ModelShape(300, hidden=64, layers=6, heads=4, kv_heads=2, head_dim=32, mlp=64))
+    initialise(model)
+    ids, positions = torch.randint(3, 300, (2, 31)), torch.arange(31).expand(2, -1)
+    find = torch.tensor([[0, 12, 3, 5], [1, 20, 7, 8], [1, 29, 0, 30]])
+    batch = Batch(ids, torch.zeros_like(ids), positions, torch.empty(0, 7), find)
+    _, kept = model(ids[:, :-1], positions[:, :-1], (FIND_LAYER,))
+    queries, keys, _ = model.blocks[FIND_LAYER].qkv(kept[FIND_LAYER])
+    cos, sin = rope_table(positions[:, :-1], model.shape)
+    queries, keys = rotate(queries[:, 3], cos, sin), rotate(keys[:, 1], cos, sin)
+    scores = queries @ keys.transpose(1, 2) / 32**0.5 + torch.full((30, 30), -torch.inf).triu(1)
+    share = scores.softmax(-1)
+    wanted = -(share[0, 12, 3:5].sum().log() + share[1, 20, 7:8].sum().log()) / 3
+    assert torch.allclose(train.look_up_loss(model, kept[FIND_LAYER], batch), wanted, atol=1e-5)
+    assert train.look_up_loss(model, kept[FIND_LAYER], replace(batch, find=find[:0])) is None
 
 
 def test_position_gaps_only_move_tokens_apart():
