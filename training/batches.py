@@ -12,10 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cacheblend_rag.evaluation.datasets.fiction.entities import Place, make_entities
-from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
-from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question, Shares, compare
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question, Shares
 from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
 from training.skeletons import Skeleton, sample_skeleton
 from training.tokenizer import BOS, EOS, PAD
@@ -24,9 +21,6 @@ BIND_LAYER: Final = 2
 """Input of this layer must name the entity a value belongs to, so a check here sees cross-chunk references."""
 LINK_LAYER: Final = 5
 """Input of this layer must name what an earlier sentence adds: whom a nickname means, a list's topic, a number's unit."""
-
-FIND_LAYER: Final = 5
-"""In this layer one head must look from a question about a nickname to the sentence that explains it."""
 
 TEXT, ANSWER = 1, 2
 """Marks of tokens that are trained on; an answer's is ANSWER plus the index of its question's kind."""
@@ -59,16 +53,13 @@ class Encoder:
 class Example:
     """One packed training sequence.
 
-    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well);
-    `find` rows are (position, start and end of the place that it must look at). `explained` says where nicknames are.
+    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well).
     """
 
     ids: list[int] = field(default_factory=list)
     loss: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     bind: list[tuple[int, ...]] = field(default_factory=list)
-    find: list[tuple[int, int, int]] = field(default_factory=list)
-    explained: dict[str, tuple[int, int]] = field(default_factory=dict)
     next_position: int = 0
 
     def name(self, position: int, layer: int, named: tuple[int, int], beside: tuple[int, int] = (PAD, PAD)) -> None:
@@ -110,8 +101,6 @@ def _put_context(
                 # A value in front of its entity's name cannot know the name yet.
                 if start >= 0 and _find_last(ids, lead) < start:
                     first = len(example.ids) + start
-                    if sentence.attribute is None:
-                        example.explained[sentence.value] = (first, first + len(value))
                     added = sentence.adds or (sentence.nickname and sentence.entity)
                     for position in range(first, first + len(value)):
                         example.name(position, BIND_LAYER, lead)
@@ -129,12 +118,7 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     asked = encoder.lead(question.entities[0])
     example.name(here, BIND_LAYER, asked)
     if question.kind == "alias":
-        nickname, meant = question.entities
-        example.name(here, LINK_LAYER, encoder.lead(meant), asked)
-        if nickname in example.explained:
-            # What says nothing about the name, as "the", is as far from it as the question is.
-            for position in range(here, here + 1 + answer.index(encoder.lead(meant)[0])):
-                example.find.append((position, *example.explained[nickname]))
+        example.name(here, LINK_LAYER, encoder.lead(question.entities[1]), asked)
     end = 0
     for name in question.found:
         end = question.answer.index(name, end) + len(name)
@@ -146,23 +130,6 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     example.put([EOS], mark)
 
 
-def _put_exercise(example: Example, encoder: Encoder, skeleton: Skeleton, rng: Random) -> None:
-    """Put a comparison of two years that stand in the answer already: only which is earlier is trained on."""
-    kind, key = rng.choice(
-        [(kind, key) for kind in KINDS for key, said in KINDS[kind].attributes.items() if said.comparison]
-    )
-    pair = make_entities(rng, NameMaker(rng, held_out=False), [kind, kind], 0)
-    for entity in pair:
-        entity.where = {key: Place(0, 0)}
-    for question in compare(pair):
-        example.put(encoder.encode(skeleton.between))
-        example.put(encoder.encode(skeleton.question.format(q=question.text)))
-        answer, verdict = encoder.encode(question.answer), encoder.encode(question.verdict)
-        example.put(answer[: -len(verdict)])
-        example.put(verdict, VERDICT)
-        example.put([EOS], ANSWER + QUESTION_KINDS.index(question.kind))
-
-
 def make_example(
     rng: Random,
     encoder: Encoder,
@@ -172,7 +139,6 @@ def make_example(
     questions: int,
     gap: float,
     native_share: float = 0.6,
-    exercises: int = 0,
 ) -> Example:
     """Draw one packed sequence: a context and as many questions about it.
 
@@ -184,7 +150,6 @@ def make_example(
         questions: Most questions.
         gap: Positions skipped in total, between documents, so that short contexts train long distances.
         native_share: Share of the native skeleton.
-        exercises: Comparisons of made-up years behind the questions: a context has few, and the order of years must be learnt.
     """
     missing = chunks > 2 and rng.random() < 0.15
     crowded = not missing and rng.random() < 0.6
@@ -196,8 +161,8 @@ def make_example(
         questions=questions,
         held_out=False,
         missing_chunk=missing,
-        alias_share=0.7 if crowded else 0.5,
-        shares=Shares(two_hop=0.25 if crowded else 0.35, alias=0.6, comparison=0.25),
+        alias_share=0.6 if crowded else 0.35,
+        shares=Shares(two_hop=0.25 if crowded else 0.35, alias=0.4, comparison=0.15),
         interludes=not missing,
         crowded=crowded,
     )
@@ -210,20 +175,17 @@ def make_example(
     for index, question in enumerate(context.questions):
         example.put(encoder.encode(skeleton.between if index else skeleton.closing))
         _put_question(example, encoder, skeleton, question)
-    for _ in range(exercises):
-        _put_exercise(example, encoder, skeleton, rng)
     return example
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7) and find (rows, 4) begin with the batch row."""
+    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7), its first column the batch row."""
 
     ids: Tensor
     loss: Tensor
     positions: Tensor
     bind: Tensor
-    find: Tensor
 
 
 def collate(examples: Sequence[Example]) -> Batch:
@@ -231,12 +193,11 @@ def collate(examples: Sequence[Example]) -> Batch:
     width = max(len(example.ids) for example in examples)
     ids = torch.full((len(examples), width), PAD)
     loss, positions = torch.zeros_like(ids), torch.zeros_like(ids)
-    bind, find = [], []
+    bind = []
     for row, example in enumerate(examples):
         size = len(example.ids)
         ids[row, :size] = torch.tensor(example.ids)
         loss[row, :size] = torch.tensor(example.loss)
         positions[row, :size] = torch.tensor(example.positions)
         bind += [(row, *item) for item in example.bind]
-        find += [(row, *item) for item in example.find]
-    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7), torch.tensor(find).reshape(-1, 4))
+    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7))

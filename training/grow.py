@@ -43,17 +43,15 @@ def grow(finished: DemoModel, layers: int) -> DemoModel:
 
 
 @torch.no_grad()
-def part_twins(model: DemoModel, first: int = 0) -> int:
+def part_twins(model: DemoModel) -> int:
     """Tell heads apart that are twins: same queries and outputs over the same keys and values; returns how many there were.
-
-    Layers in front of `first` are left alone.
 
     Twins have the same gradients, so training never tells them apart. The first takes over what both add; the other begins
     beside it, adding nothing at first.
     """
     groups, dim = model.shape.heads // model.shape.kv_heads, model.shape.head_dim
     parted = 0
-    for layer in model.blocks[first:]:
+    for layer in model.blocks:
         queries = layer.self_attn.q_proj.weight.view(-1, groups, dim, model.shape.hidden)
         outputs = layer.self_attn.o_proj.weight.view(model.shape.hidden, -1, groups, dim)
         for query, output in zip(queries, outputs.unbind(1), strict=True):

@@ -31,21 +31,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from cacheblend_rag.engines.model_files import bundled_model_directory
 from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
-from training.batches import (
-    ANSWER,
-    BIND_LAYER,
-    FIND_LAYER,
-    LINK_LAYER,
-    TEXT,
-    VERDICT,
-    Batch,
-    Encoder,
-    collate,
-    make_example,
-)
+from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, TEXT, VERDICT, Batch, Encoder, collate, make_example
 from training.export import TRAINING_COMMAND, export, load_exported
 from training.grow import grow, part_twins
-from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
+from training.model import DemoModel, ModelShape, initialise
 from training.tokenizer import EOS, build_tokenizer, save_tokenizer
 
 MODEL_FOLDER: Final = bundled_model_directory()
@@ -61,7 +50,6 @@ class Stage:
         tokens: Tokens a step and process.
         gap: Most position gap in a context.
         goal: Answer accuracy (moving average) that ends the stage early; above 1 never.
-        exercises: Comparisons of made-up years for every so many questions of the shape; 0 for none.
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -69,36 +57,27 @@ class Stage:
     tokens: int = 3072
     gap: float = 2500.0
     goal: float = 2.0
-    exercises: int = 0
 
 
-EXERCISES: Final = 6
-LONG: Final = Stage(
-    ((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)),
-    250,
-    4600,
-    0,
-    exercises=EXERCISES,
-)
 CURRICULUM: Final = (
     Stage(((1, 36, 6),), 500, gap=0, goal=0.60),
     Stage(((2, 36, 8), (3, 36, 10)), 400, goal=0.72),
     Stage(((2, 36, 8), (4, 36, 12), (6, 36, 14), (6, 48, 16)), 400, goal=0.78),
     Stage(((6, 36, 14), (6, 64, 24), (6, 128, 36)), 200, gap=2600),
-    Stage(((6, 128, 40), (6, 256, 52), (4, 256, 44)), 160, 3700, gap=1600, exercises=EXERCISES),
-    replace(LONG, steps=600),
+    Stage(((6, 128, 40), (6, 256, 52), (4, 256, 44)), 160, 3700, gap=1600),
+    Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 600, 4600, gap=0),
 )
 CONTINUED: Final = (
-    Stage(((6, 128, 40), (4, 128, 32), (6, 64, 26), (3, 64, 16)), 200, 3400, gap=2600, exercises=EXERCISES),
-    Stage(((6, 256, 56), (6, 256, 56), (4, 256, 48), (6, 128, 40)), 150, 4200, gap=1600, exercises=EXERCISES),
-    LONG,
+    Stage(((6, 128, 40), (4, 128, 32), (6, 64, 26), (3, 64, 16)), 200, 3400, gap=2600),
+    Stage(((6, 256, 56), (6, 256, 56), (4, 256, 48), (6, 128, 40)), 150, 4200, gap=1600),
+    Stage(((6, 512, 64), (6, 512, 64), (6, 512, 64), (6, 256, 56), (8, 512, 64), (3, 512, 60)), 250, 4600, gap=0),
 )
 """Of a model that knows a part of the world already: what is new in it is learned in short contexts first."""
 LR_MATRICES, LR_OTHER = 0.01, 4e-3
 LR_LONG = 0.6
 """Factor on both learning rates once contexts are long."""
-TEXT_WEIGHT, BIND_WEIGHT, LINK_WEIGHT, FIND_WEIGHT = 0.15, 0.3, 0.4, 0.3
-VERDICT_WEIGHT = 2.0
+TEXT_WEIGHT, BIND_WEIGHT, LINK_WEIGHT = 0.15, 0.3, 0.4
+VERDICT_WEIGHT = 8.0
 """Of the tokens that say which of two years is earlier, against other tokens of answers."""
 TEXT_SHARE = 0.5
 WARM_UP = 50
@@ -126,15 +105,7 @@ def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, in
     width = 0
     while True:
         gap = stage.gap * rng.random() * 1.5 if rng.random() < 0.7 else 0.0
-        example = make_example(
-            rng,
-            encoder,
-            chunks=chunks,
-            chunk_tokens=chunk_tokens,
-            questions=questions,
-            gap=gap,
-            exercises=questions // stage.exercises if stage.exercises else 0,
-        )
+        example = make_example(rng, encoder, chunks=chunks, chunk_tokens=chunk_tokens, questions=questions, gap=gap)
         width = max(width, len(example.ids))
         if examples and width * (len(examples) + 1) > stage.tokens:
             return collate(examples)
@@ -142,29 +113,10 @@ def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, in
             examples.append(example)
 
 
-def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None:
-    """Return how little one head of `FIND_LAYER`, whose input is `state`, attends to what it must look at; None without any.
-
-    The mean of -log(share of its attention).
-    """
-    queries, keys, _ = model.blocks[FIND_LAYER].qkv(state)
-    cos, sin = (part[:, None].to(state.dtype) for part in rope_table(batch.positions[:, :-1], model.shape))
-    head = queries.shape[1] - 1
-    queries, keys = rotate(queries[:, head:], cos, sin)[:, 0], rotate(keys[:, -1:], cos, sin)[:, 0]
-    losses = []
-    for row in sorted(set(batch.find[:, 0].tolist())):
-        position, start, end = batch.find[batch.find[:, 0] == row][:, 1:].T[..., None]
-        place = torch.arange(keys.shape[1])
-        scores = (queries[row, position[:, 0]] @ keys[row].T).float() * queries.shape[-1] ** -0.5
-        scores = scores.masked_fill(place > position, -torch.inf).log_softmax(-1)
-        losses.append(-scores.masked_fill((place < start) | (place >= end), -torch.inf).logsumexp(-1))
-    return torch.cat(losses).mean() if losses else None
-
-
 def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """Return the training loss and what the log shows."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden, kept = model(batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, FIND_LAYER, LINK_LAYER))
+        hidden, kept = model(batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, LINK_LAYER))
         marks = batch.loss[:, 1:]
         chosen = (marks >= ANSWER) | ((marks == TEXT) & (torch.rand(marks.shape) < TEXT_SHARE))
         targets, marks = batch.ids[:, 1:][chosen], marks[chosen]
@@ -178,7 +130,6 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
                 state = F.rms_norm(state, (state.shape[-1],)) * 0.1
                 scores = model.logits(state).float().scatter(1, rows[:, 5:7], -torch.inf).log_softmax(-1)
                 bind[layer] = scores, rows
-        found = look_up_loss(model, kept[FIND_LAYER], batch)
     entropy = F.cross_entropy(logits, targets, reduction="none")
     weights = torch.where(marks == VERDICT, VERDICT_WEIGHT, 1.0)[answers]
     answer_loss, text_loss = (entropy[answers] * weights).sum() / weights.sum(), entropy[~answers].mean()
@@ -188,15 +139,11 @@ def losses(model: DemoModel, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         loss = -(scores.gather(1, rows[:, 3:4]) + scores.gather(1, rows[:, 4:5])).mean()
         total = total + (BIND_WEIGHT if layer == BIND_LAYER else LINK_WEIGHT) * loss
         shown[f"bind{layer}"] = (scores.argmax(-1, keepdim=True) == rows[:, 3:5]).any(-1).float().mean().item()
-    if found is not None:
-        total = total + FIND_WEIGHT * found
-        shown["find"] = found.item()
-    right = (logits.argmax(-1) == targets).float()
     words = answers & (targets != EOS)
-    # Of questions: exercises would make up for what they get wrong.
-    shown["accuracy"] = right[words & (marks != VERDICT)].mean().item()
+    right = (logits[words].argmax(-1) == targets[words]).float()
+    shown["accuracy"] = right.mean().item()
     for index, kind in enumerate((*QUESTION_KINDS, "verdict")):
-        asked = words & (marks == ANSWER + index)
+        asked = marks[words] == ANSWER + index
         if asked.any():
             shown[kind] = right[asked].mean().item()
     return total, shown
@@ -260,10 +207,10 @@ def shortened(stages: Sequence[Stage], steps: int) -> tuple[Stage, ...]:
     return tuple(replace(stage, steps=max(1, round(stage.steps * steps / whole))) for stage in stages)
 
 
-def _take_over(folder: Path, model: DemoModel, frozen: int) -> Progress:
-    """Take over the weights of a finished model, grown where `model` has more layers; no two heads that train are alike."""
+def _take_over(folder: Path, model: DemoModel) -> Progress:
+    """Take over the weights of a finished model, grown where `model` has more layers; no two heads are alike."""
     model.load_state_dict(grow(load_exported(folder), model.shape.layers).state_dict())
-    part_twins(model, frozen)
+    part_twins(model)
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         before = weights.metadata()
     done = int(before["steps"])
@@ -275,7 +222,7 @@ def _begin(options: argparse.Namespace, model: DemoModel, optimisers: Sequence[t
     latest = options.out / "checkpoint.pt"
     if latest.exists():
         return _restore(latest, model, optimisers)
-    return _take_over(options.start_from, model, options.frozen_layers) if options.start_from else Progress()
+    return _take_over(options.start_from, model) if options.start_from else Progress()
 
 
 def _facts(options: argparse.Namespace) -> dict[str, str]:
@@ -284,28 +231,8 @@ def _facts(options: argparse.Namespace) -> dict[str, str]:
     if options.start_from:
         digest = xxhash.xxh3_128((options.start_from / "model.safetensors").read_bytes()).hexdigest()
         command += f" --start-from MODEL --steps {options.steps} --rate {options.rate:g}"
-        if options.frozen_layers:
-            command += f" --frozen-layers {options.frozen_layers}"
         origin = f"from the model with xxh3-128 {digest}"
     return {"training": f"{command} --layers {options.layers}", "origin": origin, "seed": str(options.seed)}
-
-
-def _freeze(model: DemoModel, layers: int) -> None:
-    """Have the embedding and the first layers stay as they are; with none of these everything trains."""
-    if layers:
-        model.embed_tokens.requires_grad_(requires_grad=False)
-        model.layers[:layers].requires_grad_(requires_grad=False)
-
-
-def _optimisers(model: DemoModel) -> list[torch.optim.Optimizer]:
-    """Return one for the matrices and one for the other parameters."""
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
-    other = [p for n, p in trained if p.ndim != 2 or "embed" in n]
-    return [
-        torch.optim.Muon(matrices, lr=LR_MATRICES, weight_decay=0.01, momentum=0.95),
-        torch.optim.AdamW(other, lr=LR_OTHER, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
 
 
 def run(rank: int, options: argparse.Namespace) -> None:
@@ -319,9 +246,12 @@ def run(rank: int, options: argparse.Namespace) -> None:
     encoder = Encoder(Tokenizer.from_file(str(options.out / "tokenizer.json")))
     model = DemoModel(ModelShape(encoder.size, layers=options.layers))
     initialise(model)
-    _freeze(model, options.frozen_layers)
-    optimisers = _optimisers(model)
-    parameters = [p for optimiser in optimisers for p in optimiser.param_groups[0]["params"]]
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    other = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimisers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=LR_MATRICES, weight_decay=0.01, momentum=0.95),
+        torch.optim.AdamW(other, lr=LR_OTHER, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
     latest, facts = options.out / "checkpoint.pt", _facts(options)
     curriculum = shortened(CONTINUED, options.steps) if options.start_from else CURRICULUM
     progress = _begin(options, model, optimisers)
@@ -339,8 +269,10 @@ def run(rank: int, options: argparse.Namespace) -> None:
         batch = make_batch(Random(f"{options.seed}:{progress.step}:{rank}"), encoder, stage, sizes)
         total, shown = losses(model, batch)
         total.backward()  # type: ignore[no-untyped-call]
-        (accuracy, tokens) = _synchronise(parameters, [shown["accuracy"], float(batch.ids.numel())], options.processes)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        (accuracy, tokens) = _synchronise(
+            [*matrices, *other], [shown["accuracy"], float(batch.ids.numel())], options.processes
+        )
+        torch.nn.utils.clip_grad_norm_([*matrices, *other], 1.0)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
@@ -378,17 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--start-from", type=Path, help="go on from this finished model")
     parser.add_argument("--steps", type=int, default=600, help="with --start-from: how many")
-    parser.add_argument(
-        "--frozen-layers",
-        type=int,
-        default=0,
-        help="with --start-from: the embedding and so many first layers stay as they are, and with them what blending repairs",
-    )
     parser.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     options = parser.parse_args(arguments)
-    if options.frozen_layers and not options.start_from:
-        parser.error("--frozen-layers keeps layers of a finished model: name it with --start-from.")
     options.out.mkdir(parents=True, exist_ok=True)
     # Ids of indexed chunks stay valid across trainings when the vocabulary does.
     known = MODEL_FOLDER / "tokenizer.json"

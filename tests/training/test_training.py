@@ -1,5 +1,3 @@
-import re
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -8,15 +6,14 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
 from training import train
 from training.attention import causal_attention
-from training.batches import ANSWER, BIND_LAYER, FIND_LAYER, LINK_LAYER, VERDICT, Batch, Encoder, collate, make_example
+from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, VERDICT, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
 from training.export import load_exported
 from training.grow import grow, part_twins
-from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
+from training.model import DemoModel, ModelShape, initialise
 from training.tokenizer import BOS, EOS
 from training.train import MODEL_FOLDER, Progress, Stage
 
@@ -92,61 +89,6 @@ def test_the_verdict_of_a_comparison_is_marked_and_nothing_else_is():
     assert marked
 
 
-def test_an_exercise_is_trained_on_its_verdict_alone_and_that_is_the_earlier_year():
-    seen = 0
-    for seed in range(6):
-        plain, example = (
-            make_example(
-                Random(seed), ENCODER, chunks=1, chunk_tokens=36, questions=4, gap=0, native_share=1, exercises=count
-            )
-            for count in (0, 2)
-        )
-        assert example.ids[: len(plain.ids)] == plain.ids
-        ends = [len(plain.ids) - 1, *(at for at in range(len(plain.ids), len(example.ids)) if example.ids[at] == EOS)]
-        for before, end in pairwise(ends):
-            answer = TOKENIZER.decode(example.ids[before + 1 : end]).rpartition("Answer:")[2]
-            first, second, verdict = re.fullmatch(r" (.+, \d+); (.+, \d+): (.+)", answer).groups()
-            assert verdict == min(first, second, key=lambda said: int(said[-4:]))[:-6]
-            trained = [at for at in range(before + 1, end) if example.loss[at]]
-            assert TOKENIZER.decode([example.ids[at] for at in trained]).strip() == verdict
-            assert {example.loss[at] for at in trained} == {VERDICT}
-            seen += 1
-    assert seen >= 6
-
-
-def test_a_question_about_a_nickname_looks_where_an_earlier_sentence_explains_it():
-    found = 0
-    for seed in range(20):
-        example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
-        for position, start, end in example.find:
-            assert end <= position
-            assert example.loss[position + 1] == ANSWER + QUESTION_KINDS.index("alias")
-            # The nickname stands at the place itself, and in the question or the answer's first words.
-            lead = ENCODER.lead(TOKENIZER.decode(example.ids[start:end]).strip())
-            assert set(lead) <= set(example.ids[max(end, position - 40) : position + 1])
-            found += 1
-    assert found
-
-
-@torch.no_grad()
-def test_the_look_up_loss_is_the_attention_that_goes_elsewhere():
-    torch.manual_seed(2)
-    model = DemoModel(ModelShape(300, hidden=64, layers=6, heads=4, kv_heads=2, head_dim=32, mlp=64))
-    initialise(model)
-    ids, positions = torch.randint(3, 300, (2, 31)), torch.arange(31).expand(2, -1)
-    find = torch.tensor([[0, 12, 3, 5], [1, 20, 7, 8], [1, 29, 0, 30]])
-    batch = Batch(ids, torch.zeros_like(ids), positions, torch.empty(0, 7), find)
-    _, kept = model(ids[:, :-1], positions[:, :-1], (FIND_LAYER,))
-    queries, keys, _ = model.blocks[FIND_LAYER].qkv(kept[FIND_LAYER])
-    cos, sin = rope_table(positions[:, :-1], model.shape)
-    queries, keys = rotate(queries[:, 3], cos, sin), rotate(keys[:, 1], cos, sin)
-    scores = queries @ keys.transpose(1, 2) / 32**0.5 + torch.full((30, 30), -torch.inf).triu(1)
-    share = scores.softmax(-1)
-    wanted = -(share[0, 12, 3:5].sum().log() + share[1, 20, 7:8].sum().log()) / 3
-    assert torch.allclose(train.look_up_loss(model, kept[FIND_LAYER], batch), wanted, atol=1e-5)
-    assert train.look_up_loss(model, kept[FIND_LAYER], replace(batch, find=find[:0])) is None
-
-
 def test_position_gaps_only_move_tokens_apart():
     example = make_example(Random(4), ENCODER, chunks=3, chunk_tokens=64, questions=4, gap=2000)
     steps = [b - a for a, b in zip(example.positions, example.positions[1:], strict=False)]
@@ -213,25 +155,6 @@ def test_a_finished_model_is_refined_by_the_last_stages_batches(tmp_path, monkey
     assert int(fingerprint(tmp_path / "more" / "model")["steps"]) == int(fingerprint(finished)["steps"]) + 1
 
 
-def test_frozen_layers_stay_as_they_are_and_the_others_train(tmp_path, monkeypatch):
-    run_training(tmp_path / "first", monkeypatch)
-    finished, more = tmp_path / "first" / "model", tmp_path / "more" / "model"
-    run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "2", "--frozen-layers", "3")
-    before, after = (load_file(folder / "model.safetensors") for folder in (finished, more))
-    same = {name for name, weight in before.items() if torch.equal(weight, after[name])}
-    frozen = {name for name in before if re.match(r"model\.(embed|layers\.[012]\.)", name)}
-    assert frozen
-    assert frozen <= same
-    assert not {name for name in same - frozen if before[name].ndim == 2}
-    assert "--frozen-layers 3" in fingerprint(more)["training"]
-
-
-def test_layers_are_frozen_of_a_finished_model_only(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run_training(tmp_path, monkeypatch, "--frozen-layers", "3")
-    assert "--start-from" in capsys.readouterr().err
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [6, 7, 9])
 def test_a_grown_model_computes_what_it_grew_from(layers):
@@ -278,7 +201,6 @@ def test_heads_that_are_twins_are_parted_and_add_the_same_together():
     others = attention.q_proj.weight[64:].clone()
     ids, positions = torch.randint(3, 300, (2, 40)), torch.arange(40).expand(2, -1)
     before = model.logits(model(ids, positions)[0])
-    assert part_twins(model, first=3) == 0
     assert part_twins(model) == 1
     assert torch.allclose(before, model.logits(model(ids, positions)[0]), atol=1e-4)
     assert not torch.equal(attention.q_proj.weight[32:64], attention.q_proj.weight[:32])
