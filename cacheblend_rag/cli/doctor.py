@@ -17,7 +17,6 @@ from cacheblend_rag.cli.groups import ModelOptions, takes_groups
 from cacheblend_rag.cli.output import print_json, status
 
 _CALIBRATION = "Calibration"
-_LEAST_PROMPTS = 12
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
     standard = Standard(wanted.agreement, wanted.confidence, "tokens" if documents is None else "likelihood")
     if plot is not None:
         check_plot_name(plot)
-    count = wanted.count or max(_LEAST_PROMPTS, standard.usual)
+    count = wanted.count or standard.usual
     with open_engine(model) as engine, status("Calibrating") as say:
         say("prompts")
         collected = collect_prompts(engine, wanted.prompts, store, count, documents)

@@ -16,6 +16,9 @@ from cacheblend_rag.evaluation.intervals import mean_bounds, share_bounds
 MIN_RESAMPLED: Final = 20
 """Resampling fewer prompts says too little about a mean that a few of them dominate, as that of KL."""
 
+_FEWEST: Final = 12
+"""Prompts of a calibration by a standard that fewer would show, too."""
+
 Result = tuple[str, Comparison]
 """A prompt's group (prompts of one group share their chunks) and how a blend of it compares with full recompute."""
 
@@ -63,7 +66,7 @@ class Standard:
     @property
     def usual(self) -> int:
         """How many prompts to calibrate on: of :attr:`needed` one wholly wrong answer would decide, and luck with it."""
-        return 2 * self.needed
+        return max(_FEWEST, 2 * self.needed)
 
     @property
     def most_kl(self) -> float:
