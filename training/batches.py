@@ -12,8 +12,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question, Shares
+from cacheblend_rag.evaluation.datasets.fiction.entities import Place, make_entities
+from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
+from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question, Shares, compare
 from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
+from cacheblend_rag.evaluation.datasets.fiction.writer import Sentence
 from training.skeletons import Skeleton, sample_skeleton
 from training.tokenizer import BOS, EOS, PAD
 
@@ -22,10 +26,16 @@ BIND_LAYER: Final = 2
 LINK_LAYER: Final = 5
 """Input of this layer must name what an earlier sentence adds: whom a nickname means, a list's topic, a number's unit."""
 
+FIND_LAYER: Final = 3
+"""In this layer one head must look from a nickname to the sentence that explains it."""
+
 TEXT, ANSWER = 1, 2
 """Marks of tokens that are trained on; an answer's is ANSWER plus the index of its question's kind."""
 VERDICT: Final = ANSWER + len(QUESTION_KINDS)
 """Mark of the tokens that say which of two years is earlier, when both are found: few, and the only ones that compare."""
+
+EXERCISES: Final = 6
+"""Behind so many questions one comparison of made-up years: a context has few, and the order of years must be learnt."""
 
 
 class Encoder:
@@ -53,18 +63,26 @@ class Encoder:
 class Example:
     """One packed training sequence.
 
-    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well).
+    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well);
+    `find` rows are (position, start and end of the place that it must look at). `explained` says where nicknames are.
     """
 
     ids: list[int] = field(default_factory=list)
     loss: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     bind: list[tuple[int, ...]] = field(default_factory=list)
+    find: list[tuple[int, int, int]] = field(default_factory=list)
+    explained: dict[str, tuple[int, int]] = field(default_factory=dict)
     next_position: int = 0
 
     def name(self, position: int, layer: int, named: tuple[int, int], beside: tuple[int, int] = (PAD, PAD)) -> None:
         """Have the input of `layer` name something at `position`, whatever it says of what is named `beside` it."""
         self.bind.append((position, layer, *named, *beside))
+
+    def look_up(self, position: int, nickname: str) -> None:
+        """Have `FIND_LAYER` look from `position` to where the nickname is explained, if an earlier sentence does."""
+        if nickname in self.explained:
+            self.find.append((position, *self.explained[nickname]))
 
     def put(self, ids: Sequence[int], loss: int = 0) -> None:
         """Append tokens."""
@@ -94,21 +112,35 @@ def _put_context(
             if jump and sentence.opens_document:
                 example.next_position += int(rng.expovariate(1 / jump))
             ids = encoder.encode(sentence.text)
-            if sentence.value is not None and sentence.entity is not None:
-                value = encoder.encode(sentence.value)
-                start = _find_last(ids, value)
-                lead = encoder.lead(sentence.nickname or sentence.entity)
-                # A value in front of its entity's name cannot know the name yet.
-                if start >= 0 and _find_last(ids, lead) < start:
-                    first = len(example.ids) + start
-                    added = sentence.adds or (sentence.nickname and sentence.entity)
-                    for position in range(first, first + len(value)):
-                        example.name(position, BIND_LAYER, lead)
-                        if added:
-                            # Both, or one would drive out the other: an answer is found by both.
-                            example.name(position, LINK_LAYER, encoder.lead(added), lead)
-                            example.name(position, LINK_LAYER, lead, encoder.lead(added))
+            if sentence.value is not None:
+                _bind(example, encoder, sentence, ids)
             example.put(ids, TEXT if sentence.entity else 0)
+
+
+def _bind(example: Example, encoder: Encoder, sentence: Sentence, ids: Sequence[int]) -> None:
+    """Say what the value in a sentence that is about to be put belongs to."""
+    value, entity = encoder.encode(sentence.value or ""), sentence.entity or ""
+    start, lead = _find_last(ids, value), encoder.lead(sentence.nickname or entity)
+    # A value in front of its entity's name cannot know the name yet.
+    if start < 0 or _find_last(ids, lead) >= start:
+        return
+    first = len(example.ids) + start
+    last = first + len(value) - 1
+    added = sentence.adds or (sentence.nickname and entity)
+    for position in range(first, last + 1):
+        example.name(position, BIND_LAYER, lead)
+        if added:
+            # Both, or one would drive out the other: an answer is found by both.
+            example.name(position, LINK_LAYER, encoder.lead(added), lead)
+            example.name(position, LINK_LAYER, lead, encoder.lead(added))
+        if sentence.nickname:
+            example.look_up(position, sentence.nickname)
+    if sentence.attribute is None:
+        nickname = encoder.lead(sentence.value or "")
+        # Whom it means, and the nickname itself, or nobody who looks for it would find it here.
+        example.bind[-1] = (*example.bind[-1][:4], *nickname)
+        example.name(last, BIND_LAYER, nickname, lead)
+        example.explained[sentence.value or ""] = (first, last + 1)
 
 
 def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, question: Question) -> None:
@@ -118,7 +150,11 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     asked = encoder.lead(question.entities[0])
     example.name(here, BIND_LAYER, asked)
     if question.kind == "alias":
-        example.name(here, LINK_LAYER, encoder.lead(question.entities[1]), asked)
+        nickname, meant = question.entities
+        # What says nothing about the name, as "the", is as far from it as the question is.
+        for position in range(here, here + 1 + answer.index(encoder.lead(meant)[0])):
+            example.name(position, LINK_LAYER, encoder.lead(meant), asked)
+            example.look_up(position, nickname)
     end = 0
     for name in question.found:
         end = question.answer.index(name, end) + len(name)
@@ -130,6 +166,23 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     example.put([EOS], mark)
 
 
+def _put_exercise(example: Example, encoder: Encoder, skeleton: Skeleton, rng: Random) -> None:
+    """Put a comparison of two years that stand in the answer already: only which is earlier is trained on."""
+    kind, key = rng.choice(
+        [(kind, key) for kind in KINDS for key, said in KINDS[kind].attributes.items() if said.comparison]
+    )
+    pair = make_entities(rng, NameMaker(rng, held_out=False), [kind, kind], 0)
+    for entity in pair:
+        entity.where = {key: Place(0, 0)}
+    for question in compare(pair):
+        example.put(encoder.encode(skeleton.between))
+        example.put(encoder.encode(skeleton.question.format(q=question.text)))
+        answer, verdict = encoder.encode(question.answer), encoder.encode(question.verdict)
+        example.put(answer[: -len(verdict)])
+        example.put(verdict, VERDICT)
+        example.put([EOS], ANSWER + QUESTION_KINDS.index(question.kind))
+
+
 def make_example(
     rng: Random,
     encoder: Encoder,
@@ -139,6 +192,7 @@ def make_example(
     questions: int,
     gap: float,
     native_share: float = 0.6,
+    lessons: bool = True,
 ) -> Example:
     """Draw one packed sequence: a context and as many questions about it.
 
@@ -150,6 +204,7 @@ def make_example(
         questions: Most questions.
         gap: Positions skipped in total, between documents, so that short contexts train long distances.
         native_share: Share of the native skeleton.
+        lessons: With exercises behind the questions, and told where nicknames are explained.
     """
     missing = chunks > 2 and rng.random() < 0.15
     crowded = not missing and rng.random() < 0.6
@@ -175,17 +230,23 @@ def make_example(
     for index, question in enumerate(context.questions):
         example.put(encoder.encode(skeleton.between if index else skeleton.closing))
         _put_question(example, encoder, skeleton, question)
+    if not lessons:
+        example.find.clear()
+        return example
+    for _ in range(questions // EXERCISES):
+        _put_exercise(example, encoder, skeleton, rng)
     return example
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7), its first column the batch row."""
+    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7) and find (rows, 4) begin with the batch row."""
 
     ids: Tensor
     loss: Tensor
     positions: Tensor
     bind: Tensor
+    find: Tensor
 
 
 def collate(examples: Sequence[Example]) -> Batch:
@@ -193,11 +254,12 @@ def collate(examples: Sequence[Example]) -> Batch:
     width = max(len(example.ids) for example in examples)
     ids = torch.full((len(examples), width), PAD)
     loss, positions = torch.zeros_like(ids), torch.zeros_like(ids)
-    bind = []
+    bind, find = [], []
     for row, example in enumerate(examples):
         size = len(example.ids)
         ids[row, :size] = torch.tensor(example.ids)
         loss[row, :size] = torch.tensor(example.loss)
         positions[row, :size] = torch.tensor(example.positions)
         bind += [(row, *item) for item in example.bind]
-    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7))
+        find += [(row, *item) for item in example.find]
+    return Batch(ids, loss, positions, torch.tensor(bind).reshape(-1, 7), torch.tensor(find).reshape(-1, 4))

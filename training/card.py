@@ -18,7 +18,7 @@ else: it exists so that the library can be tried, tested and measured without a 
   many chunks as fit; answer: ` {{answer}}<eos>`. The chat template renders a system and a user message to the
   same text. An answer names first what has to be found first: `Mira Halwick, Aberport` for a question about the founder of a
   company, `the Silver Heron, 1911` for one about a nickname, `A, 1911; B, 1932: A` for one about which of two came first.
-- Trained by `{training}` {origin}: seed {seed}, {steps} steps and {tokens} tokens in all; `make demo-model` begins from
+- Trained by `{training}` {origin}: seed {seed}, {steps} steps and {tokens} tokens in all{averaged}; `make demo-model` begins from
   scratch.{note}
 - Weights: `model.safetensors`, bf16, xxh3-128 `{digest}`.
 - Licence: Apache-2.0, as the project.
@@ -62,6 +62,7 @@ def write_card(
         seed=facts["seed"],
         steps=facts["steps"],
         tokens=f"{int(facts['tokens']):,}",
+        averaged=f", then averaged with {facts['averaged']}" if "averaged" in facts else "",
         digest=facts["xxh3_128"],
         command=command,
         note=f" {note}" if note else "",

@@ -1,20 +1,24 @@
+import re
+import shutil
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from training import train
+from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
+from training import average, train
 from training.attention import causal_attention
-from training.batches import ANSWER, BIND_LAYER, LINK_LAYER, VERDICT, Encoder, collate, make_example
+from training.batches import ANSWER, BIND_LAYER, FIND_LAYER, LINK_LAYER, VERDICT, Batch, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.evaluate import fingerprint
 from training.export import load_exported
 from training.grow import grow, part_twins
-from training.model import DemoModel, ModelShape, initialise
-from training.tokenizer import BOS, EOS
+from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
+from training.tokenizer import BOS, EOS, PAD
 from training.train import MODEL_FOLDER, Progress, Stage
 
 pytestmark = pytest.mark.slow
@@ -89,6 +93,64 @@ def test_the_verdict_of_a_comparison_is_marked_and_nothing_else_is():
     assert marked
 
 
+def test_an_exercise_is_trained_on_its_verdict_alone_and_that_is_the_earlier_year():
+    seen = 0
+    for seed in range(6):
+        example = make_example(Random(seed), ENCODER, chunks=1, chunk_tokens=36, questions=12, gap=0, native_share=1)
+        *_, one, other = [end for end, token in enumerate(example.ids) if token == EOS]
+        answer = TOKENIZER.decode(example.ids[one + 1 : other]).rpartition("Answer:")[2]
+        first, second, verdict = re.fullmatch(r" (.+, \d+); (.+, \d+): (.+)", answer).groups()
+        assert verdict == min(first, second, key=lambda said: int(said[-4:]))[:-6]
+        trained = [at for at in range(one + 1, other) if example.loss[at]]
+        assert TOKENIZER.decode([example.ids[at] for at in trained]).strip() == verdict
+        assert {example.loss[at] for at in trained} == {VERDICT}
+        seen += 1
+    assert seen
+
+
+def test_a_run_from_scratch_has_neither_exercises_nor_look_ups():
+    shape = {"chunks": 4, "chunk_tokens": 64, "questions": 16, "gap": 0}
+    taught, plain = (make_example(Random(4), ENCODER, **shape, lessons=lessons) for lessons in (True, False))
+    assert taught.ids[: len(plain.ids)] == plain.ids and len(taught.ids) > len(plain.ids)
+    assert taught.find and not plain.find
+    assert not any(stage.lessons for stage in train.CURRICULUM)
+    assert all(stage.lessons for stage in train.CONTINUED)
+
+
+def test_a_nickname_is_looked_up_where_an_earlier_sentence_explains_it():
+    at_questions = 0
+    for seed in range(20):
+        example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
+        owners = {row[:2]: row[2:4] for row in example.bind if row[5] == PAD or row[1] == LINK_LAYER}
+        for position, start, end in example.find:
+            assert end <= position
+            # The lead of a nickname stands at the place itself, and in the question or the sentence that is at `position`.
+            lead = ENCODER.lead(TOKENIZER.decode(example.ids[start:end]).strip())
+            assert set(lead) <= set(example.ids[max(end, position - 40) : position + 1])
+            assert (position, LINK_LAYER) in owners
+            at_questions += example.loss[position + 1] == ANSWER + QUESTION_KINDS.index("alias")
+    assert at_questions
+
+
+@torch.no_grad()
+def test_the_look_up_loss_is_the_attention_that_goes_elsewhere():
+    torch.manual_seed(2)
+    model = DemoModel(ModelShape(300, hidden=64, layers=5, heads=4, kv_heads=2, head_dim=32, mlp=64))
+    initialise(model)
+    ids, positions = torch.randint(3, 300, (2, 31)), torch.arange(31).expand(2, -1)
+    find = torch.tensor([[0, 12, 3, 5], [1, 20, 7, 8], [1, 29, 0, 30]])
+    batch = Batch(ids, torch.zeros_like(ids), positions, torch.empty(0, 7), find)
+    _, kept = model(ids[:, :-1], positions[:, :-1], (FIND_LAYER,))
+    queries, keys, _ = model.blocks[FIND_LAYER].qkv(kept[FIND_LAYER])
+    cos, sin = rope_table(positions[:, :-1], model.shape)
+    queries, keys = rotate(queries[:, 3], cos, sin), rotate(keys[:, 1], cos, sin)
+    scores = queries @ keys.transpose(1, 2) / 32**0.5 + torch.full((30, 30), -torch.inf).triu(1)
+    share = scores.softmax(-1)
+    wanted = -(share[0, 12, 3:5].sum().log() + share[1, 20, 7:8].sum().log()) / 3
+    assert torch.allclose(train.look_up_loss(model, kept[FIND_LAYER], batch), wanted, atol=1e-5)
+    assert train.look_up_loss(model, kept[FIND_LAYER], replace(batch, find=find[:0])) is None
+
+
 def test_position_gaps_only_move_tokens_apart():
     example = make_example(Random(4), ENCODER, chunks=3, chunk_tokens=64, questions=4, gap=2000)
     steps = [b - a for a, b in zip(example.positions, example.positions[1:], strict=False)]
@@ -109,11 +171,11 @@ def run_training(folder, monkeypatch, *extra, fail_at=None):
     monkeypatch.setattr(train, "CONTINUED", TINY[:1])
     losses, calls = train.losses, []
 
-    def counted(model, batch):
+    def counted(model, batch, verdict_weight):
         calls.append(1)
         if fail_at is not None and len(calls) == fail_at:
             raise RuntimeError("pulled the plug")
-        return losses(model, batch)
+        return losses(model, batch, verdict_weight)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "losses", counted)
@@ -289,3 +351,22 @@ def test_matching_an_answer_agrees_with_greedy_decoding(small_model, prompt):
         False,
         True,
     ]
+
+
+def test_averaged_weights_lie_between_those_of_two_models_and_say_which(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        shutil.copytree(MODEL_FOLDER, folder)
+        weights = {name: torch.randn_like(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors", {"seed": str(seed), "shape": "a shape"})
+    average.main([*map(str, folders), "--share", "0.25", "--out", str(tmp_path / "mean")])
+    one, other, mean = (load_file(folder / "model.safetensors") for folder in (*folders, tmp_path / "mean"))
+    for name, tensor in mean.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, (0.75 * one[name].float() + 0.25 * other[name].float()).bfloat16())
+    facts = fingerprint(tmp_path / "mean")
+    assert facts["seed"] == "0"
+    assert facts["averaged"] == f"25% of the model with xxh3-128 {fingerprint(folders[1])['xxh3_128']}"
+    with pytest.raises(SystemExit):
+        average.main([*map(str, folders), "--share", "1.5", "--out", str(tmp_path / "more")])
