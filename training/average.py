@@ -11,27 +11,24 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import xxhash
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-_WEIGHTS = "model.safetensors"
+from training.export import CONFIG_FILES, TOKENIZER_FILES, fingerprint, write_weights
 
 
 def average(model: Path, other: Path, share: float, out: Path) -> None:
     """Write `model` to `out`, its weights a share of `other`'s and the rest its own; both have the same shape and tokenizer."""
-    shutil.copytree(model, out, ignore=shutil.ignore_patterns(_WEIGHTS))
-    own, others = load_file(model / _WEIGHTS), load_file(other / _WEIGHTS)
+    out.mkdir(parents=True)
+    for name in (*CONFIG_FILES, *TOKENIZER_FILES):  # not the card, nor a profile: they hold for its own weights
+        shutil.copyfile(model / name, out / name)
+    own, others = (load_file(folder / "model.safetensors") for folder in (model, other))
     mean = {
         name: (share * others[name].float() + (1 - share) * tensor.float()).to(tensor.dtype)
         for name, tensor in own.items()
     }
-    with safe_open(model / _WEIGHTS, framework="pt") as opened:
-        facts = dict(opened.metadata())
-    digest = xxhash.xxh3_128((other / _WEIGHTS).read_bytes()).hexdigest()
-    facts["averaged"] = f"{share:.0%} of the model with xxh3-128 {digest}"
-    save_file(mean, out / _WEIGHTS, metadata=facts)
-    (out / _WEIGHTS).chmod(0o644)  # the writer leaves it readable by its owner only
+    facts, beside = fingerprint(model), fingerprint(other)
+    del facts["xxh3_128"]
+    write_weights(out, mean, {**facts, "averaged": f"{share:.0%} of the model with xxh3-128 {beside['xxh3_128']}"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,8 +16,6 @@ from random import Random
 from typing import Any, Final
 
 import torch
-import xxhash
-from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
@@ -26,7 +24,7 @@ from cacheblend_rag.evaluation.intervals import share_interval
 from training.batches import Encoder
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.card import write_card
-from training.export import load_exported
+from training.export import fingerprint, load_exported
 from training.skeletons import NATIVE
 from training.tokenizer import BOS, EOS
 from training.train import MODEL_FOLDER
@@ -133,14 +131,6 @@ def _share(answers: Sequence[tuple[str, bool]]) -> str:
     values = [float(right) for _, right in answers]
     low, high = share_interval(values, [group for group, _ in answers])
     return f"{100 * sum(values) / len(values):.1f} ({100 * low:.1f}-{100 * high:.1f})"
-
-
-def fingerprint(folder: Path) -> dict[str, str]:
-    """Return the hash of the weights and what training wrote into their metadata."""
-    weights = folder / "model.safetensors"
-    with safe_open(weights, framework="pt") as opened:
-        metadata: dict[str, str] = opened.metadata() or {}
-    return {**metadata, "xxh3_128": xxhash.xxh3_128(weights.read_bytes()).hexdigest()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

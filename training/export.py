@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import xxhash
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from training.model import DemoModel, ModelShape
 from training.tokenizer import BOS, EOS, PAD
 
 TRAINING_COMMAND = "python -m training.train"
+CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -37,6 +41,21 @@ def load_exported(folder: Path) -> DemoModel:
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in weights.items()})
     return model.eval()
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Return the hash of the weights and what training wrote into their metadata."""
+    weights = folder / "model.safetensors"
+    with safe_open(weights, framework="pt") as opened:
+        metadata: dict[str, str] = opened.metadata() or {}
+    return {**metadata, "xxh3_128": xxhash.xxh3_128(weights.read_bytes()).hexdigest()}
+
+
+def write_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write the weights of a model, with what :func:`fingerprint` is to say of them."""
+    save_file(dict(weights), folder / "model.safetensors", metadata=dict(metadata))
+    # The writer leaves the file readable by its owner only.
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def export(checkpoint: Path, tokenizer_folder: Path, folder: Path) -> None:
@@ -63,7 +82,7 @@ def export(checkpoint: Path, tokenizer_folder: Path, folder: Path) -> None:
         "torch_dtype": "bfloat16",
     }
     generation = {**ids, "do_sample": False, "max_new_tokens": 24}
-    for name, content in (("config.json", config), ("generation_config.json", generation)):
+    for name, content in zip(CONFIG_FILES, (config, generation), strict=True):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     weights = {f"model.{name}": tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     shape, progress = model.shape, saved["progress"]
@@ -75,9 +94,7 @@ def export(checkpoint: Path, tokenizer_folder: Path, folder: Path) -> None:
         "steps": str(progress["step"]),
         "tokens": str(progress["tokens"]),
     }
-    save_file(weights, folder / "model.safetensors", metadata=metadata)
-    # The writer leaves the file readable by its owner only.
-    (folder / "model.safetensors").chmod(0o644)
+    write_weights(folder, weights, metadata)
     for name in TOKENIZER_FILES:
         if tokenizer_folder.resolve() != folder.resolve():
             shutil.copyfile(tokenizer_folder / name, folder / name)

@@ -23,8 +23,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import xxhash
-from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -43,7 +41,7 @@ from training.batches import (
     collate,
     make_example,
 )
-from training.export import TRAINING_COMMAND, export, load_exported
+from training.export import TRAINING_COMMAND, export, fingerprint, load_exported
 from training.grow import grow, part_twins
 from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
 from training.tokenizer import EOS, build_tokenizer, save_tokenizer
@@ -143,6 +141,8 @@ def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None
 
     The mean of -log(share of its attention).
     """
+    if not len(batch.find):
+        return None
     queries, keys, _ = model.blocks[FIND_LAYER].qkv(state)
     cos, sin = (part[:, None].to(state.dtype) for part in rope_table(batch.positions[:, :-1], model.shape))
     head = queries.shape[1] - 1
@@ -154,7 +154,7 @@ def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None
         scores = (queries[row, position[:, 0]] @ keys[row].T).float() * queries.shape[-1] ** -0.5
         scores = scores.masked_fill(place > position, -torch.inf).log_softmax(-1)
         losses.append(-scores.masked_fill((place < start) | (place >= end), -torch.inf).logsumexp(-1))
-    return torch.cat(losses).mean() if losses else None
+    return torch.cat(losses).mean()
 
 
 def losses(model: DemoModel, batch: Batch, verdict_weight: float) -> tuple[Tensor, dict[str, float]]:
@@ -260,8 +260,7 @@ def _take_over(folder: Path, model: DemoModel) -> Progress:
     """Take over the weights of a finished model, grown where `model` has more layers; no two heads are alike."""
     model.load_state_dict(grow(load_exported(folder), model.shape.layers).state_dict())
     part_twins(model)
-    with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        before = weights.metadata()
+    before = fingerprint(folder)
     done = int(before["steps"])
     return Progress(done, tokens=int(before["tokens"]), started=done)
 
@@ -278,7 +277,7 @@ def _facts(options: argparse.Namespace) -> dict[str, str]:
     """Return what the model's metadata says about how it came about."""
     command, origin = TRAINING_COMMAND, "from scratch"
     if options.start_from:
-        digest = xxhash.xxh3_128((options.start_from / "model.safetensors").read_bytes()).hexdigest()
+        digest = fingerprint(options.start_from)["xxh3_128"]
         command += f" --start-from MODEL --steps {options.steps} --rate {options.rate:g}"
         origin = f"from the model with xxh3-128 {digest}"
     return {"training": f"{command} --layers {options.layers}", "origin": origin, "seed": str(options.seed)}

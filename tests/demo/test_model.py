@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
 from cacheblend_rag.evaluation.datasets.fiction.world import sample_context
-from training.evaluate import METHODS, QUICK, evaluate, fingerprint, table
-from training.export import load_exported
+from training.evaluate import METHODS, QUICK, evaluate, table
+from training.export import fingerprint, load_exported
 from training.skeletons import NATIVE
 from training.train import MODEL_FOLDER
 

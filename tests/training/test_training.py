@@ -14,8 +14,7 @@ from training import average, train
 from training.attention import causal_attention
 from training.batches import ANSWER, BIND_LAYER, FIND_LAYER, LINK_LAYER, VERDICT, Batch, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
-from training.evaluate import fingerprint
-from training.export import load_exported
+from training.export import fingerprint, load_exported
 from training.grow import grow, part_twins
 from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
 from training.tokenizer import BOS, EOS, PAD
@@ -367,6 +366,7 @@ def test_averaged_weights_lie_between_those_of_two_models_and_say_which(tmp_path
         assert torch.equal(tensor, (0.75 * one[name].float() + 0.25 * other[name].float()).bfloat16())
     facts = fingerprint(tmp_path / "mean")
     assert facts["seed"] == "0"
+    assert not (tmp_path / "mean" / "cacheblend.json").exists(), "a profile holds for the weights it was calibrated on"
     assert facts["averaged"] == f"25% of the model with xxh3-128 {fingerprint(folders[1])['xxh3_128']}"
     with pytest.raises(SystemExit):
         average.main([*map(str, folders), "--share", "1.5", "--out", str(tmp_path / "more")])
