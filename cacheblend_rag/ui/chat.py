@@ -92,13 +92,19 @@ class ChatPanel:
 
     def ask(self, question: str, tab: str) -> Iterator[Updates]:
         """Answer a question, piece by piece."""
+        yield from self._ask(question, tab)
+        # Gradio sends what came last once more at the end, when a later question may be on the page already.
+        yield {}
+
+    def _ask(self, question: str, tab: str) -> Iterator[Updates]:
         conversation = self._tabs.get(tab)
         if not question.strip():
             yield {self.question: gr.update(placeholder="Write a question first.")}
             return
         exchange = conversation.begin(question)
-        if exchange is None:
-            return  # Enter was pressed twice
+        if exchange is None:  # Enter was pressed twice
+            yield {self.question: gr.update(value="")}
+            return
         waiting = [*messages(conversation)[:-1], _message("assistant", "Waiting for the model…")]
         yield {self.question: gr.update(value="", **_ASKING), self.chatbot: waiting}
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,18 @@ class Tab:
         """Wait until the model is loaded."""
         expect(self.page.locator("#cb-status")).to_contain_text(f"Model {model}".strip(), timeout=LONG_MS)
         return self
+
+    def fewest_answers(self) -> Callable[[], int]:
+        """Watch the conversation from now on; what is returned tells the fewest answers it has shown."""
+        self.page.evaluate(
+            """() => {
+                const count = () => document.querySelectorAll("#cb-chat .bot.message, #cb-chat .message.bot").length;
+                window.fewestAnswers = count();
+                new MutationObserver(() => { window.fewestAnswers = Math.min(window.fewestAnswers, count()); })
+                    .observe(document.querySelector("#cb-chat"), { childList: true, subtree: true });
+            }"""
+        )
+        return lambda: int(self.page.evaluate("window.fewestAnswers"))
 
     def begin(self, question: str) -> Tab:
         """Ask, and do not wait for the answer."""

@@ -104,12 +104,15 @@ def test_a_question_after_stop_is_asked_though_the_stopped_answer_has_not_ended(
     tab = answering(serve, open_tab, engine, choices, 1)
     tab.stop().idle().begin("And then?")  # the stream has not come to its next word
     expect(tab.answers).to_have_count(2)
+    fewest = tab.fewest_answers()
     tab.begin("And then?")  # pressed twice
+    expect(tab.question).to_have_value("")
     engine.let(9)
     expect(tab.answers.last).to_contain_text("word6")
     tab.idle()
     expect(tab.answers.first).to_contain_text("word1 (stopped)")
     assert engine.closed_streams == 2
+    assert fewest() == 2  # neither the stopped answer's end nor the second press takes the page back
 
 
 def test_escape_stops_and_a_slash_goes_to_the_question(
