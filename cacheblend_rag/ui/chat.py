@@ -92,11 +92,6 @@ class ChatPanel:
 
     def ask(self, question: str, tab: str) -> Iterator[Updates]:
         """Answer a question, piece by piece."""
-        yield from self._ask(question, tab)
-        # Gradio sends what came last once more at the end, when a later question may be on the page already.
-        yield {}
-
-    def _ask(self, question: str, tab: str) -> Iterator[Updates]:
         conversation = self._tabs.get(tab)
         if not question.strip():
             yield {self.question: gr.update(placeholder="Write a question first.")}
@@ -119,7 +114,9 @@ class ChatPanel:
         for _ in conversation.answer(exchange, collection, self._workspace.choices):
             running = conversation.current
             if running is not None and running is not exchange:
-                return  # it was stopped, and another question has been asked since
+                # It was stopped, and another question has been asked since. Gradio sends what came last once more at the end.
+                yield {self.chatbot: gr.skip()}
+                return
             updates: Updates = {self.chatbot: messages(conversation)}
             if len(exchange.hits) != shown:  # the sources are there before the answer is
                 shown = len(exchange.hits)

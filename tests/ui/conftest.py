@@ -67,8 +67,8 @@ def open_tab(browser: Browser) -> Iterator[Callable[..., Tab]]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., tuple[str, Workspace]]]:
-    """Serve a page; closed behind the test."""
+def serve(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[str, Workspace]]]:
+    """Serve a page; closed behind the test, which fails if the page has raised anything."""
     from cacheblend_rag.ui.launch import serve as launch
 
     served: list[Workspace] = []
@@ -84,6 +84,8 @@ def serve() -> Iterator[Callable[..., tuple[str, Workspace]]]:
     for workspace in served:
         workspace.close()
     gradio.close_all()
+    raised = capfd.readouterr().err
+    assert "Traceback" not in raised, raised
 
 
 def free_port() -> int:
