@@ -68,5 +68,5 @@ def _examples(choices: Choices) -> list[str]:
         return []
     from cacheblend_rag.demo.bundle import bundled_questions
 
-    first = {question.kind: question.question for question in reversed(bundled_questions())}
-    return [first[kind] for kind in ("single", "cross", "two_hop_cross") if kind in first]
+    last = {question.kind: question.question for question in bundled_questions()}
+    return [last[kind] for kind in ("single", "cross", "two_hop_cross") if kind in last]

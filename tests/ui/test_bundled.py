@@ -24,7 +24,7 @@ from tests.ui.conftest import free_port
 
 pytestmark = pytest.mark.slow
 
-CROSS = next(question for question in bundled_questions() if question.kind == "cross")
+CROSS = next(question for question in reversed(bundled_questions()) if question.kind == "cross")
 
 
 @pytest.fixture(scope="module")
