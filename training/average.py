@@ -17,18 +17,28 @@ from training.export import CONFIG_FILES, TOKENIZER_FILES, fingerprint, write_we
 
 
 def average(model: Path, other: Path, share: float, out: Path) -> None:
-    """Write `model` to `out`, its weights a share of `other`'s and the rest its own; both have the same shape and tokenizer."""
+    """Write `model` to `out`, its weights a share of `other`'s and the rest its own.
+
+    Raises:
+        ValueError: The two differ in shape or tokenizer.
+    """
+    own, others = (load_file(folder / "model.safetensors") for folder in (model, other))
+    shapes, beside = ({name: tensor.shape for name, tensor in each.items()} for each in (own, others))
+    if unlike := sorted({name for name, _ in shapes.items() ^ beside.items()}):
+        raise ValueError(f"{model} and {other} differ in shape, first in {unlike[0]}: average models of one run alone")
+    if any((model / name).read_bytes() != (other / name).read_bytes() for name in TOKENIZER_FILES):
+        raise ValueError(f"{model} and {other} have different tokenizers: a token of one means another one there")
     out.mkdir(parents=True)
     for name in (*CONFIG_FILES, *TOKENIZER_FILES):  # not the card, nor a profile: they hold for its own weights
         shutil.copyfile(model / name, out / name)
-    own, others = (load_file(folder / "model.safetensors") for folder in (model, other))
     mean = {
         name: (share * others[name].float() + (1 - share) * tensor.float()).to(tensor.dtype)
         for name, tensor in own.items()
     }
-    facts, beside = fingerprint(model), fingerprint(other)
+    facts = fingerprint(model)
     del facts["xxh3_128"]
-    write_weights(out, mean, {**facts, "averaged": f"{share:.0%} of the model with xxh3-128 {beside['xxh3_128']}"})
+    averaged = f"{share:.0%} of the model with xxh3-128 {fingerprint(other)['xxh3_128']}"
+    write_weights(out, mean, {**facts, "averaged": averaged})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not 0 <= options.share <= 1:
         parser.error(f"--share is {options.share}; give a number from 0 to 1")
-    average(options.model, options.other, options.share, options.out)
+    try:
+        average(options.model, options.other, options.share, options.out)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,6 @@ def test_the_verdict_of_a_comparison_is_marked_and_nothing_else_is():
 
 
 def test_an_exercise_is_trained_on_its_verdict_alone_and_that_is_the_earlier_year():
-    seen = 0
     for seed in range(6):
         example = make_example(Random(seed), ENCODER, chunks=1, chunk_tokens=36, questions=12, gap=0, native_share=1)
         *_, one, other = [end for end, token in enumerate(example.ids) if token == EOS]
@@ -103,8 +102,6 @@ def test_an_exercise_is_trained_on_its_verdict_alone_and_that_is_the_earlier_yea
         trained = [at for at in range(one + 1, other) if example.loss[at]]
         assert TOKENIZER.decode([example.ids[at] for at in trained]).strip() == verdict
         assert {example.loss[at] for at in trained} == {VERDICT}
-        seen += 1
-    assert seen
 
 
 def test_a_run_from_scratch_has_neither_exercises_nor_look_ups():
@@ -370,3 +367,22 @@ def test_averaged_weights_lie_between_those_of_two_models_and_say_which(tmp_path
     assert facts["averaged"] == f"25% of the model with xxh3-128 {fingerprint(folders[1])['xxh3_128']}"
     with pytest.raises(SystemExit):
         average.main([*map(str, folders), "--share", "1.5", "--out", str(tmp_path / "more")])
+
+
+@pytest.mark.parametrize("less", ["a layer", "a width", "a token"])
+def test_models_of_other_shapes_or_tokenizers_are_not_averaged(tmp_path, capsys, less):
+    other = tmp_path / "other"
+    shutil.copytree(MODEL_FOLDER, other)
+    weights = load_file(other / "model.safetensors")
+    if less == "a layer":
+        weights = {name: tensor for name, tensor in weights.items() if ".layers.9." not in name}
+    elif less == "a width":
+        weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
+    else:
+        (other / "tokenizer.json").write_text("{}")
+    save_file(weights, other / "model.safetensors")
+    for pair in ((MODEL_FOLDER, other), (other, MODEL_FOLDER)):
+        with pytest.raises(SystemExit):
+            average.main([*map(str, pair), "--share", "0.5", "--out", str(tmp_path / "mean")])
+        assert ("tokenizers" if less == "a token" else "differ in shape, first in model.") in capsys.readouterr().err
+    assert not (tmp_path / "mean").exists()
