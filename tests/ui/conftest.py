@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,11 +68,13 @@ def open_tab(browser: Browser) -> Iterator[Callable[..., Tab]]:
 
 
 @pytest.fixture
-def serve(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[str, Workspace]]]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, Workspace]]]:
     """Serve a page; closed behind the test, which fails if the page has raised anything."""
     from cacheblend_rag.ui.launch import serve as launch
 
     served: list[Workspace] = []
+    raised: list[str] = []  # Gradio prints what a handler raises, and tells the browser of an error without saying which
+    monkeypatch.setattr("traceback.print_exc", lambda *_, **__: raised.append(traceback.format_exc()))
 
     def serve_it(choices: Choices) -> tuple[str, Workspace]:
         url, workspace = launch(choices, free_port(), browser=False, block=False)
@@ -84,8 +87,7 @@ def serve(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[str
     for workspace in served:
         workspace.close()
     gradio.close_all()
-    raised = capfd.readouterr().err
-    assert "Traceback" not in raised, raised
+    assert not raised, "\n".join(raised)
 
 
 def free_port() -> int:
