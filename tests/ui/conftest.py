@@ -73,7 +73,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, 
     from cacheblend_rag.ui.launch import serve as launch
 
     served: list[Workspace] = []
-    raised: list[str] = []  # Gradio prints what a handler raises, and tells the browser of an error without saying which
+    raised: list[str] = []  # Gradio prints it, and tells the browser of no more than an error
     monkeypatch.setattr("traceback.print_exc", lambda *_, **__: raised.append(traceback.format_exc()))
 
     def serve_it(choices: Choices) -> tuple[str, Workspace]:
