@@ -105,12 +105,12 @@ def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_ag
     pipeline, questions, world_directory, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.tuning.tune.MOST_LOST", 0.5)  # one of forty passages is two points and a half
-    settings = replace(FAST, training=TrainSettings(part="both"))
+    settings = replace(FAST, training=TrainSettings(part="both", epochs=1))
     generation = pipeline.chunks.generation
     result = tune(pipeline, questions, tmp_path / "out", settings)
     found = result.held_out["recall_at_5"]
     assert found.sure and result.documents and result.saved == tmp_path / "out", result.why
-    assert 0 < result.settings["kept"] <= 1 and result.settings["training"]["epochs"] == 2
+    assert 0 < result.settings["kept"] <= 1 and result.settings["training"]["epochs"] == 1
     assert pipeline.chunks.generation == generation, "only a copy is embedded anew"
     assert "store reembed" in (result.saved / "README.md").read_text()
     with (
@@ -233,7 +233,7 @@ def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, l
         judged = teacher.judge(few, before, lambda done, total, at: None)
     student = STUDENTS[part](embedder.model)
     assert np.allclose(student.vectors([q.text for q in few]), before, atol=1e-5)
-    settings = TrainSettings(loss, part, epochs={"adapter": 15, "tower": 6, "both": 3}[part], patience=20, batch=10)
+    settings = TrainSettings(loss, part, epochs={"adapter": 15, "tower": 4, "both": 2}[part], patience=20, batch=10)
     curve = train(student, judged, few, pipeline.chunks, embedder, settings, lambda done, total, at: None)
     assert max(point.mrr for point in curve) > curve[0].mrr + 0.03
     assert np.allclose(embedder.questions([q.text for q in few]), before, atol=1e-6), (

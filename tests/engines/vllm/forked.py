@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from multiprocessing import process
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -45,6 +46,9 @@ def _context() -> Any:
 # Then a notice of news is lost now and then, which vLLM makes up for after five seconds.
 shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)
 shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 10
-# In the tests' process, and in the server that it forks from.
-system_utils.get_mp_context = _context
+# In the tests' process, and in the server that it forks from; where another test has imported vLLM's engine by now, too.
+_own = system_utils.get_mp_context
+for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
+    if vars(module).get("get_mp_context") is _own:
+        module.get_mp_context = _context
 preload(__name__, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
