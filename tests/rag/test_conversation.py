@@ -20,11 +20,6 @@ pytestmark = pytest.mark.slow
 TOPICS = ("lighthouse", "bakery", "orchestra", "glacier", "printing press", "vineyard", "railway station", "submarine")
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., RagPipeline]:
     """Make a pipeline over one document for each topic."""

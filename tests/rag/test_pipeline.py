@@ -37,8 +37,7 @@ DOCUMENTS = {
 
 
 @pytest.fixture(autouse=True)
-def _one_offline_embedding_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def _one_embedding_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Embedder, "load", staticmethod(_embedder))
 
 

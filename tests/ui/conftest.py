@@ -29,9 +29,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the user's own profiles and stores out of the tests, and the network, too."""
+    """Keep the user's own profiles and stores out of the tests."""
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path / "home"
 
 
