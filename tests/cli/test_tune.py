@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,19 @@ from transformers import AutoTokenizer
 
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, RETRIEVER_FILE, load_sentence_transformer
 from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.tuning.tune import TuneSettings
 from cacheblend_rag.tuning.world import paraphrased_world
 from tests.cli.conftest import as_json
 
 pytestmark = pytest.mark.slow
 
 QUESTION = "What is the cargo of the Ivory Anchor?"
+
+
+@pytest.fixture(autouse=True)
+def few_passages_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check out of domain among 40 passages, not 400: embedding those takes most of a small run."""
+    monkeypatch.setattr("cacheblend_rag.tuning.tune.TuneSettings", partial(TuneSettings, elsewhere=40))
 
 
 @pytest.fixture
