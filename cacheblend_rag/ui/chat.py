@@ -97,7 +97,7 @@ class ChatPanel:
             yield {self.question: gr.update(placeholder="Write a question first.")}
             return
         exchange = conversation.begin(question)
-        if exchange is None:  # Enter was pressed twice
+        if exchange is None:  # Enter was pressed twice; to send nothing at all would empty the page
             yield {self.question: gr.update(value="")}
             return
         waiting = [*messages(conversation)[:-1], _message("assistant", "Waiting for the model…")]

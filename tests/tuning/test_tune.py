@@ -111,6 +111,7 @@ def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_ag
     found = result.held_out["recall_at_5"]
     assert found.sure and result.documents and result.saved == tmp_path / "out", result.why
     assert 0 < result.settings["kept"] <= 1 and result.settings["training"]["epochs"] == 1
+    assert TrainSettings(part="both").rounds == 2, "as many as suit the part"
     assert pipeline.chunks.generation == generation, "only a copy is embedded anew"
     assert "store reembed" in (result.saved / "README.md").read_text()
     with (

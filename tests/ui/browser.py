@@ -13,6 +13,7 @@ from playwright.sync_api import Locator, Page, expect
 
 SHOTS = os.environ.get("CACHEBLEND_SCREENSHOTS")
 LONG_MS = 120_000
+_ANSWERS = ".bot.message, .message.bot"
 expect.set_options(timeout=30_000)  # a busy machine is no fault
 
 
@@ -39,7 +40,7 @@ class Tab:
 
     @property
     def answers(self) -> Locator:
-        return self.chat.locator(".bot.message, .message.bot")
+        return self.chat.locator(_ANSWERS)
 
     def ready(self, model: str = "") -> Tab:
         """Wait until the model is loaded."""
@@ -49,12 +50,13 @@ class Tab:
     def fewest_answers(self) -> Callable[[], int]:
         """Watch the conversation from now on; what is returned tells the fewest answers it has shown."""
         self.page.evaluate(
-            """() => {
-                const count = () => document.querySelectorAll("#cb-chat .bot.message, #cb-chat .message.bot").length;
+            """answers => {
+                const chat = document.querySelector("#cb-chat"), count = () => chat.querySelectorAll(answers).length;
                 window.fewestAnswers = count();
                 new MutationObserver(() => { window.fewestAnswers = Math.min(window.fewestAnswers, count()); })
-                    .observe(document.querySelector("#cb-chat"), { childList: true, subtree: true });
-            }"""
+                    .observe(chat, { childList: true, subtree: true });
+            }""",
+            _ANSWERS,
         )
         return lambda: int(self.page.evaluate("window.fewestAnswers"))
 
