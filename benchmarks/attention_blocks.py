@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheblend_rag.bench.measure import median
+from cacheblend_rag.doctor.measure import median
 from cacheblend_rag.engines.transformers.attention import Queries
 
 DIM, CHUNK, QUESTION = 64, 512, 32

@@ -22,7 +22,7 @@ import torch
 import transformers as hf
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from cacheblend_rag.bench.measure import median
+from cacheblend_rag.doctor.measure import median
 from cacheblend_rag.engines.transformers.attention import scattered
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.loading import usable_attention

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.evaluation.summary import summarize  # not public: a table of our own results
+from cacheblend_rag.lab.evaluation.summary import summarize  # not public: a table of our own results
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from cacheblend_rag import BlendSettings, SamplingParams, TransformersEngine
-from cacheblend_rag.bench.setup import Workbench
+from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.transformers.loading import random_config
 from tests.device import simulated
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from cacheblend_rag.bench.measure import PeakMemory, median, take_turns
-from cacheblend_rag.bench.setup import BenchModel, EngineName, Workbench, name_methods
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.doctor.measure import PeakMemory, median, take_turns
+from cacheblend_rag.doctor.workbench import BenchModel, EngineName, Workbench, name_methods
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from cacheblend_rag.bench import drop_page_cache
+from cacheblend_rag.lab.bench import drop_page_cache
 from cacheblend_rag.store import ChunkKV, DiskStore, Keyring, KVKey, LayerKV
 
 

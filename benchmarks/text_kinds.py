@@ -13,8 +13,8 @@ import torch
 
 from cacheblend_rag import TransformersEngine
 from cacheblend_rag.blending.auto import AutoRatio, TextRange, left_out  # not public: a table of our own results
-from cacheblend_rag.evaluation.datasets import load_data_set
-from cacheblend_rag.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_rag.lab.datasets import load_data_set
+from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 
 
 def static_deviations(engine: TransformersEngine, name: str, data: Path | None, limit: int) -> list[torch.Tensor]:

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings, Reuse
     from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
     from cacheblend_rag.engines.base import BlendEngine
-    from cacheblend_rag.engines.existing import ExistingEstimate, estimate_existing, precompute_existing
-    from cacheblend_rag.engines.misses import OnMiss, checked_on_miss, find_retrieved
     from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.request import Request
     from cacheblend_rag.engines.results import (
@@ -31,9 +29,7 @@ if TYPE_CHECKING:
         sampling_of,
         with_usual_names,
     )
-    from cacheblend_rag.engines.sharing import EngineName, shared_engine
     from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.engines.uses import ChunkUses, uses_of
     from cacheblend_rag.engines.vllm import VLLMEngine
     from cacheblend_rag.errors import (
         AlteredChunkError,
@@ -46,8 +42,13 @@ if TYPE_CHECKING:
         StoreMismatchError,
         UnknownChunkError,
     )
-    from cacheblend_rag.prompts.altered import RetrievalReport, RetrievedFate, explain_miss
-    from cacheblend_rag.prompts.calls import CallReader, CallsRead, call_schema, required_tool
+    from cacheblend_rag.frameworks.altered import RetrievalReport, RetrievedFate, explain_miss
+    from cacheblend_rag.frameworks.calls import CallReader, CallsRead, call_schema, required_tool
+    from cacheblend_rag.frameworks.existing import ExistingEstimate, estimate_existing, precompute_existing
+    from cacheblend_rag.frameworks.misses import OnMiss, checked_on_miss, find_retrieved
+    from cacheblend_rag.frameworks.retrieved import RetrievalLog
+    from cacheblend_rag.frameworks.sharing import EngineName, shared_engine
+    from cacheblend_rag.frameworks.uses import ChunkUses, uses_of
     from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
     from cacheblend_rag.prompts.prompt import (
         DEFAULT_INSTRUCTION,
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
         text_prompt,
     )
     from cacheblend_rag.prompts.registry import ChunkRegistry
-    from cacheblend_rag.prompts.retrieved import RetrievalLog
     from cacheblend_rag.prompts.templates import reads_tools
     from cacheblend_rag.prompts.tokens import encoder_for
     from cacheblend_rag.rag.pipeline import RagPipeline
@@ -87,32 +87,32 @@ _HOMES = {
     "BlendPrompt": "prompts.prompt",
     "BlendSettings": "blending.settings",
     "CacheBlendError": "errors",
-    "CallReader": "prompts.calls",
-    "CallsRead": "prompts.calls",
+    "CallReader": "frameworks.calls",
+    "CallsRead": "frameworks.calls",
     "Chunk": "prompts.chunk",
     "ChunkIndex": "retrieval.index",
     "ChunkRef": "prompts.prompt",
     "ChunkRegistry": "prompts.registry",
     "ChunkSpan": "prompts.prompt",
-    "ChunkUses": "engines.uses",
+    "ChunkUses": "frameworks.uses",
     "Embedder": "retrieval.embedding",
-    "EngineName": "engines.sharing",
-    "ExistingEstimate": "engines.existing",
+    "EngineName": "frameworks.sharing",
+    "ExistingEstimate": "frameworks.existing",
     "Generation": "engines.results",
     "InputError": "errors",
     "KVStore": "store",
     "ModelError": "errors",
     "ModelFingerprint": "store.kv",
     "ModelProfile": "blending.profile",
-    "OnMiss": "engines.misses",
+    "OnMiss": "frameworks.misses",
     "PrecomputeReport": "engines.results",
     "PromptTooLongError": "errors",
     "RagPipeline": "rag.pipeline",
     "RemoteEngine": "engines.remote",
     "Request": "engines.request",
-    "RetrievalLog": "prompts.retrieved",
-    "RetrievalReport": "prompts.altered",
-    "RetrievedFate": "prompts.altered",
+    "RetrievalLog": "frameworks.retrieved",
+    "RetrievalReport": "frameworks.altered",
+    "RetrievedFate": "frameworks.altered",
     "Reuse": "blending.settings",
     "SamplingParams": "engines.sampling",
     "Score": "engines.results",
@@ -130,30 +130,30 @@ _HOMES = {
     "VLLMEngine": "engines.vllm",
     "bundled_corpus": "demo.bundle",
     "bundled_questions": "demo.bundle",
-    "call_schema": "prompts.calls",
+    "call_schema": "frameworks.calls",
     "chat_prompt": "prompts.prompt",
-    "checked_on_miss": "engines.misses",
+    "checked_on_miss": "frameworks.misses",
     "chunk_id": "prompts.chunk",
     "chunk_of": "prompts.prompt",
     "encoder_for": "prompts.tokens",
-    "estimate_existing": "engines.existing",
-    "explain_miss": "prompts.altered",
-    "find_retrieved": "engines.misses",
+    "estimate_existing": "frameworks.existing",
+    "explain_miss": "frameworks.altered",
+    "find_retrieved": "frameworks.misses",
     "header_ids": "prompts.prompt",
     "iter_chunks": "retrieval.chunking",
     "make_chunk": "prompts.chunk",
     "open_store": "store",
     "openai_logprobs": "engines.results",
-    "precompute_existing": "engines.existing",
+    "precompute_existing": "frameworks.existing",
     "rag_header": "prompts.prompt",
     "rag_prompt": "prompts.prompt",
     "reads_tools": "prompts.templates",
-    "required_tool": "prompts.calls",
+    "required_tool": "frameworks.calls",
     "sampling_of": "engines.sampling",
-    "shared_engine": "engines.sharing",
+    "shared_engine": "frameworks.sharing",
     "split_text": "retrieval.chunking",
     "text_prompt": "prompts.prompt",
-    "uses_of": "engines.uses",
+    "uses_of": "frameworks.uses",
     "with_usual_names": "engines.sampling",
 }
 

@@ -22,7 +22,7 @@ def picture() -> dict[str, int]:
     floor = 0
     section = TEXT.partition("## The house")[2].partition("\n## ")[0]
     for line in section.splitlines():
-        if found := re.match(r" {4}(?P<floor>\d| )  (?P<name>[a-z]+)(\.py)? ", line):
+        if found := re.match(r" {3}(?P<floor>[ \d]\d|  )  (?P<name>[a-z]+)(\.py)? ", line):
             floor = int(found["floor"]) if found["floor"].strip() else floor
             floors[found["name"]] = floor
     return floors
@@ -91,11 +91,16 @@ def test_relative_and_absolute_imports_are_both_seen() -> None:
     package = ("cacheblend_rag", "store")
     seen = {
         source: imported_names(ast.parse(source).body[0], package)
-        for source in ("from .. import cli", "from ..cli import app", "from . import kv", "import cacheblend_rag.cli")
+        for source in (
+            "from .. import cli",
+            "from ..console import app",
+            "from . import kv",
+            "import cacheblend_rag.cli",
+        )
     }
     assert list(seen.values()) == [
         ["cacheblend_rag.cli"],
-        ["cacheblend_rag.cli.app"],
+        ["cacheblend_rag.console.app"],
         ["cacheblend_rag.store.kv"],
         ["cacheblend_rag.cli"],
     ]

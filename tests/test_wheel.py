@@ -49,7 +49,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: set[str]) -> None:
 def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
     needed = {
         "py.typed",
-        "evaluation/report.html.j2",
+        "lab/evaluation/report.html.j2",
         "demo/questions.json",
         "demo/corpus/handbook.md",
         "demo/corpus/observatory-notes.txt",

@@ -12,12 +12,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cacheblend_rag.evaluation.datasets.fiction.entities import Place, make_entities
-from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
-from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS, Question, Shares, compare
-from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
-from cacheblend_rag.evaluation.datasets.fiction.writer import Sentence
+from cacheblend_rag.lab.fiction.entities import Place, make_entities
+from cacheblend_rag.lab.fiction.names import NameMaker
+from cacheblend_rag.lab.fiction.phrases import KINDS
+from cacheblend_rag.lab.fiction.questions import QUESTION_KINDS, FictionQuestion, Shares, compare
+from cacheblend_rag.lab.fiction.world import FictionContext, sample_context
+from cacheblend_rag.lab.fiction.writer import Sentence
 from training.skeletons import Skeleton, sample_skeleton
 from training.tokenizer import BOS, EOS, PAD
 
@@ -100,7 +100,7 @@ def _find_last(haystack: Sequence[int], needle: Sequence[int]) -> int:
 
 
 def _put_context(
-    example: Example, encoder: Encoder, context: Context, skeleton: Skeleton, *, jump: float, rng: Random
+    example: Example, encoder: Encoder, context: FictionContext, skeleton: Skeleton, *, jump: float, rng: Random
 ) -> None:
     for index, chunk in enumerate(context.chunks):
         if index:
@@ -143,7 +143,7 @@ def _bind(example: Example, encoder: Encoder, sentence: Sentence, ids: Sequence[
         example.explained[sentence.value or ""] = (first, last + 1)
 
 
-def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, question: Question) -> None:
+def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, question: FictionQuestion) -> None:
     example.put(encoder.encode(skeleton.question.format(q=question.text)), TEXT)
     answer = encoder.encode(question.answer)
     here = len(example.ids) - 1

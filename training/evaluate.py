@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 from tokenizers import Tokenizer
 
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
-from cacheblend_rag.evaluation.datasets.fiction.world import Context, sample_context
-from cacheblend_rag.evaluation.intervals import share_interval
+from cacheblend_rag.lab.fiction.questions import QUESTION_KINDS
+from cacheblend_rag.lab.fiction.world import FictionContext, sample_context
+from cacheblend_rag.stats.intervals import share_interval
 from training.batches import Encoder
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.card import write_card
@@ -56,7 +56,7 @@ def held_out_contexts(
     chunk_tokens: int = 512,
     unseen: bool = False,
     interludes: bool = False,
-) -> Iterator[tuple[str, Context]]:
+) -> Iterator[tuple[str, FictionContext]]:
     """Yield contexts of held-out names, each with a name of its own; the same seed gives the same ones."""
     rng = Random(f"evaluation:{seed}:{chunk_tokens}:{unseen}")
     for number in range(contexts):

@@ -19,10 +19,10 @@ from typing import Any, Final
 from transformers import AutoTokenizer
 
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.evaluation.datasets.fiction.entities import Entity, Place, make_entities
-from cacheblend_rag.evaluation.datasets.fiction.names import NameMaker
-from cacheblend_rag.evaluation.datasets.fiction.questions import Question, ask
-from cacheblend_rag.evaluation.datasets.fiction.writer import Sentence, Style, Writer
+from cacheblend_rag.lab.fiction.entities import Entity, Place, make_entities
+from cacheblend_rag.lab.fiction.names import NameMaker
+from cacheblend_rag.lab.fiction.questions import FictionQuestion, ask
+from cacheblend_rag.lab.fiction.writer import Sentence, Style, Writer
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.chunking import split_text
@@ -111,7 +111,7 @@ class Document:
     named: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     chunks: list[Chunk] = field(default_factory=list)
 
-    def needed(self, question: Question) -> set[int]:
+    def needed(self, question: FictionQuestion) -> set[int]:
         """Return the chunks that a question needs."""
         by_name = {entity.name: entity for entity in self.entities}
         chunks: set[int] = set()
@@ -180,9 +180,9 @@ def locate_facts(document: Document, tokenizer: Any) -> None:
             by_name[sentence.entity].where[sentence.attribute] = Place(chunk, named[sentence.entity][-1])
 
 
-def find_answerable(rng: Random, documents: Sequence[Document]) -> dict[str, list[tuple[Plan, Question]]]:
+def find_answerable(rng: Random, documents: Sequence[Document]) -> dict[str, list[tuple[Plan, FictionQuestion]]]:
     """Return question kind -> questions that get all their chunks from the default retrieval, with their file."""
-    pools: dict[str, list[tuple[Plan, Question]]] = defaultdict(list)
+    pools: dict[str, list[tuple[Plan, FictionQuestion]]] = defaultdict(list)
     with TemporaryDirectory() as folder, TransformersEngine() as engine:
         pipeline = RagPipeline(engine, folder)
         for document in documents:

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from cacheblend_rag.evaluation.datasets.fiction import names, words
-from cacheblend_rag.evaluation.datasets.fiction.world import sample_context
+from cacheblend_rag.lab.fiction import names, words
+from cacheblend_rag.lab.fiction.world import sample_context
 from training import common_words, skeletons
 
 PAD, BOS, EOS = 0, 1, 2

@@ -109,7 +109,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCost:
     """What a run took, to correct the costs by.
 
     Attributes:
@@ -137,7 +137,7 @@ class Costs:
     compute: ComputeCost
     tiers: Mapping[str, TierCost]
 
-    def after(self, measured: Measured) -> Costs:
+    def after(self, measured: MeasuredCost) -> Costs:
         """Return the costs corrected by what a run took."""
         costs = self
         for took in measured.computed:

@@ -11,6 +11,14 @@ from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.store.kv import LayerKV
 
 
+class StopForward(Exception):  # noqa: N818  (a signal, not an error)
+    """Ends a pass at its stop layer, from inside the model's own forward."""
+
+    def __init__(self, fresh: LayerKV):
+        """Carry the stop layer's fresh KV."""
+        self.fresh = fresh
+
+
 class BlendTarget(Protocol):
     """The running model, as the fusor drives it; the only thing an engine supplies for blending.
 

@@ -7,25 +7,9 @@ import sys
 
 import typer
 
-from cacheblend_rag.cli import (
-    ask,
-    bench,
-    chat,
-    controller,
-    demo,
-    doctor,
-    documents,
-    eval,
-    index,
-    plan,
-    realm,
-    serve,
-    store,
-    sweeps,
-    tune,
-    ui,
-)
-from cacheblend_rag.cli.app import UNEXPECTED_EXIT_CODE, app
+from cacheblend_rag.cli import ask, chat, demo, doctor, documents, index, plan, serve, store, ui
+from cacheblend_rag.console.app import UNEXPECTED_EXIT_CODE, app
+from cacheblend_rag.lab.commands import bench, controller, eval, realm, sweeps, tune
 
 __all__ = [
     "app",

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_rag.cli import options
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.chat import Chat
 from cacheblend_rag.cli.citations import reuse_line, source_lines
-from cacheblend_rag.cli.engines import open_pipeline
 from cacheblend_rag.cli.explain import explain_lines
-from cacheblend_rag.cli.groups import CONVERSATION, QuestionOptions, takes_groups
-from cacheblend_rag.cli.output import print_json
+from cacheblend_rag.console import options
+from cacheblend_rag.console.app import app
+from cacheblend_rag.console.engines import open_pipeline
+from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups
+from cacheblend_rag.console.output import print_json
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.results import RagAnswer

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.cli.output import seconds
+from cacheblend_rag.console.output import seconds
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.cli import options
-from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import open_pipeline
-from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions
-from cacheblend_rag.cli.output import print_json, progress, seconds, size, status
+from cacheblend_rag.console import options
+from cacheblend_rag.console.app import app
+from cacheblend_rag.console.engines import open_pipeline
+from cacheblend_rag.console.groups import BudgetOptions, EngineOptions
+from cacheblend_rag.console.output import print_json, progress, seconds, size, status
+from cacheblend_rag.demo.bundle import demo_store_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,17 +64,6 @@ def demo(
             print_json({"model": pipeline.engine.fingerprint.name, **rows_as_json(rows)})
         else:
             screen.totals(rows, directory)
-
-
-def demo_store_name(device: str | None) -> str:
-    """Name the demo's store after the model: another version of the package may bring another one."""
-    import torch
-
-    from cacheblend_rag.engines.model_files import bundled_model_directory
-    from cacheblend_rag.store.kv import ModelFingerprint
-
-    digest = ModelFingerprint.from_directory(bundled_model_directory(), torch.float32).digest
-    return "-".join(["demo", digest[:8], *([device.replace(":", "-")] if device else [])])
 
 
 class _Screen:

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli import options
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.doctor_output import print_calibration, print_diagnosis, print_vllm
-from cacheblend_rag.cli.engines import open_engine, open_vllm
-from cacheblend_rag.cli.groups import ModelOptions, takes_groups
-from cacheblend_rag.cli.output import print_json, status
+from cacheblend_rag.console import options
+from cacheblend_rag.console.app import app
+from cacheblend_rag.console.engines import open_engine, open_vllm
+from cacheblend_rag.console.groups import ModelOptions, takes_groups
+from cacheblend_rag.console.output import print_json, status
 
 _CALIBRATION = "Calibration"
 
@@ -128,9 +128,10 @@ def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_
 
 
 def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptions, as_json: bool) -> None:
-    from cacheblend_rag.doctor import calibrate_engine, collect_prompts
+    from cacheblend_rag.doctor import calibrate_engine
     from cacheblend_rag.doctor.plot import check_plot_name, plot_calibration
     from cacheblend_rag.doctor.standard import Standard
+    from cacheblend_rag.lab.calibration_prompts import collect_prompts
 
     documents, plot = wanted.documents, wanted.plot
     standard = Standard(wanted.agreement, wanted.confidence, "tokens" if documents is None else "likelihood")

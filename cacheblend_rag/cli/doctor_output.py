@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cacheblend_rag.cli.output import seconds, size, table
+from cacheblend_rag.console.output import seconds, size, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.doctor.calibration import Calibration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.cli.output import seconds, size, table
+from cacheblend_rag.console.output import seconds, size, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.results import RagAnswer

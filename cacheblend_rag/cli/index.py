@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_rag.cli import options
-from cacheblend_rag.cli.app import INTERRUPTED_EXIT_CODE, app
-from cacheblend_rag.cli.bundled import left_to_bundled, warn_if_not_bundled
-from cacheblend_rag.cli.engines import open_pipeline
-from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, takes_groups
-from cacheblend_rag.cli.output import print_json, progress, seconds, size
-from cacheblend_rag.ui.collections import counted
+from cacheblend_rag.console import options
+from cacheblend_rag.console.app import INTERRUPTED_EXIT_CODE, app
+from cacheblend_rag.console.bundled import left_to_bundled, warn_if_not_bundled
+from cacheblend_rag.console.engines import open_pipeline
+from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
+from cacheblend_rag.console.output import counted, print_json, progress, seconds, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_rag.cli import options
-from cacheblend_rag.cli.engines import open_engine
-from cacheblend_rag.cli.groups import ModelOptions, takes_groups
-from cacheblend_rag.cli.output import print_json, seconds, size, table
 from cacheblend_rag.cli.store import store
+from cacheblend_rag.console import options
+from cacheblend_rag.console.engines import open_engine
+from cacheblend_rag.console.groups import ModelOptions, takes_groups
+from cacheblend_rag.console.output import print_json, seconds, size, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.doctor.prices import PricePlan
@@ -40,11 +40,11 @@ def plan(
 
     How fast tiers and model are is what `store calibrate` has measured; the file of prices may describe other devices.
     """
-    from cacheblend_rag.bench.setup import Workbench
     from cacheblend_rag.blending.costs import load_costs
     from cacheblend_rag.doctor.costs import token_bytes
     from cacheblend_rag.doctor.prices import Corpus, plan_prices, read_prices
     from cacheblend_rag.doctor.storage import typical_load
+    from cacheblend_rag.doctor.workbench import Workbench
     from cacheblend_rag.errors import InputError, ModelError
 
     paid = read_prices(prices)

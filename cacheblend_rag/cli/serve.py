@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli import options
-from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.bundled import warn_of_bundled_model
-from cacheblend_rag.cli.groups import BudgetOptions, takes_groups
+from cacheblend_rag.console import options
+from cacheblend_rag.console.app import app
+from cacheblend_rag.console.bundled import warn_of_bundled_model
+from cacheblend_rag.console.groups import BudgetOptions, takes_groups
 
 # Long names alone, and -m and -s by hand: a short option would swallow letters of vLLM's own short flags.
 _Model = Annotated[

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import options
-from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.engines import open_engine, open_pipeline, open_vllm
-from cacheblend_rag.cli.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
-from cacheblend_rag.cli.output import print_json, progress, seconds, size, status, table
+from cacheblend_rag.console import options
+from cacheblend_rag.console.app import app
+from cacheblend_rag.console.engines import open_engine, open_pipeline, open_vllm
+from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
+from cacheblend_rag.console.output import print_json, progress, seconds, size, status, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.doctor.storage import StoragePlan
@@ -215,10 +215,10 @@ def calibrate(
 
     Engines compute at different speed: measure each that you use. Until it is measured, vLLM begins with what transformers takes.
     """
-    from cacheblend_rag.bench.setup import Workbench
     from cacheblend_rag.blending.costs import save_costs
     from cacheblend_rag.doctor.costs import measure_costs
     from cacheblend_rag.doctor.storage import plan_storage
+    from cacheblend_rag.doctor.workbench import Workbench
 
     place = options.store_directory(directory)
     # The KV that is measured with goes when the engine is closed; only the store's tiers are looked at.

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_rag.cli import options
-from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.bundled import left_to_bundled, warn_of_bundled_model
-from cacheblend_rag.cli.demo import demo_store_name
-from cacheblend_rag.cli.engines import open_any_engine
-from cacheblend_rag.cli.groups import CONVERSATION, QuestionOptions, takes_groups
+from cacheblend_rag.console import options
+from cacheblend_rag.console.app import app
+from cacheblend_rag.console.bundled import left_to_bundled, warn_of_bundled_model
+from cacheblend_rag.console.engines import open_any_engine
+from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups
+from cacheblend_rag.demo.bundle import demo_store_name
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine

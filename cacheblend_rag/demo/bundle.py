@@ -35,3 +35,14 @@ def bundled_questions() -> list[DemoQuestion]:
     """Return the questions that come with the corpus."""
     data = json.loads((files("cacheblend_rag") / "demo" / "questions.json").read_text(encoding="utf-8"))
     return [DemoQuestion(row["question"], row["answer"], row["kind"], row["source"]) for row in data]
+
+
+def demo_store_name(device: str | None) -> str:
+    """Name the demo's store after the model: another version of the package may bring another one."""
+    import torch
+
+    from cacheblend_rag.engines.model_files import bundled_model_directory
+    from cacheblend_rag.store.kv import ModelFingerprint
+
+    digest = ModelFingerprint.from_directory(bundled_model_directory(), torch.float32).digest
+    return "-".join(["demo", digest[:8], *([device.replace(":", "-")] if device else [])])

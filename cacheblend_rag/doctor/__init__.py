@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from cacheblend_rag.doctor.calibration import calibrate_engine
-from cacheblend_rag.doctor.calibration_prompts import collect_prompts
 
-__all__ = ["calibrate_engine", "collect_prompts"]
+__all__ = ["calibrate_engine"]

@@ -24,14 +24,13 @@ from typing import Any, Literal
 import numpy as np
 
 from cacheblend_rag.blending.auto import TextRange, left_out
-from cacheblend_rag.blending.calibration.measurement import Planner, PromptMeasurement
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.doctor.calibration_prompts import CalibrationPrompt
 from cacheblend_rag.doctor.candidates import RATIOS, LayerFinding, examine_layers, in_words, list_candidates
+from cacheblend_rag.doctor.compared import Planner, PromptMeasurement
 from cacheblend_rag.doctor.search import LOOK, Prompts, Search, Trial, bounds_of
 from cacheblend_rag.doctor.standard import Bounds, Standard
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -44,7 +43,15 @@ Verdict = Literal["shown", "not shown", "do not blend"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class CalibrationPrompt:
+    """A RAG prompt and, if it is not to be answered, the token ids that follow it."""
+
+    prompt: TokenizedPrompt
+    continuation: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeasuredCandidate:
     """One candidate's figures.
 
     Attributes:
@@ -98,8 +105,8 @@ class Calibration:
     prompts: int
     tokens: int
     needed: int
-    chosen: Measured | None
-    measured: list[Measured]
+    chosen: MeasuredCandidate | None
+    measured: list[MeasuredCandidate]
     layers: list[LayerFinding]
 
     def as_json(self) -> dict[str, Any]:
@@ -212,10 +219,10 @@ def _text_range(chosen: Trial | None, made: Prompts) -> TextRange | None:
     return TextRange(float(np.mean(shares)), float(np.std(shares))) if shares else None
 
 
-def _measured(trial: Trial, standard: Standard) -> Measured:
+def _measured(trial: Trial, standard: Standard) -> MeasuredCandidate:
     candidate = trial.candidate
     checks = candidate.measures_deviation
-    return Measured(
+    return MeasuredCandidate(
         candidate.policy,
         candidate.ratio,
         candidate.schedule.check_layers if checks else (),
@@ -229,9 +236,9 @@ def _measured(trial: Trial, standard: Standard) -> Measured:
 
 
 def _words(
-    found: Measured | None,
+    found: MeasuredCandidate | None,
     below: str,
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredCandidate],
     standard: Standard,
     groups: int,
     shown: bool,
@@ -269,7 +276,7 @@ def calibrate_engine(
 
     Args:
         engine: The model; its parity gate must have passed. Its store and registry are left as they are.
-        prompts: RAG prompts; see :func:`collect_prompts`.
+        prompts: RAG prompts; see :func:`cacheblend_rag.lab.calibration_prompts.collect_prompts`.
         output: Model directory to write the profile into; None for the user's files.
         progress: Called with a line of text before each step.
         standard: See :func:`calibrate`.

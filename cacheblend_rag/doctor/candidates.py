@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from cacheblend_rag.blending.calibration.measurement import PromptMeasurement, top
 from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.doctor.compared import PromptMeasurement, top
 
 RATIOS: Final = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.6)
 RANKED: Final = ("static", "static-query")

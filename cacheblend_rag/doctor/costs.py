@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from cacheblend_rag.bench.bandwidth import (
+from cacheblend_rag.blending.costs import Costs, TierCost
+from cacheblend_rag.doctor.bandwidth import (
     measure_device_copy,
     measure_disk_latency,
     measure_disk_read,
     measure_ram_copy,
 )
-from cacheblend_rag.bench.compute import measure_compute
-from cacheblend_rag.bench.measure import median
-from cacheblend_rag.bench.setup import Workbench
-from cacheblend_rag.blending.costs import Costs, TierCost
+from cacheblend_rag.doctor.compute import measure_compute
+from cacheblend_rag.doctor.measure import median
+from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import StoreUnavailableError
 from cacheblend_rag.prompts.chunk import Chunk

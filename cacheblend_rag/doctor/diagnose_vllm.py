@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.bench.measure import median
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.doctor.measure import median
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.prompts.chunk import Chunk

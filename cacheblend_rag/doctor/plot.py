@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from cacheblend_rag.doctor.calibration import Calibration, Measured
+from cacheblend_rag.doctor.calibration import Calibration, MeasuredCandidate
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.evaluation.plotting import figure
+from cacheblend_rag.stats.plotting import figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +66,7 @@ def plot_calibration(found: Calibration, file: Path) -> None:
             raise InputError(f"The plot {file} cannot be written: {error.strerror or error}.") from error
 
 
-def _draw_line(axes: Axes, name: str, line: Sequence[Measured], colour: str, mark: str) -> None:
+def _draw_line(axes: Axes, name: str, line: Sequence[MeasuredCandidate], colour: str, mark: str) -> None:
     axes.plot([100 * m.compute for m in line], [100 * m.agreement.value for m in line], color=colour, alpha=0.6, lw=1.0)
     for each in line:
         at, value = 100 * each.compute, 100 * each.agreement.value
@@ -85,9 +85,9 @@ def check_plot_name(file: Path) -> None:
         raise InputError(f"The plot {file} needs a name that ends with {', '.join(sorted(_SUFFIXES))}.")
 
 
-def _lines(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
+def _lines(measured: Sequence[MeasuredCandidate]) -> dict[str, list[MeasuredCandidate]]:
     """Return what belongs together, by its name in the legend, each by compute."""
-    lines: dict[str, list[Measured]] = {}
+    lines: dict[str, list[MeasuredCandidate]] = {}
     for each in measured:
         layers = f", check layer {' and '.join(map(str, each.check_layers))}" if each.check_layers else ""
         lines.setdefault("full KV reuse" if not each.ratio else f"{each.policy}{layers}", []).append(each)

@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from cacheblend_rag.blending.calibration.measurement import Comparison, PromptMeasurement
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.doctor.candidates import RATIOS, Candidate
+from cacheblend_rag.doctor.compared import Comparison, PromptMeasurement
 from cacheblend_rag.doctor.standard import Bounds, Result, Standard
 from cacheblend_rag.errors import InputError
 

@@ -8,7 +8,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -23,7 +22,6 @@ from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request, check_length
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.sharing import shared_engine
 from cacheblend_rag.engines.streaming import iterate_in_thread
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -93,7 +91,7 @@ class BlendEngine(ABC):
     _closed: bool = False
     _root: Self | None = None  # of a view: the engine that it is a view of
     _views: Mapping[str, Self] = MappingProxyType({})
-    _opened_as: Mapping[str, Any] | None = None  # the arguments of shared_engine that opened it
+    _reopen: Callable[[], BlendEngine] | None = None  # how another process opens it, where it was opened by name
 
     @property
     def entries(self) -> Entries | None:
@@ -314,19 +312,19 @@ class BlendEngine(ABC):
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Say how another process gets it: one that :func:`shared_engine` has opened by name is opened there by that name.
+        """Say how another process gets it: one that was opened by name is opened there by that name.
 
         Raises:
             InputError: It was made here.
         """
         if self._root is not None:
             return _tenants_view, (self._root, self.tenant.name)
-        if self._opened_as is None:
+        if self._reopen is None:
             raise InputError(
                 f"This {type(self).__name__} lives in this process and cannot be sent to another. Use num_workers=1, a "
                 "RemoteEngine, or a model given by name, which each process opens for itself."
             )
-        return partial(shared_engine, **self._opened_as), ()
+        return self._reopen, ()
 
     def __enter__(self) -> Self:
         """Use as a context manager that closes."""

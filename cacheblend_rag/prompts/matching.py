@@ -89,7 +89,7 @@ class PromptHashes:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class CandidateTexts:
     """Texts that may stand in a prompt: where each begins, how long it is, and its number (as given to the table)."""
 
     at: Indices
@@ -97,7 +97,7 @@ class Candidates:
     number: Indices
 
     @classmethod
-    def joined(cls, parts: Sequence[Candidates]) -> Self:
+    def joined(cls, parts: Sequence[CandidateTexts]) -> Self:
         """Return all of ``parts``: from the left, the longest first where several begin, then in the order of numbers."""
         at, length, number = (
             np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
@@ -111,13 +111,13 @@ class Candidates:
         """Their three arrays."""
         return self.at, self.length, self.number
 
-    def away_from(self, ranges: Sequence[Range]) -> Candidates:
+    def away_from(self, ranges: Sequence[Range]) -> CandidateTexts:
         """Return those that overlap none of ``ranges`` (ascending, apart)."""
-        return Candidates(*(column[~self._touch(ranges)] for column in self.columns)) if ranges else self
+        return CandidateTexts(*(column[~self._touch(ranges)] for column in self.columns)) if ranges else self
 
-    def touching(self, ranges: Sequence[Range]) -> Candidates:
+    def touching(self, ranges: Sequence[Range]) -> CandidateTexts:
         """Return those that overlap one of ``ranges`` (ascending, apart)."""
-        return Candidates(*(column[self._touch(ranges)] for column in self.columns))
+        return CandidateTexts(*(column[self._touch(ranges)] for column in self.columns))
 
     def _touch(self, ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
         begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T
@@ -151,10 +151,10 @@ class TextTable:
             rows.append(_shelved(row, shelf) if shelf.size else row)
         return TextTable(rows)
 
-    def candidates(self, text: str) -> Candidates:
+    def candidates(self, text: str) -> CandidateTexts:
         """Return the texts that may stand in ``text``, in the order of :meth:`Candidates.joined`."""
         if not self.size:
-            return Candidates.joined([])
+            return CandidateTexts.joined([])
         hashes = PromptHashes(text)
         found = []
         budget = _MAX_PAIRS
@@ -165,7 +165,7 @@ class TextTable:
                 candidates, compared = shelf.candidates(hashes, windows, budget // 2)
                 found += candidates
                 budget -= compared
-        return Candidates.joined(found)
+        return CandidateTexts.joined(found)
 
 
 def _shelved(row: Sequence[_Shelf], new: _Shelf) -> list[_Shelf]:
@@ -208,7 +208,7 @@ class _Shelf:
         names = ("openings", "lengths", "digests", "numbers")
         return _Shelf.of(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
 
-    def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[list[Candidates], int]:
+    def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[list[CandidateTexts], int]:
         """Return the texts that may stand in a prompt, and how many were compared: ``budget`` at most."""
         # Each step leaves few positions to the next one, which costs more for each.
         (at,) = self.filter.take(_slot(windows, len(self.filter))).nonzero()
@@ -226,7 +226,7 @@ class _Shelf:
         found = [self._compared(prompt, at[a:b], first[a:b], count[a:b]) for a, b in _runs(blocks)]
         return found, int(count.sum())
 
-    def _compared(self, prompt: PromptHashes, at: Indices, first: Indices, count: Indices) -> Candidates:
+    def _compared(self, prompt: PromptHashes, at: Indices, first: Indices, count: Indices) -> CandidateTexts:
         """Compare at each position ``at`` the ``count`` texts from ``first`` on by length and hash."""
         begins = at.repeat(count)
         offsets = np.arange(len(begins)) - (count.cumsum() - count).repeat(count)
@@ -235,7 +235,7 @@ class _Shelf:
         fits = begins + lengths <= prompt.length
         begins, texts, lengths = begins[fits], texts[fits], lengths[fits]
         same = prompt.of(begins, begins + lengths) == self.digests[texts]
-        return Candidates(begins[same], lengths[same], self.numbers[texts[same]])
+        return CandidateTexts(begins[same], lengths[same], self.numbers[texts[same]])
 
 
 def _runs(values: Indices) -> list[tuple[int, int]]:

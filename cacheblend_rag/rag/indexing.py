@@ -102,10 +102,10 @@ def index_documents(
         roots = [Path(path) for path in paths]
         skipped: list[SkippedDocument] = []
         found = list(find_documents(roots, include, exclude, skipped))
-        return _Run(engine, index, progress).run(roots, found, skipped)
+        return _IndexRun(engine, index, progress).run(roots, found, skipped)
 
 
-class _Run:
+class _IndexRun:
     def __init__(
         self, engine: BlendEngine, index: ChunkIndex, progress: Callable[[IndexProgress], None] | None
     ) -> None:

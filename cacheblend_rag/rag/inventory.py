@@ -15,7 +15,7 @@ from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexSta
 from cacheblend_rag.store import StoreStats, TieredStore, open_store, recorded_tiers
 from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import KVKey
-from cacheblend_rag.store.tally import Tally
+from cacheblend_rag.store.tally import StoreTally
 from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant, home_of
 from cacheblend_rag.store.tiered import SyncReport
 
@@ -261,7 +261,7 @@ class Inventory:
 
     def tiers(self, stats: StoreStats) -> list[TierUse]:
         """Return each tier of :meth:`stats`, and what was counted of it, and RAM, which each process has for itself."""
-        counted = Tally(self.directory).read()
+        counted = StoreTally(self.directory).read()
         found = [TierUse(each.tier, each, counted.get(each.tier, Activity())) for each in stats.tiers]
         if "ram" in counted:
             found.insert(0, TierUse("ram", None, counted["ram"]))

@@ -27,7 +27,7 @@ _ADVICE: Final = "convert it to text"
 
 
 @dataclass(frozen=True)
-class Limits:
+class ParserLimits:
     """What parsing one file may take. Sizes in bytes, times in seconds.
 
     Attributes:
@@ -55,9 +55,9 @@ class Limits:
 class Parser:
     """A process that parses one file after another; one that dies of a file is replaced for the next. Thread-safe."""
 
-    def __init__(self, limits: Limits | None = None):
+    def __init__(self, limits: ParserLimits | None = None):
         """Start it when the first file comes."""
-        self._limits = limits or Limits()
+        self._limits = limits or ParserLimits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0

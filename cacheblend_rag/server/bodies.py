@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.server.middleware import Limits, error_response, is_open, limits_of
+from cacheblend_rag.server.middleware import RequestLimits, error_response, is_open, limits_of
 from cacheblend_rag.server.quotas import Admission
 from cacheblend_rag.server.tenants import calling
 
@@ -55,7 +55,7 @@ class LimitBody:
             admission.held -= len(body)
 
 
-async def _refusal(body: bytearray, limits: Limits, admission: Admission) -> JSONResponse | None:
+async def _refusal(body: bytearray, limits: RequestLimits, admission: Admission) -> JSONResponse | None:
     if len(body) > limits.body:
         return _too_large(limits.body)
     if admission.held > limits.held:
@@ -85,7 +85,7 @@ def count_values(body: bytes | bytearray) -> int:
     return found
 
 
-async def _fill(body: bytearray, receive: Receive, limits: Limits, admission: Admission) -> bool:
+async def _fill(body: bytearray, receive: Receive, limits: RequestLimits, admission: Admission) -> bool:
     """Read a request's body, or its beginning where that is too much already; say whether the client is still there."""
     # Every route reads its whole body before it does anything, so holding it here costs nothing more.
     more = True

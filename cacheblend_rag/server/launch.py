@@ -17,7 +17,7 @@ from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
 from cacheblend_rag.server.keys import Key, Keys, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
-from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, Limits
+from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
 from cacheblend_rag.server.observing import share_logging
 from cacheblend_rag.server.quotas import Admission, Quota
 from cacheblend_rag.server.tenants import ByTenant, ServedTenants, StandIn
@@ -117,7 +117,7 @@ async def announce(state: Any, line: str) -> None:
 
 
 async def build_app(
-    options: ServeOptions, args: Namespace, llm: AsyncLLM, tenants: ServedTenants, limits: Limits
+    options: ServeOptions, args: Namespace, llm: AsyncLLM, tenants: ServedTenants, limits: RequestLimits
 ) -> FastAPI:
     """Return vLLM's application with blending, our routes, and the checks of :func:`guard` on all of it."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -138,7 +138,7 @@ async def build_app(
     return app
 
 
-def guard(options: ServeOptions, args: Namespace) -> Limits:
+def guard(options: ServeOptions, args: Namespace) -> RequestLimits:
     """Have vLLM put our checks around its application, and return what they go by.
 
     Raises:
@@ -149,7 +149,7 @@ def guard(options: ServeOptions, args: Namespace) -> Limits:
     args.api_key = api_keys(args)
     keys = Keys(tuple(map(Key.of, args.api_key))) if options.keys is None else read_keys(options.keys)
     local = not (keys.keys or args.uds or options.allow_no_key)
-    return Limits(
+    return RequestLimits(
         keys.keys,
         options.max_request_size,
         local=local,

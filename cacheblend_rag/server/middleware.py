@@ -37,7 +37,7 @@ _NO_LIMIT = Admission()
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Who may send how much.
 
     Attributes:
@@ -185,8 +185,8 @@ def _is_preflight(scope: Scope) -> bool:
     return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
-def limits_of(scope: Scope) -> Limits:
+def limits_of(scope: Scope) -> RequestLimits:
     """Return the limits of the application that serves a request."""
     found = scope["app"].state.limits
-    assert isinstance(found, Limits)
+    assert isinstance(found, RequestLimits)
     return found

@@ -15,7 +15,7 @@ from cacheblend_rag.engines.vllm.starting import log_as_vllm
 from cacheblend_rag.server.tenants import calling
 
 if TYPE_CHECKING:
-    from cacheblend_rag.server.middleware import Limits
+    from cacheblend_rag.server.middleware import RequestLimits
 
 _UNSEEN = {"/health", "/metrics", "/ping"}
 _REFUSALS = {408, 413, 429, 507}
@@ -52,7 +52,7 @@ class Observe:
         span.set_attribute("cacheblend.tenant", tenant)
         span.end()
         if status in _REFUSALS:
-            limits: Limits = scope["app"].state.limits
+            limits: RequestLimits = scope["app"].state.limits
             limits.refused(tenant, status)
 
 

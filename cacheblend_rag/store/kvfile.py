@@ -24,7 +24,7 @@ from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 from cacheblend_rag.store.sealed import MAGIC, SealedSource, seal
-from cacheblend_rag.store.source import Source
+from cacheblend_rag.store.source import LayerSource
 
 _log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class KVFile(StoredKV):
 
     def __init__(
         self,
-        source: Source,
+        source: LayerSource,
         key: KVKey,
         tier: str,
         on_damage: Callable[[KVFile, DamagedKVError], None],
@@ -184,7 +184,7 @@ class KVFile(StoredKV):
         self._on_damage = on_damage
         self._clock = (events or Events()).reads
         try:
-            self._data: Source = source if keys is None else SealedSource(source, key, keys)
+            self._data: LayerSource = source if keys is None else SealedSource(source, key, keys)
             metadata, places = self._parse()
             self._codec = get_codec(metadata["codec"])
             self.num_layers = int(metadata["layers"])

@@ -13,7 +13,7 @@ from cacheblend_rag.store.base import KVStore
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.private import make_root, write_text
-from cacheblend_rag.store.tally import Tally
+from cacheblend_rag.store.tally import StoreTally
 from cacheblend_rag.store.tiered import TieredStore
 from cacheblend_rag.store.urls import is_urls, open_tier, parse_tiers, password_in, with_keys
 
@@ -52,7 +52,7 @@ def open_store(
     urls = where if isinstance(where, str) and is_urls(where) else None
     home = None if urls is not None else Path(where).expanduser()
     tiers = _opened(urls or (home and recorded_tiers(home)) or _USUAL, home, ram_budget, disk_budget, processes)
-    return TieredStore(tiers or [MemoryStore(0)], None if home is None else Tally(home))
+    return TieredStore(tiers or [MemoryStore(0)], None if home is None else StoreTally(home))
 
 
 def _opened(

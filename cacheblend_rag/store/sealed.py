@@ -19,7 +19,7 @@ from cacheblend_rag.errors import UnknownKeyError
 from cacheblend_rag.store.block import plain
 from cacheblend_rag.store.keyring import Keyring, derived_key
 from cacheblend_rag.store.kv import KVKey
-from cacheblend_rag.store.source import Source
+from cacheblend_rag.store.source import LayerSource
 
 MAGIC: Final = b"CBSEAL\x01\n"
 """How an encrypted entry begins; as the length of a safetensors header it would be impossible."""
@@ -65,7 +65,7 @@ def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterat
 class SealedSource:
     """The bytes of an entry, read part by part from its encrypted ones; none is handed out that was not found genuine."""
 
-    def __init__(self, sealed: Source, name: KVKey, keys: Keyring):
+    def __init__(self, sealed: LayerSource, name: KVKey, keys: Keyring):
         """Read and check the first part.
 
         Raises:

@@ -13,7 +13,7 @@ from cacheblend_rag.errors import StoreUnavailableError
 from cacheblend_rag.store.private import open_file
 
 
-class Source(Protocol):
+class LayerSource(Protocol):
     """The bytes of one entry, wherever they lie; read from any thread.
 
     Attributes:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 _LOCK_S = 5.0
 
 
-class Tally:
+class StoreTally:
     """Counters of each tier, added up over processes; each adds its own when it closes the store."""
 
     def __init__(self, directory: Path):

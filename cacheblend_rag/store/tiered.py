@@ -18,7 +18,7 @@ from cacheblend_rag.store.behind import WriteQueue
 from cacheblend_rag.store.events import Activity, Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV, read_whole
 from cacheblend_rag.store.promotion import Promotion
-from cacheblend_rag.store.tally import Tally
+from cacheblend_rag.store.tally import StoreTally
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ class TieredStore(KVStore):
     Any :class:`KVStore` can be a tier. While one does not answer, the others go on without it.
     """
 
-    def __init__(self, tiers: Sequence[KVStore], tally: Tally | None = None):
+    def __init__(self, tiers: Sequence[KVStore], tally: StoreTally | None = None):
         """Combine ``tiers`` (fastest first), which belong to this store from now on.
 
         Args:

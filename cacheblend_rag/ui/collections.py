@@ -11,6 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
+from cacheblend_rag.console.output import counted
 from cacheblend_rag.errors import CacheBlendError, InputError
 
 if TYPE_CHECKING:
@@ -127,11 +128,6 @@ class Collection:
     def close(self) -> None:
         """Close the index; the engine may be another collection's, too."""
         self.pipeline.close()
-
-
-def counted(number: int, thing: str) -> str:
-    """Return a number of things in words: "1 chunk", "2 chunks"."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _outcome(name: str, report: IndexReport) -> FileState:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.ui.collections import counted
+from cacheblend_rag.console.output import counted
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation

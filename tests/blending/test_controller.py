@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.bench.controller import ControllerSettings, bench_controller, simulate, simulate_one
 from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.controller import SPENT, Load, Located, Terms, cheapest_tier, control, decide
-from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, Measured, TierCost
+from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, MeasuredCost, TierCost
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.bench.controller import ControllerSettings, bench_controller, simulate, simulate_one
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import ChunkKV
@@ -143,7 +143,7 @@ def test_observations_move_the_costs_to_what_the_machine_takes() -> None:
     known = costs(disk=1e6)
     for _ in range(40):
         reads = {"disk": TierReads(1000, 1, 1000 / 2e5), "new": TierReads(1000, 1, 0.5)}
-        known = known.after(Measured((Computed(100, 1000, 0.03),), reads, waited_s=1.0))
+        known = known.after(MeasuredCost((Computed(100, 1000, 0.03),), reads, waited_s=1.0))
     assert known.tiers["disk"].bytes_per_s == pytest.approx(2e5, rel=0.01)
     assert known.compute.seconds(100, 1000) == pytest.approx(0.03, rel=0.01)
     assert known.tiers["new"].bytes_per_s == pytest.approx(2000)

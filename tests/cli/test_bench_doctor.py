@@ -127,7 +127,7 @@ def test_bench_needs_neither_retrieval_nor_document_libraries():
 
 def test_an_unexpected_error_says_so_without_a_traceback():
     code = (
-        "import cacheblend_rag.bench as b, sys; from cacheblend_rag.cli import main\n"
+        "import cacheblend_rag.lab.bench as b, sys; from cacheblend_rag.cli import main\n"
         "def broken(*a): raise ZeroDivisionError('boom')\n"
         "b.bench_index = broken; sys.argv = ['cacheblend', 'bench', 'index', '--random-weights', 'llama:2x256']; main()"
     )

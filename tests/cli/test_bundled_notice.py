@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from cacheblend_rag.cli.bundled import MODELS_TO_TRY
+from cacheblend_rag.console.bundled import MODELS_TO_TRY
 from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -30,8 +30,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(arguments)
         raise ModelError("no model is loaded here")
 
-    for place in ("engines.open_engine", "engines.open_server", "eval.open_engine"):
-        monkeypatch.setattr(f"cacheblend_rag.cli.{place}", load)
+    for place in ("console.engines.open_engine", "console.engines.open_server", "lab.commands.eval.open_engine"):
+        monkeypatch.setattr(f"cacheblend_rag.{place}", load)
     return calls
 
 

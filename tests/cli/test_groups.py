@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cacheblend_rag.cli.groups import BlendOptions, takes_groups
+from cacheblend_rag.console.groups import BlendOptions, takes_groups
 
 
 @dataclass(frozen=True)

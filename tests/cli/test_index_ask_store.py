@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.cli.options import nbytes
+from cacheblend_rag.console.options import nbytes
 from cacheblend_rag.errors import InputError
 from tests.cli.conftest import as_json
 

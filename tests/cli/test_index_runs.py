@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from cacheblend_rag.cli import output
+from cacheblend_rag.console import output
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import ModelError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -50,7 +50,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
         pass
 
     monkeypatch.setattr(
-        "cacheblend_rag.cli.engines.open_any_engine",
+        "cacheblend_rag.console.engines.open_any_engine",
         lambda chosen, store, budgets: Mine(open_store(store, *budgets.nbytes())),
     )
     monkeypatch.setattr(Embedder, "load", staticmethod(index_workers.load))
@@ -122,7 +122,7 @@ def test_nothing_but_unusable_files_leaves_no_store_behind(run, engine, store, t
 
 
 def test_a_path_that_does_not_exist_is_refused_before_a_model_is_loaded(run, store, tmp_path, monkeypatch):
-    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("cacheblend_rag.console.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
     result = run("index", tmp_path / "nowhere.md", "--store", store, "--model", "fake")
     assert result.exit_code == 2 and "nowhere.md" in result.stderr and not store.exists()
 
@@ -148,7 +148,7 @@ def test_what_was_there_before_a_failed_run_stays(index, engine, documents, stor
 
 def test_a_second_run_on_the_same_index_is_refused_before_a_model_is_loaded(index, store, monkeypatch):
     index()
-    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("cacheblend_rag.console.engines.open_any_engine", lambda *_: pytest.fail("loaded"))
     with ThreadPoolExecutor(1) as other, ExitStack() as held:
         other.submit(held.enter_context, indexing_alone(store)).result()
         result = index()
@@ -171,7 +171,7 @@ def test_the_lock_is_held_from_the_loading_of_the_model_to_the_end(index, store,
         seen.append(held())
         return FakeEngine.precompute(self, chunks, progress)
 
-    monkeypatch.setattr("cacheblend_rag.cli.engines.open_any_engine", opened)
+    monkeypatch.setattr("cacheblend_rag.console.engines.open_any_engine", opened)
     monkeypatch.setattr(engine, "precompute", precompute)
     assert index().exit_code == 0
     assert len(seen) > 1 and all(seen) and not held()

@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 
 import cacheblend_rag.cli
 from cacheblend_rag import errors
-from cacheblend_rag.cli import app, output
+from cacheblend_rag.cli import app
+from cacheblend_rag.console import output
 
 Run = Callable[..., Result]
 

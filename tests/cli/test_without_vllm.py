@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import cacheblend_rag.engines
-from cacheblend_rag.cli.engines import open_vllm
-from cacheblend_rag.cli.groups import ModelOptions
+from cacheblend_rag.console.engines import open_vllm
+from cacheblend_rag.console.groups import ModelOptions
 from cacheblend_rag.errors import ModelError
 
 PACKAGE = "cacheblend_rag.engines.vllm"

@@ -3,8 +3,8 @@ from random import Random
 
 import pytest
 
-from cacheblend_rag.evaluation.datasets.fiction.names import is_held_out
-from cacheblend_rag.evaluation.datasets.fiction.phrases import KINDS
+from cacheblend_rag.lab.fiction.names import is_held_out
+from cacheblend_rag.lab.fiction.phrases import KINDS
 from training.make_corpus import DEMO_FOLDER, PLANS, SEED, write_documents
 
 QUESTIONS = json.loads((DEMO_FOLDER / "questions.json").read_text(encoding="utf-8"))

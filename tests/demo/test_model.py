@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
-from cacheblend_rag.evaluation.datasets.fiction.world import sample_context
+from cacheblend_rag.lab.fiction.questions import QUESTION_KINDS
+from cacheblend_rag.lab.fiction.world import sample_context
 from training.evaluate import METHODS, QUICK, evaluate, table
 from training.export import fingerprint, load_exported
 from training.skeletons import NATIVE

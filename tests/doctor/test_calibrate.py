@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from cacheblend_rag.blending.calibration.measurement import ANSWER_TOKENS, PromptMeasurement, Scored, top
 from cacheblend_rag.blending.fusor import BlendSchedule, fuse
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.doctor.calibration import calibrate
-from cacheblend_rag.doctor.calibration_prompts import CalibrationPrompt
 from cacheblend_rag.doctor.candidates import Candidate, estimate_compute, examine_layers
+from cacheblend_rag.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored, top
 from cacheblend_rag.doctor.search import LOOK
 from cacheblend_rag.doctor.standard import Standard
 from cacheblend_rag.engines.transformers.loading import usable_attention
 from cacheblend_rag.engines.transformers.subject import TransformersSubject
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.calibration_prompts import CalibrationPrompt
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 

@@ -15,10 +15,10 @@ import pytest
 from cacheblend_rag.retrieval import isolation
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
 from cacheblend_rag.retrieval.extraction import UnusableFileError
-from cacheblend_rag.retrieval.isolation import Limits, Parser
+from cacheblend_rag.retrieval.isolation import Parser, ParserLimits
 
 MIB = 1 << 20
-SMALL = Limits(cpu_s=1, cpu_s_per_mib=0, memory=384 * MIB, memory_per_byte=0)
+SMALL = ParserLimits(cpu_s=1, cpu_s_per_mib=0, memory=384 * MIB, memory_per_byte=0)
 GOOD = b"<title>t</title><p>fine"
 
 
@@ -143,7 +143,7 @@ def test_one_process_reads_many_files(parser: Parser) -> None:
 
 def test_a_reader_that_stands_still_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_started", lambda: _running("import time; time.sleep(600)"))
-    parser = Parser(Limits(cpu_s=1, cpu_s_per_mib=0, wall_factor=0.2))
+    parser = Parser(ParserLimits(cpu_s=1, cpu_s_per_mib=0, wall_factor=0.2))
     with pytest.raises(UnusableFileError, match="takes more than 1 s"):
         parser.parse(".html", GOOD)
     parser.close()
@@ -165,7 +165,7 @@ def test_a_reader_that_crashes_costs_its_file_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_answer_that_is_too_long_is_refused() -> None:
-    parser = Parser(Limits(answer=1000))
+    parser = Parser(ParserLimits(answer=1000))
     with pytest.raises(UnusableFileError, match="its text is larger"):
         parser.parse(".html", b"<p>" + b"long " * 1000)
     assert parser.parse(".html", GOOD)[0] == "fine"

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from cacheblend_rag.server import bodies
 from cacheblend_rag.server.keys import Key
-from cacheblend_rag.server.middleware import NAMES, Limits
+from cacheblend_rag.server.middleware import NAMES, RequestLimits
 from cacheblend_rag.server.quotas import Admission
 
 
@@ -30,7 +30,7 @@ class App:
         self.bodies: list[bytes] = []
         routes = [Route(path, self._serve, methods=["GET", "POST"]) for path in ("/health", "/metrics", "/v1/chunks")]
         self.app = Starlette(routes=routes)
-        self.app.state.limits = Limits(
+        self.app.state.limits = RequestLimits(
             tuple(key if isinstance(key, Key) else Key.of(key) for key in keys), limit, **limits
         )
         for name in NAMES:

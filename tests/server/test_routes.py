@@ -23,7 +23,7 @@ from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.server.metrics import ReuseMetrics
-from cacheblend_rag.server.middleware import NAMES, Limits
+from cacheblend_rag.server.middleware import NAMES, RequestLimits
 from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants
 from cacheblend_rag.store import MemoryStore
@@ -73,7 +73,7 @@ class Server:
         self.app = FastAPI()
         router = chunk_router(tenants, ReuseMetrics(CollectorRegistry()), model)
         self.app.include_router(router)
-        self.app.state.limits = Limits()
+        self.app.state.limits = RequestLimits()
         for name in NAMES:
             self.app.add_middleware(resolve_name(name))
 

@@ -21,7 +21,7 @@ from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.server.keys import Key
 from cacheblend_rag.server.metrics import ReuseMetrics
-from cacheblend_rag.server.middleware import NAMES, Limits
+from cacheblend_rag.server.middleware import NAMES, RequestLimits
 from cacheblend_rag.server.quotas import Quota
 from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants, calling
@@ -45,7 +45,7 @@ class Server:
         model: Any = SimpleNamespace(model_dump=lambda mode: {})
         self.app.include_router(chunk_router(self.tenants, ReuseMetrics(CollectorRegistry()), model))
         keys = [Key.of(tenant.name) for tenant in tenants]
-        self.app.state.limits = Limits(
+        self.app.state.limits = RequestLimits(
             tuple(Key(key.digest, "admin", tenant.name) for key, tenant in zip(keys, tenants, strict=True))
         )
         for name in NAMES:

@@ -11,7 +11,7 @@ import pytest
 from cacheblend_rag.store import DiskStore
 from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.opening import record_tiers
-from cacheblend_rag.store.tally import Tally
+from cacheblend_rag.store.tally import StoreTally
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 
@@ -36,7 +36,7 @@ def fill(root: Path) -> DiskStore:
     store = DiskStore(root, budget=10**6)
     store.put(key_of(1), kv_of(1))
     record_tiers(root, "ram://1MiB")
-    Tally(root).add({"disk": Activity(hits=1)})
+    StoreTally(root).add({"disk": Activity(hits=1)})
     return store
 
 
@@ -96,5 +96,5 @@ def test_a_note_is_not_written_through_a_link(root: Path) -> None:
     victim.write_text("do not overwrite")
     fill(root / "store")
     (root / "store" / "activity.new").symlink_to(victim)
-    Tally(root / "store").add({"disk": Activity(hits=1)})
+    StoreTally(root / "store").add({"disk": Activity(hits=1)})
     assert victim.read_text() == "do not overwrite"

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from cacheblend_rag.evaluation.datasets.fiction import words
+from cacheblend_rag.lab.fiction import words
 from training.skeletons import NATIVE
 from training.tokenizer import BOS, EOS, build_tokenizer
 from training.train import MODEL_FOLDER

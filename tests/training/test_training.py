@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from cacheblend_rag.evaluation.datasets.fiction.questions import QUESTION_KINDS
+from cacheblend_rag.lab.fiction.questions import QUESTION_KINDS
 from training import average, train
 from training.attention import causal_attention
 from training.batches import ANSWER, BIND_LAYER, FIND_LAYER, LINK_LAYER, VERDICT, Batch, Encoder, collate, make_example

@@ -11,7 +11,7 @@ from cacheblend_rag.prompts.tokens import begins_with_space
 from cacheblend_rag.protocol import ReuseReport
 
 
-class Answer:
+class ServerAnswer:
     """Collects one answer. Feed it every piece of the stream, then ask for the end."""
 
     def __init__(self, url: str, fingerprint: str, tokenizer: Any, top_logprobs: int = 0):

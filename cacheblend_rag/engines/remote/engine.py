@@ -18,7 +18,7 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.precompute import Rank
-from cacheblend_rag.engines.remote.answer import Answer
+from cacheblend_rag.engines.remote.answer import ServerAnswer
 from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
 from cacheblend_rag.engines.remote.tokenizers import checked, load_tokenizer
 from cacheblend_rag.engines.remote.wire import Wire, with_version
@@ -121,7 +121,7 @@ class RemoteEngine(BlendEngine):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Say how another process connects to the same server; chunks that this one knows are not known there."""
-        if self._opened_as is not None:
+        if self._reopen is not None:
             return super().__reduce__()
         return partial(RemoteEngine, self._wire.url, **self._arguments, fingerprint=self.fingerprint), ()
 
@@ -202,7 +202,7 @@ class RemoteEngine(BlendEngine):
         return completion_request(self._name, request, prefix)
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
-        answer = Answer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
+        answer = ServerAnswer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
         with self._spans() as spans:
             request["extra_headers"] = spans.headers
             with self._wire.explained(answer.begun), self._wire.sync.completions.create(**request) as pieces:
@@ -222,7 +222,7 @@ class RemoteEngine(BlendEngine):
         """Async twin of :meth:`stream`; a cancelled consumer ends the work on the server."""
         asked = await asyncio.to_thread(self.request, prompt, sampling, settings)
         request = self._completion(asked)
-        answer = Answer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
+        answer = ServerAnswer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
         with self._spans() as spans:
             request["extra_headers"] = spans.headers
             with self._wire.explained(answer.begun):

@@ -8,19 +8,12 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blending.rope import Move, moved
+from cacheblend_rag.blending.target import StopForward
 from cacheblend_rag.engines.kernels.check import placing_works
 from cacheblend_rag.store.kv import LayerKV
 
 # What models call the state they take and return: attention caches, state space models, RWKV.
 _STATES = ("past_key_values", "cache_params", "state")
-
-
-class StopForward(Exception):  # noqa: N818  (a signal, not an error)
-    """Ends a pass at its stop layer, from inside the model's own forward."""
-
-    def __init__(self, fresh: LayerKV):
-        """Carry the stop layer's fresh KV."""
-        self.fresh = fresh
 
 
 class ModelsOwnCache:

@@ -16,7 +16,7 @@ import torch
 
 from cacheblend_rag.blending.auto import raised
 from cacheblend_rag.blending.controller import Choice, Terms, control
-from cacheblend_rag.blending.costs import Computed, Measured, load_costs
+from cacheblend_rag.blending.costs import Computed, MeasuredCost, load_costs
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.origins import blend_terms, origins
@@ -284,7 +284,7 @@ class TransformersEngine(BlendEngine):
             plan, took = prefill.plan, time.perf_counter() - prefill.began - prefill.load_s
             tokens = prefill.computed + prefill.selection
             computed = Computed(tokens, plan.num_tokens, took, plan.stored_tokens)
-            self.costs = self.costs.after(Measured((computed,), prefill.reads, prefill.load_s))
+            self.costs = self.costs.after(MeasuredCost((computed,), prefill.reads, prefill.load_s))
 
     def _decode(self, token: int, prefill: Prefill, trace: Trace | None) -> torch.Tensor:
         with self._lock, _traced(trace, DECODE, 1):
@@ -348,7 +348,7 @@ class TransformersEngine(BlendEngine):
                     # what is damaged; what cannot be read now stays, and so does what other tiers have.
                     (late if error.late else unusable).update(error.entries)
                     if self.costs is not None:
-                        self.costs = self.costs.after(Measured((), error.reads, error.waited_s))
+                        self.costs = self.costs.after(MeasuredCost((), error.reads, error.waited_s))
 
     def _said(self, request: Request, ends: Sequence[int]) -> Said | None:
         """Return the prompt as it is looked for among the conversations; None where it may use none of them."""

@@ -10,9 +10,10 @@ import torch
 
 from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, Rope
+from cacheblend_rag.blending.target import StopForward
 from cacheblend_rag.engines.blendable import longest_blendable
 from cacheblend_rag.engines.transformers.attention import NAME, scattered, watched
-from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, StopForward
+from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV
 

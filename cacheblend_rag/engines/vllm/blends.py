@@ -20,7 +20,7 @@ from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.lookups import SideBySide, entries_of
-from cacheblend_rag.engines.vllm.messages import Blended, Load, WorkerMeta
+from cacheblend_rag.engines.vllm.messages import Blended, LoadOrder, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
@@ -51,7 +51,7 @@ class BlendQueue:
         self._results = WorkerMeta()
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-finish")
 
-    def add(self, load: Load) -> None:
+    def add(self, load: LoadOrder) -> None:
         """Put a blend behind the others."""
         self._waiting.append(_Blend(load, self._paged, self._rope, self._entries, self.clock))
 
@@ -120,7 +120,7 @@ class BlendQueue:
 class _Blend:
     """One request's blend, advanced segment by segment."""
 
-    def __init__(self, load: Load, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
+    def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
         self.load = load
         self._paged, self._rope, self._clock = paged, rope, clock
         self._entries = entries.of(load.job.tenant)

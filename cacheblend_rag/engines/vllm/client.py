@@ -18,7 +18,7 @@ from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.controller import Terms
-from cacheblend_rag.blending.costs import Computed, Measured, load_costs
+from cacheblend_rag.blending.costs import Computed, MeasuredCost, load_costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.policies import policy
@@ -84,7 +84,7 @@ class Outcome:
     in_place: tuple[str, ...] = ()
     expected_s: float | None = None
     trace: Recorded | None = None
-    measured: Measured = field(default_factory=Measured)
+    measured: MeasuredCost = field(default_factory=MeasuredCost)
     out: Mapping[str, bool] = field(default_factory=dict)
 
 
@@ -259,7 +259,7 @@ class BlendClient:
             tuple(ours.get("in_place", ())),
             ours.get("expected_s"),
             Recorded(*ours["trace"]) if ours.get("trace") else None,
-            Measured(
+            MeasuredCost(
                 tuple(Computed(*took) for took in ours.get("measured", ())),
                 {tier: TierReads(*reads) for tier, reads in ours.get("reads", {}).items()},
                 float(ours.get("load_s", 0.0)),

@@ -162,7 +162,7 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadOrder:
     """Fill the positions ``start`` to ``end`` of a request's pages by blending; ``token_ids`` is the whole prompt.
 
     ``choice`` is what the loading controller has decided, for all ranks alike.
@@ -223,7 +223,7 @@ class StepMeta(KVConnectorMetadata):
         pace: Seconds per token of each kind of work, as measured; every rank cuts its passes by these same numbers.
     """
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False
     pace: dict[str, float] = field(default_factory=dict)

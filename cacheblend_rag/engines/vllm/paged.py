@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 
 from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, moved
+from cacheblend_rag.blending.target import StopForward
 from cacheblend_rag.engines.vllm.groups import BlockIds, page_groups
 from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for
 from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of, read_page
@@ -24,14 +25,6 @@ from cacheblend_rag.store.kv import LayerKV
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-class StopForward(Exception):  # noqa: N818  (a signal, not an error)
-    """Ends a pass at its stop layer, from inside the model's own forward."""
-
-    def __init__(self, fresh: LayerKV):
-        """Carry the stop layer's fresh KV."""
-        self.fresh = fresh
 
 
 class PagedModel:

@@ -22,7 +22,7 @@ from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
     Blended,
     BlendJob,
-    Load,
+    LoadOrder,
     Save,
     SaveJob,
     StepMeta,
@@ -86,7 +86,7 @@ class SchedulerSide:
         self._lender = PageLender(groups)
         self._loses_pages = any(group.window for group in groups)
         self._tracked: dict[str, _Tracked] = {}
-        self._loads: list[Load] = []
+        self._loads: list[LoadOrder] = []
         self._saving: dict[str, tuple[Request, SaveJob]] = {}
         self._pace = Pace()
         self._where = Whereabouts()
@@ -214,7 +214,9 @@ class SchedulerSide:
         elif external > 0 and tracked.job is not None:
             ids, start = tuple(request.prompt_token_ids or ()), tracked.end - external
             pages = self._lender.complete(request.request_id, blocks.get_block_ids(), start)
-            self._loads.append(Load(request.request_id, ids, start, tracked.end, pages, tracked.job, tracked.choice))
+            self._loads.append(
+                LoadOrder(request.request_id, ids, start, tracked.end, pages, tracked.job, tracked.choice)
+            )
             if tracked.choice is not None:
                 self._under_way[request.request_id] = tracked.blend_s
 

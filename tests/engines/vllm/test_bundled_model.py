@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.bench.compute import measure_compute
-from cacheblend_rag.bench.setup import Workbench
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.doctor.compute import measure_compute
 from cacheblend_rag.doctor.costs import token_bytes
+from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.results import StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine

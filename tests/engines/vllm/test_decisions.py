@@ -212,10 +212,10 @@ def test_a_malformed_job_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> No
 
 
 def test_the_controllers_ratio_is_the_lowest_of_the_rule_that_knows_the_text() -> None:
-    from cacheblend_rag.engines.vllm.messages import Load
+    from cacheblend_rag.engines.vllm.messages import LoadOrder
 
     choice = Choice(frozenset(), 0.4, "", 1.0)
-    load = Load("a", (), 0, 0, (), BlendJob((), SETTINGS, (1.0,), AutoRatio(0.2, 0.5)), choice)
+    load = LoadOrder("a", (), 0, 0, (), BlendJob((), SETTINGS, (1.0,), AutoRatio(0.2, 0.5)), choice)
     assert load.ratio == AutoRatio(0.4, 0.5)
     assert replace(load, job=replace(load.job, ratio=0.2)).ratio == 0.4
     assert replace(load, choice=None).ratio == AutoRatio(0.2, 0.5)

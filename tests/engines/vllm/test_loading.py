@@ -18,7 +18,7 @@ from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.engines.vllm import blends
 from cacheblend_rag.engines.vllm.blends import BlendQueue
-from cacheblend_rag.engines.vllm.messages import BlendJob, Load
+from cacheblend_rag.engines.vllm.messages import BlendJob, LoadOrder
 from cacheblend_rag.engines.vllm.pace import Allowance, StepClock
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
@@ -63,7 +63,7 @@ class Worker:
         job = BlendJob(spans, ResolvedSettings(RATIO, "hkvd", (1,), "chunks"), (1.0,), RATIO)
         ids = scene.prompt.token_ids
         choice = None if most_wait_s is None else Choice(frozenset(), RATIO, "", 1.0, most_wait_s)
-        self.queue.add(Load(name, ids, 0, scene.prompt.spans[-1].end, (), job, choice))
+        self.queue.add(LoadOrder(name, ids, 0, scene.prompt.spans[-1].end, (), job, choice))
 
     def step(self, streams: bool = True) -> None:
         """What the worker does with its blends in one step."""

@@ -1,0 +1,161 @@
+"""Opening engines and pipelines with the options of a command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.console import options
+from cacheblend_rag.console.bundled import left_to_bundled, warn_if_indexed_for_bundled_model
+from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions
+from cacheblend_rag.console.output import status
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import BlendEngine
+    from cacheblend_rag.engines.remote import RemoteEngine
+    from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.engines.vllm import VLLMEngine
+    from cacheblend_rag.rag.pipeline import RagPipeline
+    from cacheblend_rag.store import KVStore
+
+
+def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:
+    """Load the model of a command."""
+    with status("Loading the model"):
+        import torch
+        from transformers.utils import logging
+
+        from cacheblend_rag.engines.transformers import TransformersEngine
+        from cacheblend_rag.engines.transformers.loading import dtype_named
+
+        logging.disable_progress_bar()
+        if chosen.threads is not None:
+            torch.set_num_threads(chosen.threads)
+        dtype = dtype_named(chosen.dtype) if chosen.dtype else None
+        return TransformersEngine(chosen.model, device=chosen.device, dtype=dtype, store=store)
+
+
+def open_vllm(
+    chosen: ModelOptions, store: Path | None, ram_budget: int | None, disk_budget: int | None, header: str | None = None
+) -> VLLMEngine:
+    """Start vLLM with the model of a command; ``store`` and ``header`` as its engine takes them.
+
+    Raises:
+        InputError: An option that vLLM has no use for.
+        ModelError: vLLM is missing, or does not start; the message says why in a few lines.
+    """
+    from cacheblend_rag.errors import InputError
+
+    for name, value in (("--device", chosen.device), ("--threads", chosen.threads)):
+        if value is not None:
+            raise InputError(f"{name} does not go with --engine vllm, which chooses for itself.")
+    # What a person wants to read is the answer; vLLM's own log is for servers.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with status("Starting vLLM"):
+        from cacheblend_rag.engines.vllm import VLLMEngine
+        from cacheblend_rag.engines.vllm.starting import StartError, StartLog
+
+        log = StartLog()
+        try:
+            with log:
+                return VLLMEngine(
+                    chosen.model,
+                    store=store,
+                    header=header,
+                    dtype=chosen.dtype,
+                    ram_budget=ram_budget,
+                    disk_budget=disk_budget,
+                )
+        except StartError as error:
+            why = log.why(error.cause, " (flags named here are those of `cacheblend serve`)")
+            raise StartError(error.model, error.cause, why) from error
+
+
+def open_server(chosen: EngineOptions) -> RemoteEngine:
+    """Connect to the server of a command; ``--model`` is the name it must serve.
+
+    Raises:
+        InputError: An option that only a model loaded here has.
+    """
+    from cacheblend_rag.errors import InputError
+
+    assert chosen.server is not None
+    if chosen.engine != "transformers":
+        raise InputError("--engine does not go with --server: the model runs there.")
+    local = {"--device": chosen.device, "--dtype": chosen.dtype, "--threads": chosen.threads}
+    if given := [name for name, value in local.items() if value is not None]:
+        raise InputError(f"{', '.join(given)} does not go with --server: the model runs there.")
+    with status("Connecting"):
+        from cacheblend_rag.engines.remote import RemoteEngine
+
+        return RemoteEngine(chosen.server, model=chosen.model)
+
+
+def open_any_engine(chosen: EngineOptions, store: Path, budgets: BudgetOptions) -> BlendEngine:
+    """Open the model of a command in front of a store directory.
+
+    With a server the KV is in the server's store.
+
+    Raises:
+        InputError: Options that do not go together.
+    """
+    from cacheblend_rag.errors import InputError
+    from cacheblend_rag.store import open_store
+
+    ram, disk = budgets.nbytes()
+    if chosen.server is not None and budgets.given:
+        raise InputError(f"{', '.join(budgets.given)} does not go with --server: its store is its own.")
+    if chosen.server:
+        return open_server(chosen)
+    budgets.note(store)
+    if chosen.engine == "vllm":
+        return open_vllm(chosen, store, ram, disk)
+    return open_engine(chosen, open_store(store, ram, disk))
+
+
+@contextmanager
+def open_pipeline(
+    chosen: EngineOptions,
+    directory: Path | None,
+    budgets: BudgetOptions,
+    *,
+    must_exist: bool = True,
+    k: int = 6,
+    chunk_tokens: int | None = None,
+    overlap: int | None = None,
+    embedding: str | None = None,
+    query_encoder: Path | None = None,
+    tenant: str = "default",
+) -> Iterator[RagPipeline]:
+    """Open the store of a command with its model in front, as a tenant has it.
+
+    With a server the directory holds the index alone; the KV is in the server's store.
+    """
+    from cacheblend_rag.errors import StoreError
+    from cacheblend_rag.retrieval.index import ChunkIndex
+    from cacheblend_rag.store.tenants import DEFAULT_NAME, home_of
+
+    path = options.store_directory(directory)
+    home = home_of(path, tenant)
+    if must_exist and not ChunkIndex.exists(home):
+        # Said at once: a wrong path should not cost the loading of a model.
+        named = "" if tenant == DEFAULT_NAME else f" --tenant {tenant}"
+        raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
+    if must_exist and left_to_bundled(chosen):
+        warn_if_indexed_for_bundled_model(home)
+    with open_any_engine(chosen, path, budgets) as engine:
+        from cacheblend_rag.rag.pipeline import RagPipeline
+
+        with RagPipeline(
+            engine if tenant == DEFAULT_NAME else engine.for_tenant(tenant),
+            home,
+            k=k,
+            chunk_tokens=chunk_tokens,
+            overlap=overlap,
+            embedding=embedding,
+            query_encoder=query_encoder,
+        ) as pipeline:
+            yield pipeline

@@ -1,0 +1,190 @@
+"""Groups of options that several commands take, each as one parameter: ``model: ModelOptions``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
+
+from cacheblend_rag.console import options
+
+if TYPE_CHECKING:
+    from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.engines.sampling import SamplingParams
+
+
+def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups of options as parameters: Typer sees their fields, the command the groups.
+
+    A group is a dataclass whose fields are annotated as a command's parameters are, all with a default; a field may be a group
+    itself. An instance as the parameter's default changes the fields' defaults.
+
+    Raises:
+        ValueError: Two options have one name.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    flat: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            given = parameter.default is not parameter.empty
+            flat += _parameters(parameter.default if given else groups[name]())
+        else:
+            flat.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        built = {name: _build(group, values) for name, group in groups.items()}
+        command(**built, **values)
+
+    # What inspect and Typer read instead of run's own parameters.
+    vars(run)["__signature__"] = inspect.Signature(flat)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run
+
+
+def _parameters(defaults: Any) -> Iterator[inspect.Parameter]:
+    """Yield a group's fields as parameters, with the values of ``defaults`` as their defaults."""
+    for name, hint in _hints(type(defaults)).items():
+        default = getattr(defaults, name)
+        if is_dataclass(hint):
+            yield from _parameters(default)
+        else:
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _build(group: Any, values: dict[str, Any]) -> Any:
+    """Return a group made of its options, which are taken out of ``values``."""
+    hints = _hints(group)
+    return group(
+        **{name: _build(hint, values) if is_dataclass(hint) else values.pop(name) for name, hint in hints.items()}
+    )
+
+
+def _hints(group: Any) -> dict[str, Any]:
+    hints = get_type_hints(group, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(group)}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model of a command that loads one."""
+
+    model: options.Model = None
+    device: options.Device = None
+    dtype: options.DType = None
+    threads: options.Threads = None
+
+
+@dataclass(frozen=True)
+class EngineOptions(ModelOptions):
+    """The model of a command that any engine may run, a server's included."""
+
+    engine: options.Engine = "transformers"
+    server: options.Server = None
+
+
+@dataclass(frozen=True)
+class BlendOptions:
+    """How stored KV is treated."""
+
+    ratio: options.BlendRatio = None
+    policy: options.Policy = None
+    check_layers: options.CheckLayers = None
+
+    def settings(self) -> BlendSettings:
+        """Return them as the engines take them.
+
+        Raises:
+            InputError: A value is out of range.
+        """
+        from cacheblend_rag.blending.settings import BlendSettings
+
+        return BlendSettings(options.ratio(self.ratio), self.policy, options.layers(self.check_layers))
+
+
+@dataclass(frozen=True)
+class BudgetOptions:
+    """Where the store keeps its KV, and how much of it."""
+
+    kv: options.KV = None
+    ram_budget: options.RamBudget = None
+    disk_budget: options.DiskBudget = None
+    encrypt: options.Encrypt = None
+
+    def nbytes(self) -> tuple[int | None, int | None]:
+        """Return the bytes of the RAM and of the disk tier; None where none are given.
+
+        Raises:
+            InputError: One is no size.
+        """
+        ram, disk = (None if text is None else options.nbytes(text) for text in (self.ram_budget, self.disk_budget))
+        return ram, disk
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given."""
+        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
+
+    def note(self, directory: Path) -> None:
+        """Note in a store where its KV, and its keys, are from now on, if that was given; say on stderr if that is another place.
+
+        Raises:
+            InputError: It cannot be used, or does not go with the other options.
+            StoreError: It cannot be noted, or the KV that is there is not encrypted with these keys.
+        """
+        if self.kv is None and self.encrypt is None:
+            return
+        from cacheblend_rag.errors import InputError
+        from cacheblend_rag.store import record_tiers, recorded_tiers
+
+        others = [name for name in self.given if name not in ("--kv", "--encrypt")]
+        if self.kv is not None and others:
+            raise InputError(f"{', '.join(others)} does not go with --kv: each address takes a budget, as ram://8GiB.")
+        before = recorded_tiers(directory)
+        record_tiers(directory, self.kv, self.encrypt)
+        if self.kv is not None and before not in (None, recorded_tiers(directory)):
+            typer.echo(
+                f"The KV of {directory} is kept in {self.kv} from now on. What lies in {before} is not moved.", err=True
+            )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How an answer is decoded."""
+
+    max_tokens: options.MaxTokens = 128
+    temperature: options.Temperature = 0.0
+    top_p: options.TopP = 1.0
+    seed: options.Seed = None
+
+    def params(self) -> SamplingParams:
+        """Return them as the engines take them.
+
+        Raises:
+            InputError: A value is out of range.
+        """
+        from cacheblend_rag.engines.sampling import SamplingParams
+
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed)
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """Where questions are answered from, and how."""
+
+    store: options.Store = None
+    model: EngineOptions = field(default_factory=EngineOptions)
+    k: options.K = 6
+    blend: BlendOptions = field(default_factory=BlendOptions)
+    budgets: BudgetOptions = field(default_factory=BudgetOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+CONVERSATION = QuestionOptions(sampling=SamplingOptions(max_tokens=256))
+"""The same for a conversation, whose answers are read and not processed."""

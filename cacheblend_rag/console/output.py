@@ -1,0 +1,166 @@
+"""What commands print: JSON on stdout, tables for people, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+Show = Callable[[float, int, str], None]
+"""Takes how much is done, of how much, and what is at hand."""
+
+_SECONDS_A_LINE = 5.0
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number of things in words: "1 chunk", "2 chunks"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON document on stdout."""
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Return rows as aligned columns: the first to the left, the others to the right; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(nbytes: float | None) -> str:
+    """Return a number of bytes as people read it."""
+    if nbytes is None:
+        return "-"
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def seconds(value: float) -> str:
+    """Return a time with the digits that matter."""
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Show]:
+    """Show on stderr how far the block is: a bar on a terminal, else a line every few seconds.
+
+    Yields a function of how much is done, of how much, and what is at hand.
+    """
+    if not sys.stderr.isatty():
+        lines = _Lines(label)
+        with _written(lines.line):
+            yield lines
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total, at: bar.update(task, completed=done, total=total, description=f"{label} {at}")
+
+
+class _Lines:
+    """Progress for a log: a line every few seconds, also while nothing moves, with the time left at the rate so far."""
+
+    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic):
+        self._label, self._clock = label, clock
+        self._at: tuple[float, int, str] | None = None
+        self._begin: tuple[int, float, float] | None = None  # of how much, and how much was done when
+
+    def __call__(self, done: float, total: int, at: str) -> None:
+        if self._begin is None or self._begin[0] != total:
+            self._begin = (total, done, self._clock())
+        self._at = (done, total, at)
+
+    def line(self) -> str | None:
+        """Return how far it is in words; None before anything is known."""
+        if self._at is None or self._begin is None:
+            return None
+        done, total, at = self._at
+        _, done_then, then = self._begin
+        line = f"{self._label} {at}: {done:,.0f} of {total:,}"
+        if done == done_then:
+            return line
+        return f"{line}, about {_minutes((total - done) * (self._clock() - then) / (done - done_then))} left"
+
+
+def _write_until(over: threading.Event, line: Callable[[], str | None]) -> None:
+    """Write to stderr every few seconds what ``line`` has to say, if anything."""
+    while not over.wait(_SECONDS_A_LINE):
+        if (text := line()) is not None:
+            typer.echo(text, err=True)
+
+
+@contextmanager
+def _written(line: Callable[[], str | None]) -> Iterator[None]:
+    """Do so while the block runs."""
+    over = threading.Event()
+    thread = threading.Thread(target=_write_until, args=(over, line), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _minutes(left: float) -> str:
+    if left < 90:
+        return f"{left:.0f} s"
+    return f"{left / 60:.0f} min" if left < 5400 else f"{left / 3600:.1f} h"
+
+
+@contextmanager
+def status(label: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done on stderr: on a terminal, else in a line when it has changed, every few seconds at most.
+
+    Yields a function that changes the text.
+    """
+    if not sys.stderr.isatty():
+        texts: list[str] = []
+        with _written(lambda: _last(label, texts)):
+            yield texts.append
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(label) as shown:
+        yield lambda text: shown.update(f"{label}: {text}")
+
+
+def _last(label: str, texts: list[str]) -> str | None:
+    """Return the newest of what was to be said since the last time, and drop the rest."""
+    newest = None
+    while texts:
+        newest = texts.pop(0)
+    return None if newest is None else f"{label}: {newest}"

@@ -1,1 +1,0 @@
-"""What the token choice rests on, one thing at a time: `python -m cacheblend_rag.evaluation.ablation`."""

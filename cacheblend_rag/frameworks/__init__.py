@@ -1,0 +1,1 @@
+"""Serves the packages for LangChain and LlamaIndex: calls, misses, uses of chunks, shared engines."""

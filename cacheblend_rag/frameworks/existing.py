@@ -1,0 +1,117 @@
+"""The KV of texts that stand in somebody's index already: what it will take, and computing it batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.frameworks.uses import uses_of
+from cacheblend_rag.prompts.chunk import Chunk
+
+_T = TypeVar("_T")
+_BATCH = 64
+"""Texts whose KV is computed by one call: little is done twice where a run is stopped."""
+_SAMPLE = 8
+
+
+@dataclass(frozen=True)
+class ExistingEstimate:
+    """What computing the KV of an index will take.
+
+    Attributes:
+        chunks: Different texts in it that can be chunks of a prompt.
+        stored: Those of them whose KV is stored; over a server none is known to be.
+        tokens: Tokens of the others, which are to be computed.
+        nbytes: About how much room their KV takes where it outlasts the process; None where a server keeps it.
+        seconds: About how long computing them takes, measured on a few of them; None where there were none.
+    """
+
+    chunks: int
+    stored: int
+    tokens: int
+    nbytes: int | None
+    seconds: float | None
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        if self.stored == self.chunks:
+            return f"{self.chunks:,} chunks, all stored"
+        room = "" if self.nbytes is None else f" and {self.nbytes / 1e9:,.3g} GB of KV"
+        time = "" if self.seconds is None else f", in about {_duration(self.seconds)}"
+        return f"{self.chunks:,} chunks, {self.stored:,} of them stored; {self.tokens:,} tokens{room} to compute{time}"
+
+
+def estimate_existing(engine: BlendEngine, texts: Iterable[str]) -> ExistingEstimate:
+    """Return what :func:`precompute_existing` will take. It computes a few of the texts, which is then done.
+
+    Args:
+        engine: The engine that answers.
+        texts: As they will stand in prompts.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    seen: set[str] = set()
+    missing: list[tuple[int, ...]] = []
+    sample: list[Chunk] = []
+    entries, uses = engine.entries, uses_of(engine)
+    for batch in _batches(texts):
+        for chunk in uses.register(engine, batch):
+            if chunk.id in seen:
+                continue
+            seen.add(chunk.id)
+            if entries is None or not entries.contains(chunk.token_ids):
+                missing.append(chunk.token_ids)
+                if len(sample) < _SAMPLE:
+                    sample.append(chunk)
+    report = engine.precompute(sample) if sample else PrecomputeReport()
+    tokens, left = report.tokens, sum(map(len, missing)) - sum(len(chunk.token_ids) for chunk in sample)
+    held = None if entries is None else [entries.lasting().entry(chunk.token_ids) for chunk in sample]
+    nbytes = None if held is None else sum(entry.nbytes for entry in held if entry is not None)
+    return ExistingEstimate(
+        len(seen),
+        len(seen) - len(missing) + report.computed + report.present,
+        left,
+        None if nbytes is None or not tokens else round(nbytes / tokens * left),
+        report.seconds / tokens * left if tokens else None,
+    )
+
+
+def precompute_existing(
+    items: Iterable[_T],
+    compute: Callable[[Sequence[_T]], PrecomputeReport],
+    progress: Callable[[int], None] | None = None,
+) -> PrecomputeReport:
+    """Compute and store the KV of what is in an index. What is stored is skipped, so that a run that was stopped goes on.
+
+    Args:
+        items: Documents or nodes, each of which is one chunk.
+        compute: Computes those of a batch.
+        progress: Called with the number of items finished since its last call.
+
+    Raises:
+        StoreError: The store cannot be written. What was stored before stays.
+    """
+    done = PrecomputeReport()
+    for batch in _batches(items):
+        done += compute(batch)
+        if progress is not None:
+            progress(len(batch))
+    return done
+
+
+def _batches(items: Iterable[_T]) -> Iterator[tuple[_T, ...]]:
+    iterator = iter(items)
+    while batch := tuple(islice(iterator, _BATCH)):
+        yield batch
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

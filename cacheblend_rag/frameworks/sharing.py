@@ -1,0 +1,151 @@
+"""Engines by name: equal arguments give the same engine, which stays open until the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from cacheblend_rag.errors import InputError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import BlendEngine
+
+EngineName = Literal["transformers", "vllm"]
+"""What runs a model in this process."""
+
+HERE: Final = "transformers"
+BUNDLED: Final = "bundled"
+
+_opened: dict[tuple[Any, ...], BlendEngine] = {}
+_opening = threading.Lock()
+
+
+def shared_engine(
+    model: str | Path | None = None,
+    *,
+    engine: EngineName = HERE,
+    store: str | Path | None = None,
+    device: str | None = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    timeout_s: float | None = None,
+    max_retries: int | None = None,
+) -> BlendEngine:
+    """Return the engine of these arguments; whoever gives the same ones shares it.
+
+    Where neither ``model`` nor ``base_url`` is given, ``CACHEBLEND_BASE_URL`` and then ``CACHEBLEND_MODEL`` say which; without
+    ``store`` a model here has that of ``CACHEBLEND_STORE``, else RAM alone. It is closed when the process ends; one that was
+    closed before is opened anew.
+
+    Args:
+        model: A directory, a hub name or ``"bundled"``; with ``base_url`` the name that the server must serve.
+        engine: What runs the model here.
+        store: As of :class:`TransformersEngine`.
+        device: Likewise; vLLM chooses for itself.
+        base_url: Address of a `cacheblend serve`.
+        api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
+        timeout_s: Longest wait for the next piece of its answer, in seconds.
+        max_retries: How often a request is sent to it again.
+
+    Raises:
+        InputError: Neither a model nor a server is named, or arguments do not go together.
+        ModelError: The model cannot be loaded.
+        ServerError: The server does not answer.
+        StoreError: The store cannot be opened.
+    """
+    opened_as: dict[str, Any] = {
+        "model": model,
+        "engine": engine,
+        "store": store,
+        "device": device,
+        "base_url": base_url,
+        "api_key": api_key,
+        "timeout_s": timeout_s,
+        "max_retries": max_retries,
+    }
+    found = _named(**opened_as)
+    if found._reopen is None:
+        found._reopen = partial(shared_engine, **opened_as)
+    return found
+
+
+def _named(
+    model: str | Path | None,
+    engine: EngineName,
+    store: str | Path | None,
+    device: str | None,
+    base_url: str | None,
+    api_key: str | None,
+    timeout_s: float | None,
+    max_retries: int | None,
+) -> BlendEngine:
+    if engine not in get_args(EngineName):
+        raise InputError(f"engine is {engine!r}; it is 'transformers', 'vllm', or an engine of yours.")
+    if model is None and base_url is None:
+        base_url = os.environ.get("CACHEBLEND_BASE_URL")
+        model = None if base_url else os.environ.get("CACHEBLEND_MODEL")
+        if not base_url and not model:
+            raise InputError(
+                "There is neither a model nor a server. Give model= (a directory, a hub name or 'bundled') or base_url=, or set "
+                "CACHEBLEND_MODEL or CACHEBLEND_BASE_URL."
+            )
+    if base_url:
+        _refuse("the model runs on the server", store=store, device=device, engine=engine if engine != HERE else None)
+        connection = {"api_key": api_key, "timeout_s": timeout_s, "max_retries": max_retries}
+        return _on_server(base_url, model, {name: value for name, value in connection.items() if value is not None})
+    _refuse("the model runs in this process", api_key=api_key, timeout=timeout_s, max_retries=max_retries)
+    named = None if str(model) == BUNDLED else str(model)
+    kept = str(store or os.environ.get("CACHEBLEND_STORE") or "") or None
+    if engine == "vllm":
+        _refuse("vLLM chooses for itself", device=device)
+        return _on_vllm(named, kept)
+    return _on_transformers(named, kept, device)
+
+
+def _on_server(url: str, model: str | Path | None, connection: dict[str, Any]) -> BlendEngine:
+    from cacheblend_rag.engines.remote import RemoteEngine
+
+    served = None if model is None else str(model)
+    return _shared(("server", url, served, *connection.items()), lambda: RemoteEngine(url, model=served, **connection))
+
+
+def _on_vllm(model: str | None, store: str | None) -> BlendEngine:
+    def start() -> BlendEngine:
+        from cacheblend_rag.engines.vllm import VLLMEngine
+
+        return VLLMEngine(model, store=store)
+
+    return _shared(("vllm", model, store), start)
+
+
+def _on_transformers(model: str | None, store: str | None, device: str | None) -> BlendEngine:
+    from cacheblend_rag.engines.transformers import TransformersEngine
+
+    key = HERE, model, store, device
+    return _shared(key, lambda: TransformersEngine(model, store=store, device=device))
+
+
+def _shared(key: tuple[Any, ...], start: Callable[[], BlendEngine]) -> BlendEngine:
+    found = _opened.get(key)  # who has one does not wait while another model is loaded
+    if found is None or found.closed:
+        with _opening:
+            found = _opened.get(key)
+            if found is None or found.closed:
+                found = _opened[key] = start()
+    return found
+
+
+def _refuse(why: str, **arguments: object) -> None:
+    if given := [f"{name}=" for name, value in arguments.items() if value is not None]:
+        raise InputError(f"{', '.join(given)} cannot be used: {why}. Leave it out.")
+
+
+@atexit.register
+def _close() -> None:
+    for engine in _opened.values():
+        engine.close()

@@ -1,0 +1,185 @@
+"""Where calibration's prompts come from: a file, the user's documents, a store's chunks, or generated ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from cacheblend_rag.doctor.calibration import CalibrationPrompt
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.lab.datasets import demo_samples
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, rag_header, rag_prompt, tokenize
+from cacheblend_rag.prompts.templates import SEPARATOR
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_text
+from cacheblend_rag.retrieval.documents import Document, find_documents, load_document
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
+
+_T = TypeVar("_T")
+_FIRST_SENTENCE: Final = re.compile(r"[^.!?\n]+")
+# Fewer chunks than an answer usually gets: hundreds of prompts are to be measured in minutes.
+_CHUNKS: Final = 4
+_SEED: Final = 4711
+_QUESTIONS_PER_CONTEXT: Final = 8
+_ROOM: Final = 256
+_SHUFFLED: Final = 0.5
+# What of the following text is given, and what of it is compared.
+_LEAD, _FOLLOWS = 16, 32
+_MOST_CHUNKS: Final = 1000
+
+
+def collect_prompts(
+    engine: BlendEngine, file: Path | None, store: Path | None, count: int, documents: Path | None = None
+) -> list[CalibrationPrompt]:
+    """Return up to ``count`` prompts, evenly spread over what there is.
+
+    - A file: JSON lines of ``{"question", "chunks": [text, ...]}``; without ``chunks`` they are retrieved from ``store``.
+    - Documents: passages behind chunks retrieved for them and the one before, followed by their own text.
+    - A store alone: questions about the first sentences of its own chunks.
+    - None of them: questions of the bundled model's world about documents generated for it, each with its own,
+      half of them with the chunks in document order and half in any order.
+
+    Raises:
+        InputError: The file or the documents cannot be used; the message names the line or directory.
+        StoreError: There is no such store.
+    """
+    if documents is not None:
+        if file is not None:
+            raise InputError("Give --prompts or --documents, not both.")
+        return _from_documents(engine, documents, count)
+    if file is None and store is None:
+        return _generated(engine, count)
+    if file is None:
+        assert store is not None
+        with _open(engine, store) as pipeline:
+            return [_retrieved(pipeline, question) for question in _spread(_own_questions(pipeline), count)]
+    rows = _spread(_read(file), count)
+    if all("chunks" in row for row in rows):
+        return [_given(engine, row) for row in rows]
+    if store is None:
+        raise InputError(f"{file} has questions without chunks; give --store to retrieve them from.")
+    with _open(engine, store) as pipeline:
+        return [_given(engine, row) if "chunks" in row else _retrieved(pipeline, row["question"]) for row in rows]
+
+
+def _generated(engine: BlendEngine, count: int) -> list[CalibrationPrompt]:
+    size = min(DEFAULT_CHUNK_TOKENS, (engine.context_window - _ROOM) // _CHUNKS)
+    samples = demo_samples(
+        engine.tokenizer, count * _QUESTIONS_PER_CONTEXT, _SEED, chunks=_CHUNKS, chunk_tokens=max(1, size)
+    )
+    contexts: dict[str, list[Any]] = {}
+    for sample in samples:
+        contexts.setdefault(sample.group, []).append(sample)
+    # One question of each context, the kinds in turn: more of one say little more.
+    chosen = [found[number % len(found)] for number, found in enumerate(contexts.values())][:count]
+    # A retriever gives chunks by likeness, not as they stand in their documents: half of the prompts have them in any order.
+    rng = Random(_SEED)
+    orders = [rng.sample(each.texts, len(each.texts)) if rng.random() < _SHUFFLED else each.texts for each in chosen]
+    return [_given(engine, {"question": e.question, "chunks": texts}) for e, texts in zip(chosen, orders, strict=True)]
+
+
+def _from_documents(engine: BlendEngine, directory: Path, count: int) -> list[CalibrationPrompt]:
+    size = min(DEFAULT_CHUNK_TOKENS, (engine.context_window - _ROOM) // _CHUNKS)
+    runs: list[list[Chunk]] = []
+    for path in find_documents([directory]):
+        loaded = load_document(path)
+        if isinstance(loaded, Document):
+            runs.append(split_text(loaded.text, engine.tokenizer, size))
+        if sum(map(len, runs)) >= _MOST_CHUNKS:
+            break
+    chunks = [chunk for run in runs for chunk in run]
+    places: list[int] = []
+    at = 0
+    for run in runs:
+        places += [at + i for i in range(1, len(run)) if len(run[i].token_ids) >= _LEAD + _FOLLOWS]
+        at += len(run)
+    if not places or len(chunks) < _CHUNKS:
+        raise InputError(
+            f"{directory} holds {len(chunks)} chunks of up to {size} tokens, of which {len(places)} stand behind another one; "
+            f"calibration needs {_CHUNKS} chunks and documents of several."
+        )
+    embedder = Embedder.load()
+    vectors = embedder.texts([chunk.text for chunk in chunks])
+    return [_continued(engine, embedder, chunks, vectors, place) for place in _spread(places, count)]
+
+
+def _continued(
+    engine: BlendEngine, embedder: Embedder, chunks: Sequence[Chunk], vectors: Sequence[Any], place: int
+) -> CalibrationPrompt:
+    """Return the passage at ``place`` behind the chunk before it, and that behind the chunks nearest to the passage."""
+    passage, before = chunks[place], chunks[place - 1]
+    wanted = embedder.question(passage.text)
+    distances = [float(np.linalg.norm(windows - wanted, axis=1).min()) for windows in vectors]
+    nearest = sorted(range(len(chunks)), key=lambda i: (distances[i], i))
+    others = {chunks[i].id: chunks[i] for i in nearest if chunks[i].id not in (passage.id, before.id)}
+    shown = [*list(others.values())[: _CHUNKS - 1], before]
+    segments: list[str | Chunk] = [rag_header(engine.tokenizer)]
+    for chunk in shown:
+        segments += [chunk, SEPARATOR]
+    prompt = tokenize(BlendPrompt(tuple(segments)), engine.tokenizer, engine.registry)
+    ids = passage.token_ids
+    return CalibrationPrompt(
+        TokenizedPrompt((*prompt.token_ids, *ids[:_LEAD]), prompt.spans), tuple(ids[_LEAD : _LEAD + _FOLLOWS])
+    )
+
+
+def _open(engine: BlendEngine, store: Path) -> RagPipeline:
+    if not ChunkIndex.exists(store):
+        raise StoreError(f"Nothing is indexed in {store}. Run `cacheblend index FILES --store DIR` first.")
+    return RagPipeline(engine, store)
+
+
+def _retrieved(pipeline: RagPipeline, question: str) -> CalibrationPrompt:
+    prompt, _, _ = pipeline.prompt(question, pipeline.retrieve(question).hits)
+    return CalibrationPrompt(tokenize(prompt, pipeline.engine.tokenizer, pipeline.engine.registry))
+
+
+def _given(engine: BlendEngine, row: dict[str, Any]) -> CalibrationPrompt:
+    chunks = [make_chunk(text, engine.tokenizer) for text in row["chunks"]]
+    prompt = rag_prompt(engine.tokenizer, chunks, row["question"])
+    return CalibrationPrompt(tokenize(prompt, engine.tokenizer, engine.registry))
+
+
+def _own_questions(pipeline: RagPipeline) -> list[str]:
+    found = (_FIRST_SENTENCE.search(chunk.text) for chunk in pipeline.chunks.chunks())
+    return [f"What else is known about this: {match[0].strip()}?" for match in found if match is not None]
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"The prompts {file} cannot be read: {error}.") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            texts = row.get("chunks", [])
+            usable = (
+                isinstance(row["question"], str) and isinstance(texts, list) and all(isinstance(t, str) for t in texts)
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            usable = False
+        if not usable:
+            raise InputError(f'{file}, line {number}: write {{"question": "...", "chunks": ["...", "..."]}}.')
+        rows.append(row)
+    if not rows:
+        raise InputError(f"The prompts {file} are empty.")
+    return rows
+
+
+def _spread(items: Sequence[_T], count: int) -> list[_T]:
+    """Return at most ``count`` items, evenly spaced: neighbours are often of one kind."""
+    step = max(1.0, len(items) / count)
+    return [items[int(i * step)] for i in range(min(count, len(items)))]

@@ -1,0 +1,390 @@
+"""`cacheblend realm`: REALM as in the paper, at any size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from cacheblend_rag.console import options
+from cacheblend_rag.console.app import app
+from cacheblend_rag.console.output import counted, print_json, progress, table
+
+if TYPE_CHECKING:
+    from cacheblend_rag.lab.realm.questions import RealmQuestion
+
+realm = typer.Typer(
+    no_args_is_help=True,
+    help="Train a retriever by what helps an encoder fill masks and find answers: REALM (arXiv 2002.08909), at any size.",
+)
+app.add_typer(realm, name="realm")
+
+_TRAINING = "Training"
+
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads (default: all; 1 for a tiny BERT).")]
+Questions = Annotated[
+    Path,
+    typer.Option(
+        "--questions",
+        "-q",
+        help='JSON lines of {"question", "answers"}, or a file of NQ-open, WebQuestions or CuratedTREC as it is published.',
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(min=1, help="Sentences or questions in a step (default: 16; tiny: 12).", rich_help_panel=_TRAINING),
+]
+Spans = Annotated[
+    Literal["salient", "random"],
+    typer.Option(
+        help="What is masked: names and dates, or any words (the paper's ablation).", rich_help_panel=_TRAINING
+    ),
+]
+ICT = Annotated[
+    bool, typer.Option("--ict/--no-ict", help="Begin with the inverse cloze task.", rich_help_panel=_TRAINING)
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Steps of masked spans over retrieved passages (default: 5000; demo and tiny: 60).",
+        rich_help_panel=_TRAINING,
+    ),
+]
+WarmSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Steps of the warm start (default: 2000; tiny: 400; demo of minilm: 150).",
+        rich_help_panel=_TRAINING,
+    ),
+]
+RefreshEvery = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Steps between renewals of the index; 0: never (default: 500; tiny: 20).", rich_help_panel=_TRAINING
+    ),
+]
+RandomSeed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help_panel=_TRAINING)]
+
+
+@realm.command()
+def pretrain(
+    *,
+    corpus: Annotated[
+        Path,
+        typer.Option(
+            help='Documents: a directory, a .jsonl of {"title", "text"}, or a .tsv of id, text and title (DPR\'s).'
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the model; run again to go on.")],
+    bert: Annotated[
+        str,
+        typer.Option(
+            help="Directory of a BERT; minilm: the bundled embedding's, 6 layers of 384; tiny: 2 layers of 128, random weights."
+        ),
+    ] = "tiny",
+    steps: Steps = None,
+    warm_steps: WarmSteps = None,
+    refresh_every: RefreshEvery = None,
+    spans: Spans = "salient",
+    ict: ICT = True,
+    candidates: Annotated[
+        int | None,
+        typer.Option(min=1, help="Passages retrieved for a sentence, besides the null document (default: 7; tiny: 3)."),
+    ] = None,
+    batch: Batch = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Highest learning rate (default: 3e-5; tiny: 1e-4).", rich_help_panel=_TRAINING)
+    ] = None,
+    warm_batch: Annotated[
+        int, typer.Option(min=2, help="Sentences in a step of the warm start.", rich_help_panel=_TRAINING)
+    ] = 64,
+    warm_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Highest learning rate of the warm start (default: 1e-4; tiny: 2e-3).", rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    passage_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Most word pieces of a passage (default: 288; tiny: 48).")
+    ] = None,
+    query_tokens: Annotated[
+        int | None,
+        typer.Option(min=8, help="Most word pieces of a question or a masked sentence (default: 64; tiny: 32)."),
+    ] = None,
+    faiss: Annotated[str, typer.Option(help="Kind of index, in FAISS's words; Flat is exact.")] = "Flat",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option(help="What BERT's matrices are multiplied in, here and whenever this model is used."),
+    ] = "float32",
+    seed: RandomSeed = 0,
+    device: options.Device = None,
+    threads: Threads = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Pre-train: a warm start, then masked spans over retrieved passages, while another process renews the index."""
+    from cacheblend_rag.lab.realm.model import BUNDLED, TINY, check_device
+    from cacheblend_rag.lab.realm.passages import read_corpus
+    from cacheblend_rag.lab.realm.presets import pretraining
+    from cacheblend_rag.lab.realm.pretrain import pretrain as run
+    from cacheblend_rag.lab.realm.salient import salient_finder
+
+    preset = pretraining(bert if bert in (TINY, BUNDLED) else str(Path(bert).expanduser().resolve()))
+    settings = replace(
+        preset,
+        shape=replace(preset.shape, **_given(query_tokens=query_tokens, passage_tokens=passage_tokens), dtype=dtype),
+        ict=ict,
+        warm_batch=warm_batch,
+        spans=spans,
+        faiss=faiss,
+        seed=seed,
+        **_given(warm_steps=warm_steps, warm_rate=warm_rate, steps=steps, batch=batch, rate=rate),
+        **_given(candidates=candidates, refresh_every=refresh_every),
+    )
+    where = check_device(device)
+    _use_threads(threads, bert)
+    finder = salient_finder()[0] if spans == "salient" else "random"
+    typer.echo(_SPANS.get(finder, f"Masking what {finder} finds, and dates."), err=True)
+    with progress("Pre-training:") as show:
+        run(lambda tokenizer, size: read_corpus(corpus.expanduser(), tokenizer, size), output, settings, where, show)
+    _report_run(output, {"spans": finder}, as_json, "cacheblend realm finetune --model")
+
+
+_SPANS = {
+    "patterns": "Masking dates and capitalised names, found by patterns: spaCy with en_core_web_sm is not installed.",
+    "random": "Masking random spans.",
+}
+
+
+@realm.command()
+def finetune(
+    *,
+    model: Annotated[Path, typer.Option("--model", "-m", help="What pretrain wrote.")],
+    questions: Questions,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the model; run again to go on.")],
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps (default: 2000; tiny: 400).", rich_help_panel=_TRAINING)
+    ] = None,
+    batch: Batch = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Highest learning rate (default: 3e-5; tiny: 1e-3).", rich_help_panel=_TRAINING)
+    ] = None,
+    refresh_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Steps between renewals of the index, passages' vectors learning, too; 0: they stay, as in the paper.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 0,
+    k: Annotated[int, typer.Option("--k", "-k", min=1, help="Passages read for each question.")] = 5,
+    seed: RandomSeed = 0,
+    device: options.Device = None,
+    threads: Threads = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Fine-tune for open questions: the query tower and a span reader learn, and with --refresh-every passages' vectors."""
+    from cacheblend_rag.lab.realm.finetune import finetune as run
+    from cacheblend_rag.lab.realm.model import check_device, read_shape
+    from cacheblend_rag.lab.realm.presets import tuning
+
+    where = check_device(device)
+    preset = tuning(read_shape(model).random)
+    settings = replace(
+        preset, refresh_every=refresh_every, k=k, seed=seed, **_given(steps=steps, batch=batch, rate=rate)
+    )
+    _use_threads(threads, "tiny" if _is_tiny(model) else "")
+    found = _read(questions)
+    with progress("Fine-tuning:") as show:
+        run(model, found, output, settings, where, show)
+    _report_run(output, {"questions": len(found)}, as_json, "cacheblend realm eval --model")
+
+
+@realm.command("eval")
+def evaluate_command(
+    *,
+    model: Annotated[Path, typer.Option("--model", "-m", help="What finetune wrote.")],
+    questions: Questions,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most questions, the first of the file.")] = None,
+    k: Annotated[int, typer.Option("--k", "-k", min=1, help="Passages read for each question.")] = 5,
+    answers: Annotated[
+        Path | None, typer.Option(help="File for every question with its answer and scores, as JSON lines.")
+    ] = None,
+    device: options.Device = None,
+    threads: Threads = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Exact match and recall on a file of questions, with 95% intervals."""
+    import json
+
+    from cacheblend_rag.lab.realm.evaluate import evaluate, summary
+    from cacheblend_rag.lab.realm.finetune import is_tuned, open_library
+    from cacheblend_rag.lab.realm.inputs import Collator
+    from cacheblend_rag.lab.realm.model import RealmModel, check_device
+
+    where = check_device(device)
+    _use_threads(threads, "tiny" if _is_tiny(model) else "")
+    asked = _read(questions)[:limit]
+    if not is_tuned(model):
+        typer.echo(
+            "Warning: this model was never fine-tuned, so its answers are random; its recall is what it is.", err=True
+        )
+    loaded = RealmModel.load(model).to(where)
+    library = open_library(model, loaded)
+    with progress("Asking:") as show:
+        rows = evaluate(loaded, library, asked, Collator(loaded.tokenizer, where), k, show)
+    if answers is not None:
+        answers.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    found = summary(rows, [question.group for question in asked])
+    if as_json:
+        print_json(found)
+        return
+    typer.echo(f"{found['questions']} questions, {len(library.passages):,} passages, {k} of them read for each\n")
+    typer.echo(score_table({"": found}))
+
+
+@realm.command()
+def demo(
+    *,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Worlds to train on, one after the other; their questions are pooled.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="The first world.")] = 0,
+    bert: Annotated[
+        Literal["tiny", "minilm"],
+        typer.Option(
+            help="Begin with the bundled embedding's BERT, or with random weights: on one core, and it reads badly."
+        ),
+    ] = "minilm",
+    spans: Spans = "salient",
+    ict: ICT = True,
+    warm_steps: WarmSteps = None,
+    steps: Steps = None,
+    refresh_every: RefreshEvery = None,
+    finetune_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of fine-tuning (default: 300; tiny: 400).", rich_help_panel=_TRAINING),
+    ] = None,
+    finetune_refresh_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps of fine-tuning between renewals of the index; 0: passages' vectors stay (default: 30; tiny: 0).",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Keep the models in this directory, and go on there after a stop."),
+    ] = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """The whole of it with a small BERT on fictional worlds, in minutes: recall before and after, and a closed-book reader."""
+    from cacheblend_rag.lab.realm.demo import DemoSettings, run_demo
+    from cacheblend_rag.lab.realm.presets import demonstration
+
+    _use_threads(None, bert)
+    pretraining, tuning = demonstration(bert)
+    given = _given(warm_steps=warm_steps, steps=steps, refresh_every=refresh_every)
+    settings = DemoSettings(
+        pretrain=replace(pretraining, spans=spans, ict=ict, **given),
+        finetune=replace(tuning, **_given(steps=finetune_steps, refresh_every=finetune_refresh_every)),
+    )
+    typer.echo(
+        f"{counted(seeds, 'world')} of {settings.entities} entities, and for each {_DEMO_BERTS[bert]}.", err=True
+    )
+    with progress("Training:") as show:
+        found = run_demo(range(seed, seed + seeds), settings, output, lambda at, done, of: show(done, of, at))
+    if as_json:
+        print_json(found)
+        return
+    for world in found["worlds"]:
+        typer.echo(
+            f"world {world['seed']}: {world['passages']} passages, {world['train']} questions to learn from, {world['held_out']} "
+            f"about other entities to be asked; index up to {world['index']['staleness_max']:.0f} steps old"
+        )
+    typer.echo(f"\nIn percent, with 95% intervals, over {found['scores']['fine-tuned']['questions']} questions:\n")
+    typer.echo(score_table(found["scores"]))
+    for name, gain in found["gains"].items():
+        what = "exact match" if name == "em" else name
+        low, high = (gain[side] for side in ("low", "high"))
+        interval = f" [{100 * low:+.1f}, {100 * high:+.1f}]" if low is not None else ""
+        typer.echo(f"\n{what}, fine-tuned against {gain['over']}: {100 * gain['mean']:+.1f} points{interval}", nl=False)
+    typer.echo("")
+
+
+_DEMO_BERTS = {
+    "tiny": "a BERT of 2 layers of 128: about ten minutes of one CPU core",
+    "minilm": "the bundled embedding's BERT, 6 layers of 384: about a quarter of an hour of two CPU cores that have bfloat16",
+}
+
+
+def score_table(found: dict[str, dict[str, Any]]) -> str:
+    """Return a table of scores with their intervals: a row for each summary, a column for each score."""
+    names = [
+        name for name in dict.fromkeys(name for scores in found.values() for name in scores) if name != "questions"
+    ]
+    titles = ["", *("exact match" if name == "em" else name for name in names)]
+    return table([titles, *([title, *(_share(scores.get(name)) for name in names)] for title, scores in found.items())])
+
+
+def _share(score: dict[str, float] | None) -> str:
+    if score is None:
+        return "-"
+    return f"{100 * score['mean']:.1f} [{100 * score['low']:.1f}, {100 * score['high']:.1f}]"
+
+
+def _read(questions: Path) -> list[RealmQuestion]:
+    from cacheblend_rag.lab.realm.questions import read_questions
+
+    found = read_questions(questions.expanduser())
+    for skipped in found.skipped[:3]:
+        typer.echo(f"Skipped {questions.name}, {skipped}", err=True)
+    if len(found.skipped) > 3:
+        typer.echo(f"Skipped {len(found.skipped) - 3} more rows.", err=True)
+    return found.questions
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Return the options that were given."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _is_tiny(model: Path) -> bool:
+    import json
+
+    try:
+        return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["hidden_size"]) <= 128
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _use_threads(threads: int | None, bert: str) -> None:
+    """Use that many threads; for a tiny BERT a second one costs more than it brings."""
+    import torch
+
+    if threads is not None or bert == "tiny":
+        torch.set_num_threads(threads or 1)
+
+
+def _report_run(output: Path, more: dict[str, Any], as_json: bool, then: str) -> None:
+    from cacheblend_rag.lab.realm.refresh import PASSAGES
+    from cacheblend_rag.lab.realm.staleness import plot_staleness, staleness
+
+    with (output / PASSAGES).open("rb") as file:
+        found = {"output": str(output), "passages": sum(1 for _ in file), **more, **staleness(output)}
+    picture = plot_staleness(output) if found.get("staleness_max") is not None else None
+    if as_json:
+        print_json(found | ({"plot": str(picture)} if picture else {}))
+        return
+    steps = f"{found['steps']:,} steps, last loss {found['loss']:.3f}" if "loss" in found else "no step was taken"
+    typer.echo(f"{found['passages']:,} passages; {steps}")
+    if found.get("staleness_max") is not None:
+        typer.echo(
+            f"staleness of the index: mean {found['staleness_mean']:.0f} steps, most {found['staleness_max']:.0f}; renewed "
+            f"{found['refreshes']} times" + (f"; drawn in {picture}" if picture else "")
+        )
+    typer.echo(f"\nNext: {then} {output} --questions FILE")

@@ -1,0 +1,152 @@
+"""`cacheblend bench ratio`, `chunks`, `batch`, `devices`: TTFT of the transformers engine against one thing at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend_rag.console import options
+from cacheblend_rag.console.groups import BlendOptions, takes_groups
+from cacheblend_rag.console.output import print_json, seconds, size, status, table
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.commands.bench import METHOD_NAMES, BenchOptions, Repeat, bench
+
+if TYPE_CHECKING:
+    from cacheblend_rag.doctor.workbench import Workbench
+    from cacheblend_rag.lab.bench.sweeps import Point
+
+Say = Callable[[str], None]
+Sweep = Callable[["Workbench", Say], "list[Point]"]
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What every sweep takes."""
+
+    model: BenchOptions = field(default_factory=BenchOptions)
+    repeat: Repeat = 3
+    as_json: options.AsJSON = False
+
+
+def _parse_numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise InputError(f"{option} {text!r} is not a list of numbers above 0; separate them by commas.")
+    return found
+
+
+@bench.command()
+@takes_groups
+def chunks(
+    *,
+    counts: Annotated[str, typer.Option(help="Numbers of chunks of 512 tokens.")] = "2,4,6,8",
+    lengths: Annotated[str, typer.Option(help="Lengths of 6 chunks, in tokens; empty for none.")] = "128,256,512,768",
+    how: SweepOptions,
+) -> None:
+    """Measure the TTFT against the number and the length of chunks."""
+    wanted = _parse_numbers(counts, "--counts", int)
+    sizes = _parse_numbers(lengths, "--lengths", int) if lengths else []
+    from cacheblend_rag.lab.bench.sweeps import sweep_chunks, sweep_lengths
+
+    def sweep(place: Workbench, say: Say) -> list[Point]:
+        return [
+            *sweep_chunks(place, wanted, how.repeat, say),
+            *(sweep_lengths(place, sizes, how.repeat, say) if sizes else []),
+        ]
+
+    _run(how, sweep, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
+
+
+@bench.command()
+@takes_groups
+def batch(
+    *,
+    sizes: Annotated[str, typer.Option(help="Requests that arrive together.")] = "1,2,4",
+    how: SweepOptions,
+) -> None:
+    """Measure the last TTFT of requests that arrive together (this engine computes one at a time)."""
+    wanted = _parse_numbers(sizes, "--sizes", int)
+    from cacheblend_rag.lab.bench.sweeps import sweep_batch
+
+    _run(how, lambda place, say: sweep_batch(place, wanted, how.repeat, say), {"batch": "requests at once"})
+
+
+@bench.command()
+@takes_groups
+def ratio(
+    *,
+    ratios: Annotated[str, typer.Option(help="Recompute ratios.")] = "0.05,0.1,0.15,0.2,0.3,0.5",
+    how: SweepOptions,
+    policy: options.Policy = BlendOptions.policy,
+) -> None:
+    """Measure the TTFT against the recompute ratio, between full KV reuse (0) and full recompute (1)."""
+    wanted = _parse_numbers(ratios, "--ratios", float)
+    from cacheblend_rag.lab.bench.sweeps import sweep_ratio
+
+    _run(how, lambda place, say: sweep_ratio(place, wanted, policy, how.repeat, say), {"ratio": "recompute ratio"})
+
+
+@bench.command()
+@takes_groups
+def devices(
+    *,
+    bandwidths: Annotated[str, typer.Option(help="GB per second.")] = "0.05,0.1,0.2,0.5,1,2,4.8",
+    how: SweepOptions,
+    ratio: options.BlendRatio = BlendOptions.ratio,
+    policy: options.Policy = BlendOptions.policy,
+) -> None:
+    """Measure the TTFT against the storage device's bandwidth, simulated by a throttled RAM store.
+
+    "of the bound" holds the blend against the longer one of loading its KV and recomputing its tokens, each alone.
+    """
+    wanted = [rate * 1e9 for rate in _parse_numbers(bandwidths, "--bandwidths", float)]
+    settings = BlendOptions(ratio, policy).settings()
+    from cacheblend_rag.lab.bench.sweeps import sweep_devices
+    from cacheblend_rag.lab.bench.throttled import ThrottledStore
+
+    def sweep(place: Workbench, say: Say) -> list[Point]:
+        place.engine.store = ThrottledStore(wanted[0])
+        return sweep_devices(place, wanted, how.repeat, say, settings)
+
+    _run(how, sweep, {"bytes_per_s": "bandwidth"})
+
+
+def _run(how: SweepOptions, sweep: Sweep, axes: dict[str, str]) -> None:
+    from cacheblend_rag.doctor.measure import describe_machine
+    from cacheblend_rag.lab.bench import Workbench
+
+    with status("Measuring") as say, Workbench.open(how.model.choice()) as opened:
+        points = sweep(opened, say)
+        about = {"engine": "transformers", "model": opened.label, "machine": describe_machine(opened.device)}
+    if how.as_json:
+        print_json({**about, "points": points})
+        return
+    typer.echo(f"{about['model']}; medians, TTFT\n")
+    for key, label in axes.items():
+        mine = [point for point in points if key in point]
+        if mine:
+            typer.echo(table(_rows(mine, key, label)) + "\n")
+
+
+def _rows(points: Sequence[Point], key: str, label: str) -> list[list[str]]:
+    labels = METHOD_NAMES | {"controller": "controller", "ready": "blend, KV at hand"}
+    names = [name for name in labels if any(point["method"] == name for point in points)]
+    bounds = {point[key]: point["ttft_s"] / point["bound_s"] for point in points if "bound_s" in point}
+    rows = [[label, *(labels[name] for name in names), *(["of the bound"] if bounds else [])]]
+    for value in sorted({point[key] for point in points}, key=float):
+        found = {point["method"]: point["ttft_s"] for point in points if point[key] == value}
+        cells = ["-" if found.get(name) is None else seconds(found[name]) for name in names]
+        rows.append([_named(key, float(value)), *cells, *([f"{bounds[value]:.2f}"] if bounds else [])])
+    return rows
+
+
+def _named(key: str, value: float) -> str:
+    if key == "bytes_per_s":
+        return f"{size(value)}/s"
+    return f"{value:.3g}" if key == "ratio" else f"{value:.0f}"

@@ -1,0 +1,1 @@
+"""What the token choice rests on, one thing at a time: `python -m cacheblend_rag.lab.evaluation.ablation`."""

@@ -1,0 +1,153 @@
+"""What is tuned: a layer behind the query encoder, all of it, or the whole embedding model, chunks' vectors included."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal, get_args
+
+import torch
+from torch.nn.functional import normalize
+
+Part = Literal["adapter", "tower", "both"]
+PARTS: Final[tuple[str, ...]] = get_args(Part)
+
+
+class Student(ABC):
+    """An encoder that learns.
+
+    Attributes:
+        epochs: Most rounds over the questions that suit it.
+        batch: Questions in a step that suit it.
+        documents: Whether it embeds the chunks, too; else their vectors stay as they are.
+        model: It as a sentence-transformers model.
+    """
+
+    epochs: ClassVar[int] = 20
+    batch: ClassVar[int] = 32
+    documents: ClassVar[bool] = False
+    model: Any
+
+    @abstractmethod
+    def __init__(self, model: Any):
+        """Start as ``model`` itself, which stays as it is."""
+
+    @abstractmethod
+    def rate(self, done: float) -> float:
+        """Return the learning rate, of which share of all steps is ``done``."""
+
+    @abstractmethod
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return what is tuned."""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return the unit vectors of questions, ``[questions, dim]``, with a graph behind them while gradients are on."""
+
+    @torch.no_grad()
+    def vectors(self, texts: Sequence[str], batch: int = 64) -> Any:
+        """Return the same as an fp32 array, as the tuned model will give them."""
+        self.model.eval()
+        parts = [self.encode(texts[at : at + batch]) for at in range(0, len(texts), batch)]
+        self.model.train()
+        return torch.cat(parts).float().cpu().numpy()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the model's weights as they are now."""
+        return copy.deepcopy(self.model.state_dict())
+
+    @torch.no_grad()
+    def step_back(self, start: Mapping[str, torch.Tensor], share: float) -> None:
+        """Move every weight by ``share`` of the way back to where it started (WiSE-FT, arXiv 2109.01903)."""
+        for name, weight in self.model.state_dict().items():
+            if weight.is_floating_point():
+                weight.lerp_(start[name].to(weight), share)
+
+
+class Adapter(Student):
+    """One linear layer with a residual connection behind the embedding model; what is before it is computed once."""
+
+    def __init__(self, model: Any):
+        """Start as ``model`` itself: the layer's weights are 0."""
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.models import Dense, Normalize
+
+        self._base = model
+        size = int(model.get_embedding_dimension())
+        weight = torch.zeros(size, size)
+        self._dense = Dense(size, size, bias=False, activation_function=None, init_weight=weight, use_residual=True).to(
+            model.device
+        )
+        self.model = SentenceTransformer(
+            modules=[*model.children(), self._dense, Normalize()],
+            device=str(model.device),
+            prompts=model.prompts,
+            default_prompt_name=model.default_prompt_name,
+        )
+        self._known: dict[str, torch.Tensor] = {}
+
+    def rate(self, done: float) -> float:
+        """See :class:`Student`."""
+        return 5e-4
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """See :class:`Student`."""
+        return list(self._dense.parameters())
+
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        """See :class:`Student`."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if new:
+            with torch.no_grad():
+                found = self._base.encode_query(new, convert_to_tensor=True, show_progress_bar=False)
+            self._known.update(zip(new, found.clone(), strict=True))
+        base = torch.stack([self._known[text] for text in texts])
+        return normalize(self._dense({"sentence_embedding": base})["sentence_embedding"], dim=-1)
+
+
+class TunedTower(Student):
+    """A copy of the whole embedding model, for questions."""
+
+    def __init__(self, model: Any):
+        """Start as ``model`` itself."""
+        self.model = copy.deepcopy(model)
+        self.model.train()
+
+    def rate(self, done: float) -> float:
+        """See :class:`Student`."""
+        return 3e-5
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """See :class:`Student`."""
+        return list(self.model.parameters())
+
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        """See :class:`Student`."""
+        return self._encode(texts, "query")
+
+    def _encode(self, texts: Sequence[str], prompt: str) -> torch.Tensor:
+        features = self.model.preprocess(list(texts), prompt=self.model.prompts.get(prompt))
+        on_device = {
+            name: value.to(self.model.device) if torch.is_tensor(value) else value for name, value in features.items()
+        }
+        return normalize(self.model(on_device)["sentence_embedding"], dim=-1)
+
+
+class Both(TunedTower):
+    """A copy of the whole embedding model, for questions and chunks alike: they learn to meet."""
+
+    epochs = 2
+    batch = 16
+    documents = True
+
+    def rate(self, done: float) -> float:
+        """See :class:`Student`."""
+        return 3e-5 * min(1.0, 10 * done + 0.1) * (1 - done)
+
+    def encode_chunks(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return the unit vectors of chunks, or windows of them, as :meth:`encode` does those of questions."""
+        return self._encode(texts, "document")
+
+
+STUDENTS: Final[dict[str, type[Student]]] = {"adapter": Adapter, "tower": TunedTower, "both": Both}

@@ -1,0 +1,152 @@
+"""Looking inside one prompt: KV deviation of its tokens, and the question's attention under any way to treat stored KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+
+from cacheblend_rag.blending.auto import AutoRatio
+from cacheblend_rag.blending.fusor import BlendSchedule, FuseResult, fuse
+from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.plan import make_plan
+from cacheblend_rag.blending.policies import policy as policy_named
+from cacheblend_rag.blending.policies.base import SelectionPolicy
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.transformers.attention import watched
+from cacheblend_rag.engines.transformers.target import TransformersTarget
+from cacheblend_rag.errors import ModelError
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, tokenize
+from cacheblend_rag.store.kv import LayerKV
+
+
+class PromptInspector:
+    """One prompt of an engine, whose chunks are precomputed.
+
+    Attributes:
+        tokens: The tokenised prompt.
+    """
+
+    def __init__(self, engine: TransformersEngine, tokens: TokenizedPrompt):
+        """Precompute the prompt's chunks and plan it.
+
+        Raises:
+            ModelError: The model is not blended, or the prompt has no token with stale KV.
+        """
+        if engine.rope is None or not engine.gate.passed:
+            raise ModelError(f"This model is not blended, so there is nothing to look into: {engine.gate.reason}.")
+        self._engine, self._rope = engine, engine.rope
+        self.tokens = tokens
+        engine.precompute([span.chunk for span in tokens.spans])
+        self._plan = make_plan(
+            self.tokens,
+            engine.header_ids,
+            lambda ids: engine.entries.get(ids, engine.num_layers),
+            longest=engine.runner.longest,
+        )
+        if not self._plan.stale:
+            raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")
+
+    @classmethod
+    def of(cls, engine: TransformersEngine, prompt: BlendPrompt) -> Self:
+        """Look into a prompt that is not tokenised yet."""
+        return cls(engine, tokenize(prompt, engine.tokenizer, engine.registry))
+
+    @property
+    def question(self) -> torch.Tensor:
+        """Positions behind the last chunk."""
+        return torch.arange(self.tokens.spans[-1].end, len(self.tokens.token_ids), device=self._engine.runner.device)
+
+    def measure_deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the deviation of K and that of V, each ``[layers, tokens with stale KV]``, of full KV reuse.
+
+        Squared L2 distance, summed over KV heads, between stored KV at its place and the full prefill's, in fp32 on the CPU.
+        """
+        _, full = self._engine.subject().full_prefill(self.tokens.token_ids)
+        runner = self._engine.runner
+        found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        with LayerLoader((), self._plan.stale, self._rope, runner.num_layers, runner.device) as loader:
+            for layer, true in enumerate(full.layers):
+                placed = loader.layer(layer)
+                assert placed is not None
+                for side, fresh, stale in zip(found, true, placed.moved().kv, strict=True):
+                    side.append((fresh[:, placed.positions].float() - stale.float()).square().sum((0, 2)).cpu())
+        return torch.stack(found[0]), torch.stack(found[1])
+
+    def measure_deviation(self) -> torch.Tensor:
+        """Return the KV deviation ``[layers, tokens with stale KV]`` of full KV reuse: that of K plus that of V."""
+        k, v = self.measure_deviations()
+        return k + v
+
+    @property
+    def stale(self) -> torch.Tensor:
+        """Positions of the tokens with stale KV, in the order of the deviations."""
+        return torch.cat([torch.arange(span.start, span.end) for span in self._plan.stale])
+
+    def recomputed(self, settings: BlendSettings) -> torch.Tensor:
+        """Blend the prompt as the engine does, and return the positions of the tokens it recomputed, on the CPU."""
+        profile = self._engine.profile
+        wanted = profile.resolve(settings, self._engine.num_layers)
+        schedule = profile.schedule(wanted.check_layers)
+        _, result = self._blended(policy_named(wanted.policy), profile.ratio_of(wanted), schedule)
+        return result.recomputed.cpu()
+
+    def measure_attention(
+        self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
+    ) -> torch.Tensor:
+        """Return the question's attention ``[layers, heads, question, tokens]`` after a blend, in fp32 on the CPU.
+
+        Raises:
+            ModelError: The model's attention cannot be watched (it needs eager attention).
+        """
+        target, _ = self._blended(policy, ratio, schedule)
+        # The question's KV is written once more, with the same values.
+        return self._watch(lambda: target.forward(self.question, lambda layer: None))
+
+    def measure_attention_without(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the question's attention ``[layers, heads, question, tokens]`` over a part of the stored KV.
+
+        Args:
+            hidden: Positions in front of the question that it does not see; they get 0.
+
+        Raises:
+            ModelError: The model's attention cannot be watched (it needs eager attention).
+        """
+        runner, begin = self._engine.runner, int(self.question[0])
+        cache = self._blended(policy_named("full-reuse"), 0.0, BlendSchedule())[0].cache
+        before = torch.arange(begin, device=runner.device)
+        kept = before[~torch.isin(before, hidden.to(runner.device))]
+        stored = [cache.read(layer, 0, 0, begin) for layer in range(runner.num_layers)]
+        less = runner.new_cache(len(kept) + len(self.question))
+        less.begin([LayerKV(kv.k[:, kept], kv.v[:, kept]) for kv in stored], 1)
+        ids = torch.tensor([self.tokens.token_ids[begin:]], device=runner.device)
+        # Fewer tokens stand before the question, which keeps its positions.
+        seen = self._watch(lambda: runner.append(ids, less, begin - len(kept)))
+        whole = seen.new_zeros(*seen.shape[:3], len(self.tokens.token_ids))
+        whole[..., torch.cat([kept, self.question]).cpu()] = seen
+        return whole
+
+    def _blended(
+        self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
+    ) -> tuple[TransformersTarget, FuseResult]:
+        target = TransformersTarget(self._engine.runner, self._rope, self.tokens.token_ids)
+        return target, fuse(self._plan, target, policy, ratio, schedule)
+
+    def _watch(self, run: Callable[[], object]) -> torch.Tensor:
+        found: dict[int, torch.Tensor] = {}
+        with watched(lambda layer, weights: found.__setitem__(layer, weights.cpu())):
+            run()
+        if len(found) != self._engine.runner.num_layers:
+            raise ModelError("The attention of this model cannot be watched: it runs eager attention of its own.")
+        return torch.stack([found[layer] for layer in sorted(found)])
+
+
+def attention_deviation(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return ``[layers]``: the L2 norm of the difference of two attentions ``[layers, heads, question, tokens]``.
+
+    The norm is taken over a head's whole matrix, and averaged over heads (paper section 4.2).
+    """
+    norms: torch.Tensor = torch.linalg.vector_norm((got - want).flatten(2), dim=2)
+    return norms.mean(1)

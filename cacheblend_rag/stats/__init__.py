@@ -1,0 +1,1 @@
+"""Gives the numbers that all measurements share: intervals, metrics, rows of files, plots."""

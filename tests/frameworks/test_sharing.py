@@ -1,0 +1,124 @@
+"""Engines by name: one for equal arguments, opened once, and clear words about what does not go together."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag import InputError, ServerError, TransformersEngine, shared_engine
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.frameworks import sharing
+
+ENVIRONMENT = ("CACHEBLEND_MODEL", "CACHEBLEND_STORE", "CACHEBLEND_BASE_URL", "CACHEBLEND_API_KEY")
+
+
+@pytest.fixture(autouse=True)
+def nothing_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    opened: dict = {}
+    monkeypatch.setattr(sharing, "_opened", opened)
+    yield
+    for engine in opened.values():
+        engine.close()
+
+
+def test_equal_arguments_share_an_engine_and_others_have_their_own(tmp_path: Path) -> None:
+    first = shared_engine("bundled", store=tmp_path)
+    assert shared_engine("bundled", store=str(tmp_path)) is first
+    assert shared_engine("bundled") is not first
+    assert first.generate("Who?", SamplingParams(2)).token_ids
+
+
+def test_an_engine_that_was_closed_says_so_and_the_next_who_names_it_gets_another() -> None:
+    first = shared_engine("bundled")
+    first.close()
+    assert first.closed
+    with pytest.raises(InputError, match="TransformersEngine was closed"):
+        first.generate("Who?")
+    with pytest.raises(InputError, match="was closed"):
+        first.precompute([])
+    again = shared_engine("bundled")
+    assert again is not first
+    assert not again.closed
+
+
+def test_of_threads_that_come_at_once_one_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, gate = [], threading.Barrier(4)
+    monkeypatch.setattr(
+        "cacheblend_rag.engines.transformers.TransformersEngine",
+        lambda *_, **__: made.append(TransformersEngine()) or made[-1],
+    )
+    found = []
+
+    def take() -> None:
+        gate.wait()
+        found.append(shared_engine("bundled"))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert found == made * 4
+
+
+def test_the_environment_names_what_is_left_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="CACHEBLEND_MODEL"):
+        shared_engine()
+    monkeypatch.setenv("CACHEBLEND_MODEL", "bundled")
+    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "kv"))
+    assert shared_engine() is shared_engine("bundled", store=tmp_path / "kv")
+    assert (tmp_path / "kv").is_dir()
+    monkeypatch.setenv("CACHEBLEND_BASE_URL", "http://127.0.0.1:9")
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
+        shared_engine(max_retries=0)
+    assert shared_engine("bundled").fingerprint  # what is given goes before it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"base_url": "http://127.0.0.1:9", "store": "x"}, "store="),
+        ({"base_url": "http://127.0.0.1:9", "device": "cpu"}, "device="),
+        ({"base_url": "http://127.0.0.1:9", "engine": "vllm"}, "engine="),
+        ({"model": "bundled", "api_key": "x"}, "api_key="),
+        ({"model": "bundled", "timeout_s": 3.0}, "timeout="),
+        ({"model": "bundled", "max_retries": 3}, "max_retries="),
+        ({"model": "bundled", "engine": "vllm", "device": "cpu"}, "device="),
+        ({"model": "bundled", "engine": "tensorrt"}, "'tensorrt'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments: dict, word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        shared_engine(**arguments)
+
+
+def test_at_the_end_of_the_process_it_is_closed_without_a_word(tmp_path: Path) -> None:
+    code = "from cacheblend_rag import shared_engine; shared_engine('bundled', store=__import__('sys').argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_engine_that_was_named_is_opened_by_its_name_in_another_process(tmp_path: Path) -> None:
+    first = shared_engine("bundled", store=tmp_path)
+    assert pickle.loads(pickle.dumps(first)) is first
+    tenant = first.for_tenant("acme")
+    assert pickle.loads(pickle.dumps(tenant)) is tenant
+    with TransformersEngine() as given, pytest.raises(InputError, match="model given by name"):
+        pickle.dumps(given)
+
+
+def test_a_copy_of_what_holds_an_engine_shares_it() -> None:
+    with TransformersEngine() as engine:
+        assert copy.deepcopy({"engine": engine})["engine"] is engine
+        assert copy.deepcopy(engine.for_tenant("acme")).tenant.name == "acme"
