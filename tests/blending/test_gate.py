@@ -14,8 +14,7 @@ from cacheblend_rag.blending.gate import CODEC_LIMIT, TOLERANCE, run_gate
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import Queries
-from cacheblend_rag.engines.transformers.subject import TransformersSubject
-from cacheblend_rag.engines.transformers.target import ModelRunner
+from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.store import codec
 from cacheblend_rag.store.eightbits import EightBits
 from tests.blending.families import _BASE, BLENDED, make_model

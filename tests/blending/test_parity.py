@@ -12,6 +12,7 @@ import transformers
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers.run import planned
 from cacheblend_rag.store import open_store
 from tests.blending import reference
 from tests.blending.families import _BASE, BLENDED, NOT_BLENDED, llama4, make_model
@@ -30,7 +31,7 @@ def model_of(family: str) -> Any:
 def blended_logits(engine: Any, scene: Scene, settings: BlendSettings) -> tuple[torch.Tensor, list[int], Any]:
     """The prompt's last logits and the recomputed positions, as the engine computes them."""
     request = engine.request(scene.prompt, SamplingParams(max_tokens=1), settings)
-    plan, settings = engine._plan(request), request.settings
+    plan, settings = planned(engine, request), request.settings
     from cacheblend_rag.blending.fusor import fuse
     from cacheblend_rag.blending.policies import policy
     from cacheblend_rag.engines.transformers.target import TransformersTarget
@@ -170,7 +171,7 @@ def test_a_prompt_that_does_not_start_with_the_header_blends_all_its_chunks() ->
     other = Scene(seed=9)
     engine = engine_for(model, other)
     engine.precompute(scene.chunks)
-    plan = engine._plan(engine.request(scene.prompt, SamplingParams(max_tokens=1)))
+    plan = planned(engine, engine.request(scene.prompt, SamplingParams(max_tokens=1)))
     assert not plan.exact
     assert len(plan.stale) == len(scene.chunks)
     parts = scene.parts()

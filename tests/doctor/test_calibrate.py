@@ -16,8 +16,7 @@ from cacheblend_rag.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Sco
 from cacheblend_rag.doctor.search import LOOK
 from cacheblend_rag.doctor.standard import Standard
 from cacheblend_rag.engines.transformers.loading import usable_attention
-from cacheblend_rag.engines.transformers.subject import TransformersSubject
-from cacheblend_rag.engines.transformers.target import ModelRunner
+from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.calibration_prompts import CalibrationPrompt
 from cacheblend_rag.prompts.chunk import Chunk

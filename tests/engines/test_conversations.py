@@ -130,7 +130,7 @@ def test_a_full_prefill_neither_finds_a_conversation_nor_leaves_one(engine: Tran
 def test_only_so_much_is_kept_and_the_conversation_that_rested_longest_goes(model: Any) -> None:
     with engine_of(model) as engine:
         engine.generate(asked(engine, 1), SamplingParams(max_tokens=1), SINK)
-        nbytes = engine._conversations._kept[0][1].nbytes
+        nbytes = engine.conversations._kept[0][1].nbytes
     with engine_of(model, conversations=int(2.5 * nbytes)) as engine:
         for subject in ("a", "b", "c"):
             kept(engine, 1, subject=subject)
@@ -144,7 +144,7 @@ def test_only_so_much_is_kept_and_the_conversation_that_rested_longest_goes(mode
 def test_a_prompt_that_goes_on_takes_the_place_of_the_one_before(engine: TransformersEngine) -> None:
     for turn in range(1, 4):
         kept(engine, turn)
-        assert len(engine._conversations._kept) == 1
+        assert len(engine.conversations._kept) == 1
 
 
 def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine: TransformersEngine) -> None:

@@ -13,6 +13,7 @@ import transformers as hf
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.transformers.run import planned
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
@@ -104,7 +105,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
             prompt = rag_prompt(engine.tokenizer, chunks, "Who?")
             tiers = []
             for _ in range(2):
-                plan = engine._plan(engine.request(prompt))
+                plan = planned(engine, engine.request(prompt))
                 tiers.append({span.kv.tier for span in (*plan.exact, *plan.stale)})
                 del plan
                 engine.generate(prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.3, check_layers=(2,)))

@@ -1,17 +1,20 @@
-"""Picking tokens and turning them into text, one at a time."""
+"""Picks tokens and turns them into text, one at a time, and scores given ones."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from tokenizers.decoders import DecodeStream
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from cacheblend_rag.engines.results import TokenLogprob
+from cacheblend_rag.engines.results import Score, TokenLogprob
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.guidance import Guide
+from cacheblend_rag.engines.transformers.target import ModelRunner
 
 
 class Sampler:
@@ -161,3 +164,45 @@ class AnswerBuilder:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of ``text`` that begins ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def score_behind(
+    runner: ModelRunner,
+    cache: PositionedCache | ModelsOwnCache,
+    logits: torch.Tensor,
+    completions: Sequence[Sequence[int]],
+) -> list[Score]:
+    """Score ``completions`` one after another behind the same prompt.
+
+    Args:
+        runner: The model.
+        cache: The prompt's; a :class:`ModelsOwnCache` serves one completion only, since it cannot go back.
+        logits: Of the prompt's last token, ``[vocab]``.
+        completions: Token ids of each, none empty.
+    """
+    if isinstance(cache, ModelsOwnCache):
+        (only,) = completions
+        return [_score(_token_by_token(runner, cache, logits, only), only)]
+    behind, scores = cache.length, []
+    for ids in completions:
+        rows = logits[None]
+        if len(ids) > 1:
+            rows = torch.cat([rows, runner.follow(torch.tensor([ids[:-1]], device=runner.device), cache)[0]])
+            cache.filled(behind)
+        scores.append(_score(rows, ids))
+    return scores
+
+
+def _token_by_token(
+    runner: ModelRunner, cache: ModelsOwnCache, logits: torch.Tensor, ids: Sequence[int]
+) -> torch.Tensor:
+    rows = [logits]
+    for token in ids[:-1]:
+        rows.append(runner.append(torch.tensor([[token]], device=runner.device), cache)[0])
+    return torch.stack(rows)
+
+
+def _score(logits: torch.Tensor, ids: Sequence[int]) -> Score:
+    """Read the score of ``ids`` off ``logits``, ``[tokens, vocab]``, each row the one before its token."""
+    wanted = torch.tensor([list(ids)], device=logits.device).T
+    return Score(tuple(logits.float().log_softmax(-1).gather(1, wanted)[:, 0].tolist()))

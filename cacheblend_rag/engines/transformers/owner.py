@@ -1,0 +1,226 @@
+"""Owns a transformers model: loads it, judges it by the parity gate, and computes the KV of chunks; it knows no prompt."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from cacheblend_rag.blending.costs import MeasuredCost, load_costs
+from cacheblend_rag.blending.gate import GateReport, run_gate
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.profile import load_profile
+from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.blendable import why_not_blendable
+from cacheblend_rag.engines.end_tokens import end_tokens
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.precompute import Rank
+from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.engines.transformers.conversations import Conversations
+from cacheblend_rag.engines.transformers.loading import device_named, load_model
+from cacheblend_rag.engines.transformers.precompute import Ranker, precompute
+from cacheblend_rag.engines.transformers.recurrent import snapshots_of
+from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import chosen_header_ids
+from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.tenants import Tenant
+from cacheblend_rag.store.urls import parse_size
+
+
+class ModelOwner(BlendEngine):
+    """Holds a model with all that its prompts share.
+
+    Attributes:
+        runner: The model's own forward.
+        rope: Its rotation; None where the gate found none.
+        snapshots: What is stored of a model with recurrent layers in place of KV; None for other models.
+        lock: Held by whoever runs the model: requests from several threads take turns, token by token.
+        conversations: KV of the prompts answered last.
+        end_tokens: Tokens that end an answer.
+        on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
+    """
+
+    store: KVStore
+    device: torch.device
+    dtype: torch.dtype
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        tokenizer: Any = None,
+        store: KVStore | str | Path | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        header: str | Sequence[int] | None = None,
+        ratio: float | None = None,
+        write_back: bool = True,
+        rank: Rank | None = None,
+        conversations: int | str = "1GiB",
+    ):
+        """Load the model and run the parity gate.
+
+        Args:
+            model: A directory, a hub name, a loaded model, or None for the bundled one.
+            tokenizer: Its tokenizer; None loads the one beside the model.
+            store: A store; a directory for one (RAM in front of disk); its tiers by address, as
+                ``"ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix"``; or None for RAM alone.
+            device: ``"cpu"``, ``"cuda"``...; None takes CUDA if there is one.
+            dtype: None takes fp32 on a CPU, the model's own elsewhere.
+            header: What stands before the first chunk in your prompts: the rendered text, or its token ids. None takes
+                :func:`rag_header`'s.
+            ratio: Default recompute ratio; None takes the model profile's.
+            write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
+            rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
+                model whose profile's policy needs them, else ``"lazy"``.
+            conversations: Most memory for the KV of prompts and their answers, on the model's device, for prompts that go on from
+                there: bytes, or a size such as ``"4GiB"``; 0 keeps none.
+
+        Raises:
+            InputError: There is no such device, or ``conversations`` is no size.
+            ModelError: The model cannot be loaded.
+            StoreError: The store cannot be opened.
+        """
+        loaded = load_model(model, tokenizer, device_named(device), dtype)
+        self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
+        self.runner = ModelRunner(loaded.model)
+        self.store = store if isinstance(store, KVStore) else open_store(store)
+        self.store.pin_for(self.runner.device)
+        self.registry = ChunkRegistry()
+        config = loaded.model.config.get_text_config()
+        self.num_layers, self.device, self.dtype = self.runner.num_layers, self.runner.device, self.runner.dtype
+        self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+        self.header_ids = chosen_header_ids(self.tokenizer, header)
+        self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)
+        self.costs = load_costs(self.fingerprint.digest, str(self.device))
+        self.rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self.lock, self.conversations = threading.Lock(), Conversations(parse_size(str(conversations)))
+        self.on_first_logits: Callable[[torch.Tensor], None] | None = None
+        self.end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
+        self._write_back, self._storing = write_back, threading.Lock()
+        self._probe: tuple[int, ...] = ()
+        self._ranker: Ranker | None = None
+        self._judge()
+
+    def _judge(self) -> None:
+        """Run the parity gate in front of the store; it decides what the model is served by."""
+        self.rope: Rope | None = None
+        refusal = why_not_blendable(self.runner.model.config.get_text_config())
+        if refusal:
+            self.gate = GateReport(False, refusal)
+        else:
+            self.gate, self.rope = run_gate(self.subject(), self.store.codecs)
+        self.snapshots = None if self.gate.passed else snapshots_of(self.runner)
+        if not self.gate.passed:
+            served = "ordinary prefill" if self.snapshots is None else "prefix caching of header and first chunk"
+            served = f"{self.fingerprint.name} is served by {served}, without blending: {self.gate.reason}."
+            warnings.warn(served, stacklevel=3)
+
+    @property
+    def stores(self) -> bool:
+        """Whether anything of this model is kept in a store."""
+        return self.gate.passed or self.snapshots is not None
+
+    def beside(self, store: KVStore) -> Self:
+        """Return an engine in front of another store; they share the model, and the lock that lets requests take turns."""
+        sibling = copy.copy(self)
+        sibling.store, sibling.registry, sibling._views = store, ChunkRegistry(), {}
+        sibling.conversations = Conversations(self.conversations.budget)
+        store.pin_for(self.device)
+        if set(store.codecs) != set(self.store.codecs):
+            sibling._judge()
+        return sibling
+
+    @property
+    def entries(self) -> Entries:
+        """See :class:`BlendEngine`; made for each use, since evaluations change header and store."""
+        return Entries(self.store, self.fingerprint, self.header_ids, tenant=self.tenant)
+
+    def _become(self, tenant: Tenant) -> None:
+        """See :class:`BlendEngine`: all there is to do is to see that an encrypted store has the tenant's key."""
+        self.store.key_name(tenant.name)
+
+    def subject(self) -> TransformersSubject:
+        """Return the model as the parity gate and calibration drive it."""
+        return TransformersSubject(self.runner)
+
+    def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
+        """See :class:`BlendEngine`; ``[header] + chunk`` is computed, batched, and the chunk's slice kept."""
+        self.check_open()
+        return self._precompute(chunks, progress, self.rank == "now")
+
+    def _precompute(
+        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
+    ) -> PrecomputeReport:
+        self.registry.add(chunks)
+        if not self.stores:
+            return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
+        with self._storing:  # one at a time, so that none computes what another is about to store
+            ranker = self._make_ranker() if rank and self.gate.passed else None
+            compute = self.snapshots.compute if self.snapshots else None
+            return precompute(
+                self.runner, self.entries, chunks, self.context_window, progress, ranker, compute, self.lock
+            )
+
+    def _make_ranker(self) -> Ranker:
+        """Return the ranker for the engine's header; the probe's KV is kept from call to call."""
+        assert self.rope is not None
+        if not self._probe:
+            self._probe = probe_ids(self.tokenizer, self.subject().vocab_size, self.context_window)
+        if self._ranker is None or self._ranker.prefix != (*self.header_ids, *self._probe):
+            self._ranker = Ranker(self.runner, self.rope, self.header_ids, self._probe)
+        return self._ranker
+
+    def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk]) -> None:
+        """Store what a prompt found missing, where that is wanted: the KV of chunks, and static deviations of others.
+
+        All is computed anew behind the header: what the prompt left in its cache has attended to its context.
+        """
+        if not (self._write_back and self.stores):
+            return
+        try:
+            if missing:
+                self.precompute(missing)
+        except CacheBlendError as error:
+            warnings.warn(f"The KV of {len(missing)} chunks could not be written back: {error}", stacklevel=2)
+        try:
+            if unranked and self.rank != "off":
+                self._precompute(unranked, None, rank=True)
+        except CacheBlendError as error:
+            warnings.warn(f"The static deviation of {len(unranked)} chunks could not be stored: {error}", stacklevel=2)
+
+    def learn(self, measured: MeasuredCost) -> None:
+        """Correct the loading controller's costs, where there are any, by what was measured."""
+        if self.costs is not None:
+            self.costs = self.costs.after(measured)
+
+    def forget(self, chunks: Iterable[str | Chunk]) -> int:
+        """See :class:`BlendEngine`; conversations may hold their KV, too, and are forgotten with them."""
+        self.conversations.clear(self.tenant.name)
+        return super().forget(chunks)
+
+    def reset_prefix_cache(self) -> None:
+        """See :class:`BlendEngine`: forget the conversations so far."""
+        self.conversations.clear()
+
+    def close(self) -> None:
+        """Close the store and drop the model; closing twice is allowed."""
+        if self._root is not None:
+            return
+        self.store.close()
+        self.conversations.clear()
+        if not self._closed:
+            self._closed = True
+            every: list[ModelOwner] = [self, *self._views.values()]
+            for each in every:
+                del each.runner

@@ -1,0 +1,269 @@
+"""Runs one prompt on a transformers model: plan, choice, prefill and answer, and lets go of what it used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Self
+
+import torch
+
+from cacheblend_rag.blending.auto import raised
+from cacheblend_rag.blending.controller import Choice, Terms, control
+from cacheblend_rag.blending.costs import Computed, MeasuredCost
+from cacheblend_rag.blending.fusor import FuseResult, fuse
+from cacheblend_rag.blending.origins import blend_terms, origins
+from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.reads import UnusableSpanError
+from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
+from cacheblend_rag.engines.lookups import SideBySide, entries_of
+from cacheblend_rag.engines.request import Request
+from cacheblend_rag.engines.results import Generation, Score, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
+from cacheblend_rag.engines.transformers.conversations import Said
+from cacheblend_rag.engines.transformers.decoding import AnswerBuilder, score_behind
+from cacheblend_rag.engines.transformers.guidance import Guide
+from cacheblend_rag.engines.transformers.owner import ModelOwner
+from cacheblend_rag.engines.transformers.target import TransformersTarget
+from cacheblend_rag.prompts.turns import turn_ends, turn_lead
+from cacheblend_rag.store.kv import StoredKV
+
+
+class PromptRun:
+    """One prompt on its way: it is prefilled, then answered or scored, and at its end lets go of what it used.
+
+    Attributes:
+        plan: What is stored of what stands behind the first tokens, whose KV a conversation has left.
+        logits: Of the last token so far, ``[vocab]``.
+    """
+
+    plan: BlendPlan
+    logits: torch.Tensor
+    _cache: PositionedCache | ModelsOwnCache | None = None
+    _trace: Trace | None = None
+    _choice: Choice | None = None
+    _fused: FuseResult | None = None  # where the fusor was at work
+    _kept = 0  # tokens whose KV a conversation had left
+    _computed = 0  # the prompt's tokens that were run through all layers
+    _load_s = 0.0
+    _began = 0.0  # when its computing did
+    _blended = False  # whether stored KV is in the cache
+
+    def __init__(self, model: ModelOwner, request: Request):
+        """Do nothing yet: :meth:`prefill` begins."""
+        self._model, self._request = model, request
+        self._costs = model.costs  # as they are before this prompt corrects them
+        self._lead = turn_lead(model.tokenizer)
+        self._turn_ends = turn_ends(request.prompt.token_ids, self._lead)
+        self._said = self._as_said()
+        self._tokens: list[int] = []  # of the answer
+        self._fed = 0  # how many of them are in the cache
+
+    def __enter__(self) -> Self:
+        """Use as a context manager that ends the run."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Keep the KV for what is asked next, let go of stored KV, and write back what was missing."""
+        if self._cache is None:
+            return
+        said, cache, self._cache = self._said, self._cache, None
+        if said is not None and isinstance(cache, PositionedCache):
+            said = replace(said, token_ids=(*said.token_ids, *self._tokens[: self._fed]))
+            if cache.length == len(said.token_ids):  # not where a token was on its way
+                self._model.conversations.keep(said, cache)
+        del cache
+        for span in (*self.plan.exact, *self.plan.stale):
+            span.kv.finish()
+        unranked = self._fused is not None and self._fused.unranked
+        self._model.write_back(
+            self.plan.missing, [span.chunk for span in self.plan.stale if unranked and span.chunk is not None]
+        )
+
+    def prefill(self, trace: Trace | None) -> None:
+        """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""
+        self._trace = trace
+        unusable: set[tuple[int, ...]] = set()
+        late: set[tuple[int, ...]] = set()
+        with self._model.lock:
+            while True:
+                try:
+                    self._cache = self._prefilled(unusable, late)
+                    return
+                except UnusableSpanError as error:
+                    # Missing, as far as this prompt goes: the next plan computes its chunk in place. Its tier has dropped
+                    # what is damaged; what cannot be read now stays, and so does what other tiers have.
+                    (late if error.late else unusable).update(error.entries)
+                    self._model.learn(MeasuredCost((), error.reads, error.waited_s))
+
+    def _prefilled(
+        self, unusable: Collection[tuple[int, ...]], late: Collection[tuple[int, ...]]
+    ) -> PositionedCache | ModelsOwnCache:
+        """Plan without the entries that are of no use, and do as planned; return the cache with the prompt."""
+        model, prompt, looked = self._model, self._request.prompt, time.perf_counter()
+        whole = planned(model, self._request, {*unusable, *late}).after_late(late)
+        if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
+            self._trace.planned(whole, looked)
+        cache = model.runner.new_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
+        if self._said is not None and isinstance(cache, PositionedCache):
+            self._kept = model.conversations.begin(self._said, self._turn_ends, len(self._lead), cache)
+        plan = whole.behind_kept(self._kept) if self._kept else whole
+        self._choice = self._choose(plan)
+        self.plan = plan = plan if self._choice is None else self._choice.applied_to(plan)
+        self._blended = plan.uses_stored_kv or (self._kept > 0 and whole.uses_stored_kv)
+        self._began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
+        if plan.uses_stored_kv and isinstance(cache, PositionedCache):
+            self._blend(cache)
+            return cache
+        if plan.uses_stored_kv:
+            assert model.snapshots is not None
+            cache = model.snapshots.resume(plan.exact)
+            self._load_s = time.perf_counter() - self._began
+        ids = torch.tensor([prompt.token_ids[cache.length :]], device=model.device)
+        with self._traced(REST if plan.uses_stored_kv else PREFILL, ids.shape[1]):
+            self.logits = model.runner.append(ids, cache)[0]
+        self._computed, self._fused = ids.shape[1], None
+        return cache
+
+    def _blend(self, cache: PositionedCache) -> None:
+        model, settings, choice = self._model, self._request.settings, self._choice
+        assert model.rope is not None
+        target = TransformersTarget(model.runner, model.rope, self._request.prompt.token_ids, cache)
+        schedule = model.profile.schedule(settings.check_layers)
+        ratio = model.profile.ratio_of(settings)
+        ratio = ratio if choice is None else raised(ratio, choice.ratio)
+        most_wait_s = None if choice is None else choice.most_wait_s
+        fused = fuse(self.plan, target, policy(settings.policy), ratio, schedule, self._trace, most_wait_s)
+        assert target.logits is not None
+        self.logits, self._fused = target.logits, fused
+        self._computed, self._load_s = fused.computed_tokens, fused.load_wait_s
+
+    def _choose(self, plan: BlendPlan) -> Choice | None:
+        """Let the loading controller choose what to load, and the ratio that costs no time, where the request leaves it both."""
+        model, settings, costs = self._model, self._request.settings, self._model.costs
+        if settings.ratio != "auto" or costs is None or not (plan.uses_stored_kv and model.gate.passed):
+            return None
+        terms = Terms.of(costs, model.profile, settings, model.num_layers)
+        return control(plan, terms, model.profile.ratio_of(settings))
+
+    def _as_said(self) -> Said | None:
+        """Return the prompt as it is looked for among the conversations; None where it may use none of them."""
+        model, prompt, settings = self._model, self._request.prompt, self._request.settings
+        longest = model.runner.longest
+        if settings.reuse == "off" or not model.gate.passed or (longest and len(prompt.token_ids) > longest):
+            return None
+        widths = model.profile.schedule(settings.check_layers).widths
+        found = origins(
+            [(span.start, span.end) for span in prompt.spans],
+            prompt.token_ids,
+            self._turn_ends,
+            len(model.header_ids),
+            blend_terms(settings, widths, model.profile.ratio_of(settings)),
+            policy(settings.policy).needs_attention,
+        )
+        return Said(prompt.token_ids, found, model.tenant.name, len(prompt.token_ids))
+
+    def answer(self, guide: Guide | None, begin: float) -> Generator[StreamEvent, None, StreamEvent]:
+        """Generate the answer to a prompt that came at ``begin``.
+
+        Yields:
+            Its pieces.
+
+        Returns:
+            What is left of it, with the whole.
+        """
+        model = self._model
+        answer = AnswerBuilder(self._request.sampling, model.tokenizer, model.end_tokens, model.device, guide)
+        self._tokens, ttft = answer.tokens, 0.0
+        while not answer.finished:
+            piece = answer.push(self.logits)
+            if not ttft:
+                ttft = time.perf_counter() - begin
+                self._learn()
+                if model.on_first_logits is not None:
+                    model.on_first_logits(self.logits)
+            if piece is not None:
+                yield StreamEvent(piece)
+            if not answer.finished:
+                self._decode(answer.tokens[-1])
+                self._fed = len(answer.tokens)
+        timings = Timings(self._load_s, ttft, time.perf_counter() - begin)
+        rest = answer.flush()
+        return StreamEvent(rest, self._generation(answer, timings))
+
+    def _decode(self, token: int) -> None:
+        """Run a token of the answer."""
+        assert self._cache is not None
+        ids = torch.tensor([[token]], device=self._model.device)
+        with self._model.lock, self._traced(DECODE, 1):
+            self.logits = self._model.runner.append(ids, self._cache)[0]
+
+    def _learn(self) -> None:
+        """Let what the prompt took keep the controller's costs current; its first token is there, so its work is done."""
+        took, fused = time.perf_counter() - self._began - self._load_s, self._fused
+        tokens = self._computed + (0.0 if fused is None else fused.selection_tokens)
+        computed = Computed(tokens, self.plan.num_tokens, took, self.plan.stored_tokens)
+        self._model.learn(MeasuredCost((computed,), {} if fused is None else fused.reads, self._load_s))
+
+    def _generation(self, answer: AnswerBuilder, timings: Timings) -> Generation:
+        prompt_tokens, fused, costs = len(self._request.prompt.token_ids), self._fused, self._costs
+        return Generation(
+            text=answer.text,
+            token_ids=tuple(answer.tokens),
+            finish_reason=answer.finish_reason,
+            mode="blend" if self._blended else "prefill",
+            reason=self.plan.reason,
+            usage=Usage(
+                prompt_tokens=prompt_tokens,
+                reused_tokens=prompt_tokens - self._computed,
+                recomputed_tokens=0 if fused is None else len(fused.recomputed),
+                computed_tokens=self._computed,
+                completion_tokens=len(answer.tokens),
+                selection_tokens=0.0 if fused is None else fused.selection_tokens,
+                kept_tokens=self._kept,
+            ),
+            timings=timings,
+            missing=tuple(chunk.id for chunk in self.plan.missing),
+            in_place=tuple(chunk.id for chunk in self.plan.in_place),
+            policy=None if fused is None else fused.policy,
+            ratio=None if fused is None else fused.ratio,
+            loads=() if fused is None else fused.loads,
+            prefill_s=None if costs is None else costs.compute.seconds(prompt_tokens, prompt_tokens),
+            expected_s=None if self._choice is None else self._choice.expected_s,
+            logprobs=tuple(answer.logprobs),
+        )
+
+    def score(self, completions: Sequence[Sequence[int]]) -> list[Score]:
+        """Return the log-likelihood of each completion behind the prompt."""
+        assert self._cache is not None
+        with self._model.lock:
+            return score_behind(self._model.runner, self._cache, self.logits, completions)
+
+    def _traced(self, name: str, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._trace is None else self._trace.during("computing", name, tokens=tokens)
+
+
+def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
+    """Look up a prompt's entries, but for the ``unusable``, and return the plan for what was found."""
+    reuse, runner, snapshots = request.settings.reuse, model.runner, model.snapshots
+
+    def find(token_ids: Sequence[int]) -> StoredKV | None:
+        return model.entries.get(token_ids, snapshots.num_layers if snapshots else model.num_layers)
+
+    wanted = entries_of(request.prompt) if reuse == "chunks" else ()
+    look = SideBySide(find, (ids for ids in wanted if ids not in unusable), model.store.remote)
+
+    def lookup(token_ids: Sequence[int]) -> StoredKV | None:
+        return None if tuple(token_ids) in unusable else look(token_ids)
+
+    if model.gate.passed:
+        return make_plan(request.prompt, model.header_ids, lookup, reuse, runner.longest)
+    why = f"this model is not blended: {model.gate.reason}"
+    if snapshots is None:
+        return BlendPlan(len(request.prompt.token_ids), (), (), (), why)
+    plan = make_plan(request.prompt, model.header_ids, lookup, "off" if reuse == "off" else "prefix")
+    # A chunk that ends the prompt cannot be cut by its last token, as KV can: its state is behind all of it.
+    return replace(plan, stale=(), reason=f"{plan.reason}; {why}")
