@@ -7,7 +7,8 @@ in others. It says how far a prompt is from those that were calibrated on, not t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -74,9 +75,23 @@ class AutoRatio:
         count = int((left_out_by_count(static) > self.left_out).sum())
         return min(max(self.least, count / len(static)), max(self.least, self.most))
 
-    def to_params(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {"least": self.least, "left_out": self.left_out, "most": self.most}
+
+def ratio_to_json(ratio: float | AutoRatio) -> Any:
+    """Return a ratio, or the rule that chooses it, as a JSON value; :func:`ratio_from_json` reads it."""
+    return asdict(ratio) if isinstance(ratio, AutoRatio) else ratio
+
+
+def ratio_from_json(value: Any) -> float | AutoRatio:
+    """Read what :func:`ratio_to_json` gave.
+
+    Raises:
+        TypeError, ValueError, InputError: It is malformed.
+    """
+    if isinstance(value, Mapping):
+        return AutoRatio(**value)
+    if not 0 <= float(value) <= 1:
+        raise ValueError("the ratio is no share")
+    return float(value)
 
 
 def raised(ratio: float | AutoRatio, least: float) -> float | AutoRatio:

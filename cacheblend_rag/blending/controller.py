@@ -13,8 +13,9 @@ from itertools import chain, product
 from math import prod
 from typing import Any, Self
 
-from cacheblend_rag.blending.auto import AutoRatio
+from cacheblend_rag.blending.auto import AutoRatio, raised
 from cacheblend_rag.blending.costs import Costs
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, joined_static
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
@@ -177,6 +178,10 @@ class Choice:
         return (
             plan.without(unused, plan.reason + self.words) if unused else replace(plan, reason=plan.reason + self.words)
         )
+
+    def limits(self, options: FuseOptions) -> FuseOptions:
+        """Return options with the ratio and the longest wait that were decided."""
+        return replace(options, ratio=raised(options.ratio, self.ratio), most_wait_s=self.most_wait_s)
 
 
 @dataclass(frozen=True)

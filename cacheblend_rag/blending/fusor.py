@@ -24,12 +24,13 @@ from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fetch import Fetch, sent
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.target import BlendTarget
-from cacheblend_rag.blending.trace import LayerTrace, Trace
+from cacheblend_rag.blending.trace import LayerTrace
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import LayerKV, join_tokens
@@ -41,19 +42,6 @@ class OtherRankError(Exception):
     def __init__(self) -> None:
         """Say so."""
         super().__init__("another rank failed; its log says why")
-
-
-@dataclass(frozen=True)
-class BlendSchedule:
-    """At which layers to measure KV deviation, and how many tokens to keep there.
-
-    Attributes:
-        check_layers: Ascending layer indices.
-        widths: For each check layer, the set's size as a multiple of the recompute ratio; the last is 1.
-    """
-
-    check_layers: tuple[int, ...] = (1,)
-    widths: tuple[float, ...] = (1.0,)
 
 
 class Awaited(Protocol):
@@ -117,17 +105,9 @@ class FuseResult:
     loads: tuple[ChunkLoad, ...]
 
 
-def fuse(
-    plan: BlendPlan,
-    target: BlendTarget,
-    policy: SelectionPolicy,
-    ratio: float | AutoRatio,
-    schedule: BlendSchedule,
-    trace: Trace | None = None,
-    most_wait_s: float | None = None,
-) -> FuseResult:
+def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResult:
     """Do all of :func:`fuse_stepwise` at once."""
-    steps = fuse_stepwise(plan, target, policy, ratio, schedule, trace, most_wait_s)
+    steps = fuse_stepwise(plan, target, options)
     while True:
         try:
             next(steps)
@@ -137,14 +117,7 @@ def fuse(
 
 
 def fuse_stepwise(
-    plan: BlendPlan,
-    target: BlendTarget,
-    policy: SelectionPolicy,
-    ratio: float | AutoRatio,
-    schedule: BlendSchedule,
-    trace: Trace | None = None,
-    most_wait_s: float | None = None,
-    whole: bool = False,
+    plan: BlendPlan, target: BlendTarget, options: FuseOptions
 ) -> Generator[Segment, int | None, FuseResult]:
     """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
 
@@ -154,15 +127,7 @@ def fuse_stepwise(
     Args:
         plan: What is stored; must use stored KV.
         target: The model.
-        policy: Which tokens to recompute. Where a chunk has no static deviation, one that needs it gives way to the policy it
-            names for that.
-        ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule that
-            chooses it by the chunks' static deviations; where one has none, it is the lowest that the rule allows.
-        schedule: Check layers, for policies that measure KV deviation.
-        trace: Where to record when each layer is loaded and computed; None for nowhere.
-        most_wait_s: How long the computation may wait for stored KV, in all; None for as long as it takes.
-        whole: Begin with a segment that waits until all stored KV is in host memory. An engine that goes on earlier computes
-            layer by layer behind the loading, as without it.
+        options: How to blend.
 
     Raises:
         UnusableSpanError: Stored KV is damaged, cannot be read now, or is late; the KV cache is unusable and the plan must be
@@ -170,9 +135,9 @@ def fuse_stepwise(
         OtherRankError: Loading or placing KV failed on another tensor-parallel rank.
         InputError: The policy needs attention, which this model does not show, or a check layer lies outside the model.
     """
-    fusor = _Fusor(plan, target, policy, ratio, schedule, trace, most_wait_s, whole)
+    fusor = _Fusor(plan, target, options)
     with fusor.loader:
-        if whole:
+        if options.whole:
             yield Segment("load", awaited=fusor.loader)
         yield from fusor.watch_question()
         for layer, width in fusor.checks:
@@ -182,19 +147,10 @@ def fuse_stepwise(
 
 
 class _Fusor:
-    """One blend, step by step. ``keep`` says of each candidate whether it is still to be recomputed."""
+    """Does one blend, step by step. ``keep`` says of each candidate whether it is still to be recomputed."""
 
-    def __init__(
-        self,
-        plan: BlendPlan,
-        target: BlendTarget,
-        policy: SelectionPolicy,
-        ratio: float | AutoRatio,
-        schedule: BlendSchedule,
-        trace: Trace | None,
-        most_wait_s: float | None,
-        whole: bool,
-    ):
+    def __init__(self, plan: BlendPlan, target: BlendTarget, options: FuseOptions):
+        policy, ratio, trace = options.policy, options.ratio, options.trace
         wants_static = policy.needs_static or isinstance(ratio, AutoRatio)
         self._candidates = _candidates(plan, plan.static_deviation() if wants_static else None)
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
@@ -212,23 +168,23 @@ class _Fusor:
         self._count = round(ratio * total)
         undecided = 0 < self._count < total
         self._watches = policy.needs_attention and undecided
-        self.checks = _checks(schedule, target.num_layers) if policy.needs_deviation and undecided else []
-        if self._watches or self.checks:
-            self._keep = torch.ones(total, dtype=torch.bool)
+        self.checks = _checks(options.schedule, target.num_layers) if policy.needs_deviation and undecided else []
+        measures = self._watches or bool(self.checks)
+        if policy.needs_deviation or policy.needs_attention:
+            self._keep = torch.full((total,), self._count > 0)
         else:
-            self._keep = _select_unmeasured(policy, self._candidates, self._count)
-        all_recomputed = bool(self._keep.all()) and not (self._watches or self.checks)
+            self._keep = policy.select(self._candidates, self._count)
         self.loader = LayerLoader(
             plan.exact,
-            () if all_recomputed else plan.stale,
+            plan.stale if measures or not self._keep.all() else (),
             target.rope,
             target.num_layers,
             target.device,
             # Below the first check layer the dense pass computes every token; the question's pass reads all layers.
             stale_from_layer=self.checks[0][0] if self.checks and not self._watches else 0,
             trace=trace,
-            whole=whole,
-            most_wait_s=most_wait_s,
+            whole=options.whole,
+            most_wait_s=options.most_wait_s,
         )
         self._trace = None if trace is None else LayerTrace(trace)
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, self._trace)
@@ -297,9 +253,8 @@ class _Fusor:
         yield from self._run(
             "sparse", positions, 1.0, lambda part: self._target.forward(part, self._placer.before_layer)
         )
-        self._placer.before_layer(
-            self._target.num_layers - 1
-        )  # where nothing is computed, KV must be placed all the same
+        # Where nothing is computed, KV must be placed all the same.
+        self._placer.before_layer(self._target.num_layers - 1)
         self._computed = len(positions)
 
     @property
@@ -382,12 +337,6 @@ def _forced(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:
     """Return the positions that are neither exact nor candidates: text, missing chunks, the question."""
     every = torch.arange(plan.exact_tokens, plan.num_tokens)
     return every[~torch.isin(every, candidates)]
-
-
-def _select_unmeasured(policy: SelectionPolicy, candidates: Candidates, count: int) -> torch.Tensor:
-    if not (policy.needs_deviation or policy.needs_attention):
-        return policy.select(candidates, count)
-    return torch.full_like(candidates.positions, count > 0, dtype=torch.bool)
 
 
 def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:

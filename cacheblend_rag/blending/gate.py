@@ -18,7 +18,8 @@ from typing import Final, Protocol
 
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse
+from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import NotRotaryError, Rope
@@ -176,7 +177,7 @@ class _Prompt:
         """Return the logits of a blend of ``kvs``."""
         spans = tuple(StoredSpan(s, s + self._chunk, kv) for s, kv in zip(self._starts, kvs, strict=True))
         target = self._subject.target(self.ids, self._rope)
-        fuse(BlendPlan(len(self.ids), (), spans, (), "gate"), target, policy(name), ratio, BlendSchedule())
+        fuse(BlendPlan(len(self.ids), (), spans, (), "gate"), target, FuseOptions(policy(name), ratio))
         return self._subject.logits(target)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
 import xxhash
 
-from cacheblend_rag.blending.auto import AutoRatio
+from cacheblend_rag.blending.auto import ratio_to_json
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.settings import ResolvedSettings
 
 
@@ -28,13 +29,17 @@ class Origin:
     key: str
 
 
-def blend_terms(settings: ResolvedSettings, widths: Sequence[float], ratio: float | AutoRatio) -> dict[str, Any]:
+def blend_terms(settings: ResolvedSettings, options: FuseOptions) -> dict[str, Any]:
     """Return all that decides how a prompt's chunks are blended, as JSON values.
 
     Of the loading controller's costs nothing is in it: whatever it decides recomputes as much as was asked for, or more.
     """
-    rule = ratio.to_params() if isinstance(ratio, AutoRatio) else ratio
-    return {"settings": settings.to_params(), "widths": list(widths), "ratio": rule}
+    return {
+        "reuse": settings.reuse,
+        "policy": options.policy.name,
+        "ratio": [settings.ratio, ratio_to_json(options.ratio)],
+        "schedule": asdict(options.schedule),
+    }
 
 
 def origins(

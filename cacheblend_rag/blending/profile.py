@@ -15,7 +15,7 @@ from typing import Any
 from platformdirs import user_data_path
 
 from cacheblend_rag.blending.auto import AutoRatio, TextRange
-from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Reuse
 from cacheblend_rag.errors import InputError
@@ -83,6 +83,10 @@ class ModelProfile:
             self.check_layers if asked is None else asked,
             reuse if settings.reuse is None else settings.reuse,
         )
+
+    def options(self, settings: ResolvedSettings) -> FuseOptions:
+        """Return what the fusor is told of a blend by resolved ``settings``."""
+        return FuseOptions(policy(settings.policy), self.ratio_of(settings), self.schedule(settings.check_layers))
 
     def ratio_of(self, settings: ResolvedSettings) -> float | AutoRatio:
         """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known."""

@@ -24,8 +24,8 @@ from typing import Any, Literal
 import numpy as np
 
 from cacheblend_rag.blending.auto import TextRange, left_out
-from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import GateSubject
+from cacheblend_rag.blending.options import BlendSchedule
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.doctor.compared import PromptMeasurement, top
 
@@ -31,6 +31,11 @@ class Candidate:
     policy: str
     ratio: float
     schedule: BlendSchedule = field(default_factory=BlendSchedule)
+
+    @property
+    def options(self) -> FuseOptions:
+        """What the fusor is told."""
+        return FuseOptions(policy(self.policy), self.ratio, self.schedule)
 
     @property
     def measures_deviation(self) -> bool:

@@ -10,9 +10,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse, kv_deviation
+from cacheblend_rag.blending.fusor import fuse, kv_deviation
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
@@ -92,7 +93,7 @@ class PromptMeasurement:
         self.forced_tokens = plan.num_tokens - plan.exact_tokens - self.stale_tokens
         self._answer = list(continuation)
         target = subject.target(prompt.token_ids, rope)
-        _run(plan, target, policy("full-recompute"), 1.0, BlendSchedule())
+        fuse(plan, target, FuseOptions(policy("full-recompute"), 1.0))
         logits = self._follow(target) if self._answer else self._greedy(target, end_token)
         self._truth = logits.float().cpu()
         static = [span.static_deviation() for span in plan.stale]
@@ -120,19 +121,20 @@ class PromptMeasurement:
         behind = [LayerKV(k[:, len(before) :], v[:, len(before) :]) for k, v in whole.layers]
         return ChunkKV(alone.layers, alone.start, static=static_deviation(alone, behind, len(before), self._rope))
 
-    def compare(self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> Comparison:
+    def compare(self, options: FuseOptions) -> Comparison:
         """Blend, and compare the distributions of the answer's tokens; raises InputError as the fusor does."""
         target = self._subject.target(self.prompt.token_ids, self._rope)
-        computed = _run(self._plan, target, chosen, ratio, schedule)
+        done = fuse(self._plan, target, options)
         blended = self._follow(target).double().log_softmax(-1).cpu()
         truth = self._truth.double().log_softmax(-1)
         kl = (truth.exp() * (truth - blended)).sum(-1)
         agrees = truth.argmax(-1) == blended.argmax(-1)
-        return Comparison(tuple(agrees.tolist()), tuple(kl.tolist()), computed / len(self.prompt.token_ids))
+        compute = (done.computed_tokens + done.selection_tokens) / len(self.prompt.token_ids)
+        return Comparison(tuple(agrees.tolist()), tuple(kl.tolist()), compute)
 
-    def kl(self, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> float:
+    def kl(self, options: FuseOptions) -> float:
         """Return the mean KL, in nats, of a blend against full recompute, over the answer's first tokens."""
-        return float(np.mean(self.compare(chosen, ratio, schedule).kl))
+        return float(np.mean(self.compare(options).kl))
 
     @property
     def stale(self) -> list[tuple[int, int]]:
@@ -207,12 +209,6 @@ class Scored(SelectionPolicy):
 def top(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the indices of the ``count`` highest scores, the earlier of two equal ones first."""
     return torch.argsort(scores, descending=True, stable=True)[:count]
-
-
-def _run(plan: BlendPlan, target: BlendTarget, chosen: SelectionPolicy, ratio: float, schedule: BlendSchedule) -> float:
-    """Blend; return what it computed, in tokens through all layers."""
-    done = fuse(plan, target, chosen, ratio, schedule)
-    return done.computed_tokens + done.selection_tokens
 
 
 def _from(kv: ChunkKV, start: int) -> ChunkKV:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blending.costs import ComputeCost
-from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.gate import CODEC_LIMIT, check_codecs
+from cacheblend_rag.blending.options import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.doctor.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy

@@ -190,7 +190,7 @@ class Prompts:
 
     def compare(self, number: int, candidate: Candidate) -> Comparison:
         """Blend one of them."""
-        return self[number].compare(policy(candidate.policy), candidate.ratio, candidate.schedule)
+        return self[number].compare(candidate.options)
 
     def measured(self) -> list[PromptMeasurement]:
         """Return those that were needed so far."""

@@ -7,12 +7,11 @@ from typing import Self
 
 import torch
 
-from cacheblend_rag.blending.auto import AutoRatio
-from cacheblend_rag.blending.fusor import BlendSchedule, FuseResult, fuse
+from cacheblend_rag.blending.fusor import FuseResult, fuse
 from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import make_plan
-from cacheblend_rag.blending.policies import policy as policy_named
-from cacheblend_rag.blending.policies.base import SelectionPolicy
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import watched
@@ -89,19 +88,16 @@ class PromptInspector:
         """Blend the prompt as the engine does, and return the positions of the tokens it recomputed, on the CPU."""
         profile = self._engine.profile
         wanted = profile.resolve(settings, self._engine.num_layers)
-        schedule = profile.schedule(wanted.check_layers)
-        _, result = self._blended(policy_named(wanted.policy), profile.ratio_of(wanted), schedule)
+        _, result = self._blended(profile.options(wanted))
         return result.recomputed.cpu()
 
-    def measure_attention(
-        self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
-    ) -> torch.Tensor:
+    def measure_attention(self, options: FuseOptions) -> torch.Tensor:
         """Return the question's attention ``[layers, heads, question, tokens]`` after a blend, in fp32 on the CPU.
 
         Raises:
             ModelError: The model's attention cannot be watched (it needs eager attention).
         """
-        target, _ = self._blended(policy, ratio, schedule)
+        target, _ = self._blended(options)
         # The question's KV is written once more, with the same values.
         return self._watch(lambda: target.forward(self.question, lambda layer: None))
 
@@ -115,7 +111,7 @@ class PromptInspector:
             ModelError: The model's attention cannot be watched (it needs eager attention).
         """
         runner, begin = self._engine.runner, int(self.question[0])
-        cache = self._blended(policy_named("full-reuse"), 0.0, BlendSchedule())[0].cache
+        cache = self._blended(FuseOptions(policy("full-reuse"), 0.0))[0].cache
         before = torch.arange(begin, device=runner.device)
         kept = before[~torch.isin(before, hidden.to(runner.device))]
         stored = [cache.read(layer, 0, 0, begin) for layer in range(runner.num_layers)]
@@ -128,11 +124,9 @@ class PromptInspector:
         whole[..., torch.cat([kept, self.question]).cpu()] = seen
         return whole
 
-    def _blended(
-        self, policy: SelectionPolicy, ratio: float | AutoRatio, schedule: BlendSchedule
-    ) -> tuple[TransformersTarget, FuseResult]:
+    def _blended(self, options: FuseOptions) -> tuple[TransformersTarget, FuseResult]:
         target = TransformersTarget(self._engine.runner, self._rope, self.tokens.token_ids)
-        return target, fuse(self._plan, target, policy, ratio, schedule)
+        return target, fuse(self._plan, target, options)
 
     def _watch(self, run: Callable[[], object]) -> torch.Tensor:
         found: dict[int, torch.Tensor] = {}

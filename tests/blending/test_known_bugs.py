@@ -13,7 +13,8 @@ import transformers as hf
 
 from cacheblend_rag.blending import fusor as fusor_module
 from cacheblend_rag.blending import rope as rope_module
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse
+from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Move, Rope
@@ -250,7 +251,7 @@ def test_7_all_tensor_parallel_ranks_choose_the_same_tokens(bug: bool) -> None:
     def run(rank: Rank) -> None:
         shard = ChunkKV([LayerKV(x.k[rank.own], x.v[rank.own]) for x in stale], 0)
         plan = BlendPlan(chunk + 2, (), (StoredSpan(0, chunk, shard),), (), "")
-        fuse(plan, rank, policy("hkvd"), 0.2, BlendSchedule())
+        fuse(plan, rank, FuseOptions(policy("hkvd"), 0.2))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
     for thread in threads:

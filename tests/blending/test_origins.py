@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.blending.origins import Origin, blend_terms, common_tokens, origins
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings
 
 HEADER = 2
@@ -18,7 +19,7 @@ ENDS = (17, 30)
 def made(**changes: Any) -> tuple[Origin, ...]:
     settings = ResolvedSettings(changes.get("ratio", 0.15), changes.get("policy", "hkvd"), (1,), "chunks")
     spans, ids, ends = (changes.get(name, value) for name, value in (("spans", SPANS), ("ids", IDS), ("ends", ENDS)))
-    terms = blend_terms(settings, (1.0,), settings.ratio)
+    terms = blend_terms(settings, ModelProfile().options(settings))
     return origins(spans, ids, ends, HEADER, terms, changes.get("watches", False))
 
 

@@ -33,12 +33,10 @@ def blended_logits(engine: Any, scene: Scene, settings: BlendSettings) -> tuple[
     request = engine.request(scene.prompt, SamplingParams(max_tokens=1), settings)
     plan, settings = planned(engine, request), request.settings
     from cacheblend_rag.blending.fusor import fuse
-    from cacheblend_rag.blending.policies import policy
     from cacheblend_rag.engines.transformers.target import TransformersTarget
 
     target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
-    ratio = engine.profile.ratio_of(settings)
-    result = fuse(plan, target, policy(settings.policy), ratio, engine.profile.schedule(settings.check_layers))
+    result = fuse(plan, target, engine.profile.options(settings))
     return target.logits, result.recomputed.tolist(), result
 
 

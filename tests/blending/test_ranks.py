@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule, OtherRankError, fuse
+from cacheblend_rag.blending.fusor import OtherRankError, fuse
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.reads import UnusableSpanError
@@ -83,7 +84,7 @@ def blend_on_ranks(errors: dict[int, Exception]) -> list[BaseException | None]:
         plan = make_plan(scene.prompt, engine.header_ids, lookup)
         target = RankTarget(rank, votes, engine.runner, engine.rope, scene.prompt.token_ids)
         try:
-            fuse(plan, target, policy("hkvd"), 0.3, BlendSchedule())
+            fuse(plan, target, FuseOptions(policy("hkvd"), 0.3))
         except BaseException as error:
             return error
         return None

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse, fuse_stepwise
+from cacheblend_rag.blending.fusor import fuse, fuse_stepwise
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
@@ -91,16 +92,15 @@ def plan(chunk: int = CHUNK) -> BlendPlan:
 def test_the_host_waits_once_for_each_selection(sim: str, name: str, layers: tuple[int, ...], expected: int) -> None:
     target = Target(sim)
     with waits() as count:
-        done = fuse(
-            plan(), target, policy(name), 0.25, BlendSchedule(layers, tuple(3.0 - i for i in range(len(layers))))
-        )
+        schedule = BlendSchedule(layers, tuple(3.0 - i for i in range(len(layers))))
+        done = fuse(plan(), target, FuseOptions(policy(name), 0.25, schedule))
     assert count() == expected
     assert done.computed_tokens == len(target.ran[-1])
 
 
 def test_a_blend_announces_that_it_will_wait_and_has_not_waited_before(sim: str) -> None:
     target = Target(sim)
-    steps = fuse_stepwise(plan(), target, policy("hkvd"), 0.25, BlendSchedule())
+    steps = fuse_stepwise(plan(), target, FuseOptions(policy("hkvd"), 0.25))
     with waits() as count:
         assert [next(steps).kind, next(steps).kind] == ["dense", "fetch"]
         assert count() == 0
@@ -113,14 +113,14 @@ def test_what_the_device_is_given_does_not_grow_with_the_prompt(sim: str, name: 
     counts = []
     for chunk in (40, 160):
         before = SimulatedTensor.launches
-        fuse(plan(chunk), Target(sim), policy(name), 0.25, BlendSchedule())
+        fuse(plan(chunk), Target(sim), FuseOptions(policy(name), 0.25))
         counts.append(SimulatedTensor.launches - before)
     assert counts[0] == counts[1] <= most
 
 
 def test_a_segment_takes_no_more_tokens_than_it_may(sim: str) -> None:
     target = Target(sim)
-    steps = fuse_stepwise(plan(), target, policy("hkvd"), 0.25, BlendSchedule())
+    steps = fuse_stepwise(plan(), target, FuseOptions(policy("hkvd"), 0.25))
     ahead, seen = next(steps), []
     with pytest.raises(StopIteration):
         while True:

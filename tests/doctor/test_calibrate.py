@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse
+from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.doctor.calibration import calibrate
 from cacheblend_rag.doctor.candidates import Candidate, estimate_compute, examine_layers
@@ -64,8 +65,8 @@ def measurement(model):
 
 
 def test_recomputing_everything_has_no_divergence(measurement):
-    assert measurement.kl(policy("full-recompute"), 1.0, BlendSchedule()) == pytest.approx(0, abs=1e-9)
-    assert measurement.kl(policy("full-reuse"), 0.0, BlendSchedule()) > 1e-3
+    assert measurement.kl(FuseOptions(policy("full-recompute"), 1.0)) == pytest.approx(0, abs=1e-9)
+    assert measurement.kl(FuseOptions(policy("full-reuse"), 0.0)) > 1e-3
 
 
 def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
@@ -77,14 +78,14 @@ def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
 @pytest.mark.parametrize("layer", [1, 2, 3])
 def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, measurement, layer):
     target = model.target(prompt(0).token_ids, model.detect_rope())
-    result = fuse(measurement._plan, target, policy("hkvd"), 0.2, BlendSchedule((layer,), (1.0,)))
+    result = fuse(measurement._plan, target, FuseOptions(policy("hkvd"), 0.2, BlendSchedule((layer,), (1.0,))))
     first = measurement._plan.stale[0].start
     assert result.recomputed.tolist() == [first + i for i in sorted(top(measurement.deviation[layer], 8).tolist())]
 
 
 def test_given_scores_choose_as_the_check_layer_does(measurement):
-    by_layer = measurement.kl(policy("hkvd"), 0.2, BlendSchedule((1,), (1.0,)))
-    assert by_layer == pytest.approx(measurement.kl(Scored(measurement.deviation[1]), 0.2, BlendSchedule()), rel=1e-3)
+    by_layer = measurement.kl(FuseOptions(policy("hkvd"), 0.2, BlendSchedule((1,), (1.0,))))
+    assert by_layer == pytest.approx(measurement.kl(FuseOptions(Scored(measurement.deviation[1]), 0.2)), rel=1e-3)
 
 
 def test_the_answer_ends_at_the_end_token(model):
@@ -97,9 +98,9 @@ def test_the_answer_ends_at_the_end_token(model):
 def test_all_tokens_of_the_answer_are_compared_as_they_are_decoded_one_by_one(model):
     rope, first = model.detect_rope(), prompt(0)
     measured = PromptMeasurement(model, rope, HEADER, first, end_token=None, probe=PROBE)
-    found = measured.compare(policy("static"), 0.2, BlendSchedule())
+    found = measured.compare(FuseOptions(policy("static"), 0.2))
     target = model.target(first.token_ids, rope)
-    fuse(measured._plan, target, policy("static"), 0.2, BlendSchedule())
+    fuse(measured._plan, target, FuseOptions(policy("static"), 0.2))
     blended = [model.logits(target)]
     blended += [model.decode(target, [token])[0] for token in measured._answer[:-1]]
     want = [int(a.argmax()) == int(b.argmax()) for a, b in zip(measured._truth, blended, strict=True)]
@@ -111,7 +112,7 @@ def test_all_tokens_of_the_answer_are_compared_as_they_are_decoded_one_by_one(mo
 def test_a_continuation_takes_the_place_of_the_answer(model):
     follows = (7, 8, 9, 10)
     measured = PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), None, continuation=follows)
-    assert measured.compare(policy("full-recompute"), 1.0, BlendSchedule()).agrees == (True,) * 4
+    assert measured.compare(FuseOptions(policy("full-recompute"), 1.0)).agrees == (True,) * 4
     logits, _ = model.full_prefill([*prompt(0).token_ids, *follows[:-1]])
     torch.testing.assert_close(measured._truth[-1], logits, rtol=1e-4, atol=1e-4)
 
@@ -127,7 +128,7 @@ def test_compute_counts_every_pass(model):
     want = {"static": 8 + 5, "static-query": 8 + 5 + 5, "hkvd": 8 + 5 + 40 * 2 / LAYERS}
     for name, tokens in want.items():
         each = Candidate(name, 0.2, BlendSchedule((2,), (1.0,)))
-        found = measured.compare(policy(name), 0.2, each.schedule)
+        found = measured.compare(FuseOptions(policy(name), 0.2, each.schedule))
         assert found.compute == pytest.approx(tokens / total)
         assert estimate_compute(each, LAYERS, 40 / total, 5 / total) == pytest.approx(found.compute)
 
@@ -135,7 +136,7 @@ def test_compute_counts_every_pass(model):
 def test_a_ranked_blend_in_calibration_is_the_engines_own(model):
     measured = PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), end_token=None, probe=PROBE)
     target = model.target(prompt(0).token_ids, model.detect_rope())
-    result = fuse(measured._plan, target, policy("static"), 0.2, BlendSchedule())
+    result = fuse(measured._plan, target, FuseOptions(policy("static"), 0.2))
     static = torch.cat([span.static_deviation() for span in measured._plan.stale])
     assert torch.equal(static, measured.static)
     first = measured._plan.stale[0].start

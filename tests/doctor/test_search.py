@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.options import BlendSchedule
 from cacheblend_rag.doctor.candidates import RATIOS, Candidate, LayerFinding, estimate_compute, list_candidates
 from cacheblend_rag.doctor.compared import Comparison
 from cacheblend_rag.doctor.search import LOOK, Search, Trial

@@ -10,13 +10,11 @@ from typing import Self
 
 import torch
 
-from cacheblend_rag.blending.auto import raised
 from cacheblend_rag.blending.controller import Choice, Terms, control
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.fusor import FuseResult, fuse
 from cacheblend_rag.blending.origins import blend_terms, origins
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.lookups import SideBySide, entries_of
@@ -55,6 +53,7 @@ class PromptRun:
     def __init__(self, model: ModelOwner, request: Request):
         """Do nothing yet: :meth:`prefill` begins."""
         self._model, self._request = model, request
+        self._options = model.profile.options(request.settings)
         self._costs = model.costs  # as they are before this prompt corrects them
         self._lead = turn_lead(model.tokenizer)
         self._turn_ends = turn_ends(request.prompt.token_ids, self._lead)
@@ -129,14 +128,11 @@ class PromptRun:
         return cache
 
     def _blend(self, cache: PositionedCache) -> None:
-        model, settings, choice = self._model, self._request.settings, self._choice
+        model, choice = self._model, self._choice
         assert model.rope is not None
         target = TransformersTarget(model.runner, model.rope, self._request.prompt.token_ids, cache)
-        schedule = model.profile.schedule(settings.check_layers)
-        ratio = model.profile.ratio_of(settings)
-        ratio = ratio if choice is None else raised(ratio, choice.ratio)
-        most_wait_s = None if choice is None else choice.most_wait_s
-        fused = fuse(self.plan, target, policy(settings.policy), ratio, schedule, self._trace, most_wait_s)
+        options = replace(self._options, trace=self._trace)
+        fused = fuse(self.plan, target, options if choice is None else choice.limits(options))
         assert target.logits is not None
         self.logits, self._fused = target.logits, fused
         self._computed, self._load_s = fused.computed_tokens, fused.load_wait_s
@@ -147,7 +143,7 @@ class PromptRun:
         if settings.ratio != "auto" or costs is None or not (plan.uses_stored_kv and model.gate.passed):
             return None
         terms = Terms.of(costs, model.profile, settings, model.num_layers)
-        return control(plan, terms, model.profile.ratio_of(settings))
+        return control(plan, terms, self._options.ratio)
 
     def _as_said(self) -> Said | None:
         """Return the prompt as it is looked for among the conversations; None where it may use none of them."""
@@ -155,14 +151,13 @@ class PromptRun:
         longest = model.runner.longest
         if settings.reuse == "off" or not model.gate.passed or (longest and len(prompt.token_ids) > longest):
             return None
-        widths = model.profile.schedule(settings.check_layers).widths
         found = origins(
             [(span.start, span.end) for span in prompt.spans],
             prompt.token_ids,
             self._turn_ends,
             len(model.header_ids),
-            blend_terms(settings, widths, model.profile.ratio_of(settings)),
-            policy(settings.policy).needs_attention,
+            blend_terms(settings, self._options),
+            self._options.policy.needs_attention,
         )
         return Said(prompt.token_ids, found, model.tenant.name, len(prompt.token_ids))
 

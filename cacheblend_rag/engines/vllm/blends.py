@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from cacheblend_rag.blending.fusor import Awaited, FuseResult, Segment, fuse_stepwise
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.target import BlendTarget
@@ -230,18 +230,8 @@ class _Blend:
             return
 
     def _fuse(self, plan: BlendPlan) -> Generator[Segment, int | None, FuseResult]:
-        load, job = self.load, self.load.job
-        part, choice = plan.within(load.start, load.end), load.choice
-        return fuse_stepwise(
-            part,
-            self._target(),
-            policy(job.settings.policy),
-            load.ratio,
-            job.schedule,
-            self._trace,
-            None if choice is None else choice.most_wait_s,
-            whole=self._streams,
-        )
+        options = replace(self.load.options, trace=self._trace, whole=self._streams)
+        return fuse_stepwise(plan.within(self.load.start, self.load.end), self._target(), options)
 
     def _target(self) -> BlendTarget:
         load = self.load

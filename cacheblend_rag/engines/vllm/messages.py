@@ -8,11 +8,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from cacheblend_rag.blending.auto import AutoRatio, raised
+from cacheblend_rag.blending.auto import AutoRatio, ratio_from_json, ratio_to_json
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import Computed
-from cacheblend_rag.blending.fusor import BlendSchedule
 from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.origins import Origin, blend_terms, origins
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
@@ -53,14 +53,16 @@ class BlendJob:
     turn_ends: tuple[int, ...] = ()
 
     @property
-    def schedule(self) -> BlendSchedule:
-        """The check layers and their widths."""
-        return BlendSchedule(self.settings.check_layers, self.widths)
+    def options(self) -> FuseOptions:
+        """What the fusor is told."""
+        schedule = BlendSchedule(self.settings.check_layers, self.widths)
+        return FuseOptions(policy(self.settings.policy), self.ratio, schedule)
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :meth:`from_params` reads."""
         params: dict[str, Any] = {"spans": [list(span) for span in self.spans], "turn_ends": list(self.turn_ends)}
-        params |= blend_terms(self.settings, self.widths, self.ratio)
+        settings = self.settings.to_params()
+        params |= {"settings": settings, "widths": list(self.widths), "ratio": ratio_to_json(self.ratio)}
         params |= {"trace": self.trace, **self.tenant.to_params()}
         return params if self.terms is None else {**params, "terms": self.terms.to_params()}
 
@@ -72,19 +74,16 @@ class BlendJob:
             KeyError, TypeError, ValueError, InputError: It is malformed.
         """
         settings = ResolvedSettings.from_params({name: params["settings"][name] for name in OPTION_NAMES})
-        ratio = params["ratio"]
         job = cls(
             tuple((int(a), int(b), str(name)) for a, b, name in params["spans"]),
             settings,
             tuple(float(width) for width in params["widths"]),
-            AutoRatio(**ratio) if isinstance(ratio, Mapping) else float(ratio),
+            ratio_from_json(params["ratio"]),
             Terms.from_params(params["terms"]) if "terms" in params else None,
             bool(params["trace"]),
             Tenant.from_params(params),
             tuple(int(end) for end in params["turn_ends"]),
         )
-        if not (isinstance(job.ratio, AutoRatio) or 0 <= job.ratio <= 1):
-            raise ValueError("the ratio is no share")
         if len(job.widths) != len(job.settings.check_layers):
             raise ValueError("widths and check_layers differ in number")
         edges = [edge for a, b, _ in job.spans for edge in (a, b)]
@@ -103,8 +102,8 @@ class BlendJob:
             token_ids,
             self.turn_ends,
             header_tokens,
-            blend_terms(self.settings, self.widths, self.ratio),
-            policy(self.settings.policy).needs_attention,
+            blend_terms(self.settings, self.options),
+            self.options.policy.needs_attention,
         )
 
     def prompt(self, token_ids: tuple[int, ...]) -> TokenizedPrompt:
@@ -177,9 +176,9 @@ class LoadOrder:
     choice: Choice | None = None
 
     @property
-    def ratio(self) -> float | AutoRatio:
-        """The ratio to blend by, or the rule that chooses it."""
-        return self.job.ratio if self.choice is None else raised(self.job.ratio, self.choice.ratio)
+    def options(self) -> FuseOptions:
+        """What the fusor is told."""
+        return self.job.options if self.choice is None else self.choice.limits(self.job.options)
 
 
 @dataclass(frozen=True)

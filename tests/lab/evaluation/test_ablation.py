@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.lab.evaluation.ablation.__main__ import main
@@ -70,14 +70,14 @@ def test_the_variant_in_use_is_the_policy(engine, prompts, monkeypatch):
     subject, end = engine.subject(), engine.tokenizer.eos_token_id
     measured = PromptMeasurement(subject, engine.rope, engine.header_ids, prompts[0], end, probe)
     for name in (BASE, "static-query", "query"):
-        want = measured.kl(policy(name), 0.3, BlendSchedule())
+        want = measured.kl(FuseOptions(policy(name), 0.3))
         assert found[name]["0.3"]["kl"] == pytest.approx(want, abs=1e-6), name
 
 
 @pytest.mark.slow
 def test_a_question_that_sees_everything_attends_as_over_stored_kv(engine, prompts):
     inspector = PromptInspector(engine, prompts[0])
-    want = inspector.measure_attention(policy("full-reuse"), 0.0, BlendSchedule())
+    want = inspector.measure_attention(FuseOptions(policy("full-reuse"), 0.0))
     none = inspector.measure_attention_without(torch.zeros(0, dtype=torch.int64))
     assert torch.allclose(none, want, atol=1e-5)
     hidden = torch.arange(prompts[0].spans[1].start, prompts[0].spans[1].end)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.costs import ComputeCost
-from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.settings import BlendSettings
@@ -41,7 +41,7 @@ def inspector(engine):
 
 
 def test_watched_attention_is_the_models_own(engine, inspector):
-    got = inspector.measure_attention(policy("full-recompute"), 1.0, BlendSchedule())
+    got = inspector.measure_attention(FuseOptions(policy("full-recompute"), 1.0))
     ids = torch.tensor([inspector.tokens.token_ids])
     model = engine.runner.model
     before = model.config._attn_implementation
@@ -56,9 +56,9 @@ def test_watched_attention_is_the_models_own(engine, inspector):
 
 
 def test_attention_deviation_falls_as_more_is_recomputed(inspector):
-    want = inspector.measure_attention(policy("full-recompute"), 1.0, BlendSchedule())
+    want = inspector.measure_attention(FuseOptions(policy("full-recompute"), 1.0))
     deviations = [
-        float(attention_deviation(inspector.measure_attention(policy("hkvd"), ratio, BlendSchedule()), want)[2:].mean())
+        float(attention_deviation(inspector.measure_attention(FuseOptions(policy("hkvd"), ratio)), want)[2:].mean())
         for ratio in (0.0, 0.5, 1.0)
     ]
     assert deviations[0] > deviations[1] > deviations[2] == pytest.approx(0, abs=1e-5)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.fusor import BlendSchedule, fuse
+from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates
@@ -38,9 +39,9 @@ def test_the_probed_attention_is_that_of_full_kv_reuse(engine):
     set_header(engine, SAMPLES)
     inspector = PromptInspector.of(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]).prompt)
     # Its own values are tested against the model's eager attention in test_figures.
-    want = inspector.measure_attention(policy("full-reuse"), 0.0, BlendSchedule()).mean((0, 1, 2))
+    want = inspector.measure_attention(FuseOptions(policy("full-reuse"), 0.0)).mean((0, 1, 2))
     spy = Spy()
-    inspector.measure_attention(spy, 0.4, BlendSchedule())
+    inspector.measure_attention(FuseOptions(spy, 0.4))
     torch.testing.assert_close(spy.seen.attention, want[spy.seen.positions], atol=1e-6, rtol=1e-4)
 
 
@@ -87,10 +88,10 @@ def test_a_blend_by_attention_recomputes_exactly_the_tokens_it_chose(engine):
         )
 
     first = TransformersTarget(engine.runner, engine.rope, tokens.token_ids)
-    chosen = fuse(plan(), first, policy("query"), 0.3, BlendSchedule()).recomputed
+    chosen = fuse(plan(), first, FuseOptions(policy("query"), 0.3)).recomputed
     assert len(chosen) > 3
     second = TransformersTarget(engine.runner, engine.rope, tokens.token_ids)
-    fuse(plan(), second, Given(), 0.3, BlendSchedule())
+    fuse(plan(), second, FuseOptions(Given(), 0.3))
     torch.testing.assert_close(first.logits, second.logits, atol=1e-5, rtol=1e-5)
 
 

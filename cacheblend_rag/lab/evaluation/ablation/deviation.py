@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy, highest
 from cacheblend_rag.doctor.compared import PromptMeasurement, Scored
@@ -72,5 +72,5 @@ def ablate_deviation(
                 ("random", headed, policy("random"), ratio),
             ]
         for name, measurement, chosen, ratio in runs:
-            compared.note(name, ratio, measurement.compare(chosen, ratio, schedule))
+            compared.note(name, ratio, measurement.compare(FuseOptions(chosen, ratio, schedule)))
     return compared.means(BASE)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy, highest
 from cacheblend_rag.blending.static import Distances, probe_ids, static_parts
@@ -124,7 +124,7 @@ def ablate_static(
         chosen = _variants(known) | {"random": policy("random"), "hkvd (with its dense pass)": policy("hkvd")}
         runs += [(name, ratio, selection) for name, selection in chosen.items() for ratio in ratios]
         for name, ratio, selection in runs:
-            compared.note(name, ratio, measurement.compare(selection, ratio, check))
+            compared.note(name, ratio, measurement.compare(FuseOptions(selection, ratio, check)))
     return compared.means(BASE)
 
 
@@ -185,7 +185,7 @@ def _know(
     outside = torch.cat(
         [~highest(chunk.mean(), round(DIGEST * chunk.squared.shape[-1])) for chunk in distances["bundled text"]]
     )
-    seen = inspector.measure_attention(policy("full-reuse"), 0.0, BlendSchedule())
+    seen = inspector.measure_attention(FuseOptions(policy("full-reuse"), 0.0))
     digest = inspector.measure_attention_without(inside[outside])
     return _Known(distances, seen.mean((1, 2))[:, inside], digest.mean((0, 1, 2))[inside], measurement.oracle)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.fusor import BlendSchedule
+from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.rag.inspector import attention_deviation
@@ -24,14 +24,11 @@ _BINS: Final = 160
 
 def _measure_attention(context: FigureContext, say: Say) -> list[Row]:
     inspector = context.inspectors[0]
-    schedule = context.engine.profile.schedule(context.blend.check_layers)
-    whole = inspector.measure_attention(policy("full-recompute"), 1.0, schedule)
+    whole = inspector.measure_attention(FuseOptions(policy("full-recompute"), 1.0))
     say(0.4, "attention after full KV reuse")
-    reuse = inspector.measure_attention(policy("full-reuse"), 0.0, schedule)
+    reuse = inspector.measure_attention(FuseOptions(policy("full-reuse"), 0.0))
     say(0.7, "attention after the blend")
-    blend = inspector.measure_attention(
-        policy(context.blend.policy), context.engine.profile.ratio_of(context.blend), schedule
-    )
+    blend = inspector.measure_attention(context.engine.profile.options(context.blend))
     layer = int(attention_deviation(reuse, whole).argmax())
     rows = []
     for name, attention in (("full", whole), ("reuse", reuse), ("blend", blend)):
@@ -88,11 +85,12 @@ def _measure_deviation(context: FigureContext, say: Say) -> list[Row]:
     found: dict[tuple[str, float], list[Any]] = {}
     steps = len(context.inspectors)
     for number, inspector in enumerate(context.inspectors):
-        want = inspector.measure_attention(policy("full-recompute"), 1.0, BlendSchedule())
+        want = inspector.measure_attention(FuseOptions(policy("full-recompute"), 1.0))
         for at, ratio in enumerate(_RATIOS):
             say((number + at / len(_RATIOS)) / steps, f"prompt {number + 1} of {steps}")
             for name in compared if ratio else compared[:1]:
-                deviation = attention_deviation(inspector.measure_attention(policy(name), ratio, schedule), want)
+                blend = inspector.measure_attention(FuseOptions(policy(name), ratio, schedule))
+                deviation = attention_deviation(blend, want)
                 found.setdefault((name, ratio), []).append(deviation.numpy())
     for name in compared[1:]:
         found[name, 0.0] = found[compared[0], 0.0]
