@@ -19,20 +19,20 @@ from cacheblend_rag import (
     BlendPrompt,
     BlendSettings,
     Chunk,
-    ChunkRegistry,
     Generation,
-    ModelFingerprint,
-    ModelProfile,
     PrecomputeReport,
     SamplingParams,
     StreamEvent,
     Timings,
-    TokenizedPrompt,
     Usage,
     bundled_corpus,
     chat_prompt,
     chunk_id,
 )
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.frameworks import ChunkRegistry
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store.kv import ModelFingerprint
 
 SIX, CHUNK_TOKENS = 6, 512
 QUESTION = "Who runs the company that built the harbour?"

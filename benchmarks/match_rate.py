@@ -8,7 +8,8 @@ import sys
 import time
 import tracemalloc
 
-from cacheblend_rag import Chunk, ChunkRegistry, chunk_id
+from cacheblend_rag import Chunk, chunk_id
+from cacheblend_rag.frameworks import ChunkRegistry
 
 
 def main(count: int = 100_000, characters: int = 20_000) -> None:

@@ -9,20 +9,29 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 
 import pytest
 
 import cacheblend_rag
+from cacheblend_rag import frameworks
 
 ROOT = Path(__file__).parent.parent
-PLACES = ("README.md", "docs/**/*.md", "examples/**/*", "benchmarks/*.py", "integrations/**/*")
+PLACES = (
+    "README.md",
+    "docs/**/*.md",
+    "examples/**/*",
+    "benchmarks/*.py",
+    "integrations/*/*.md",
+    "integrations/*/[!t]*/**/*",
+)
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure pieces that are nobody else's business: attention kernels, an engine's passes, a trial, what a registry keeps, the page,
-# tables and plots of evaluations.
+# Measure pieces that are nobody else's business: attention kernels, an engine's passes, a double of an engine, a trial, what a
+# registry keeps, the page, tables and plots of evaluations.
 _MEASURES = (
     "attention_blocks.py",
     "attention_tiles.py",
+    "framework_overhead.py",
     "hybrid_blend.py",
     "packed_recall.py",
     "plot_policies.py",
@@ -50,16 +59,32 @@ def test_every_public_name_is_there() -> None:
         _ = cacheblend_rag.nothing_of_that_name
 
 
-def test_the_lists_of_public_names_agree() -> None:
-    source = ast.parse(Path(cacheblend_rag.__file__).read_text(encoding="utf-8"))
-    typed = {
-        name.name: (node.module or "").removeprefix("cacheblend_rag.")
-        for node in ast.walk(source)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cacheblend_rag.")
+def test_the_stub_is_the_only_list_of_public_names_and_every_line_of_it_is_read() -> None:
+    stub = ast.parse(Path(cacheblend_rag.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    listed = [name for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names]
+    assert [name.name for name in listed] == cacheblend_rag.__all__
+    assert all(name.asname == name.name for name in listed)  # without it, type checkers see no public name
+
+
+def test_there_are_few_public_names() -> None:
+    assert len(cacheblend_rag.__all__) <= 35
+
+
+def test_what_is_for_frameworks_is_not_public_too_and_an_integration_uses_it() -> None:
+    named = {name for name, found in vars(frameworks).items() if name[0] != "_" and not isinstance(found, ModuleType)}
+    assert not named & set(cacheblend_rag.__all__)
+    code = [ast.parse(file.read_text("utf-8")) for file in ROOT.glob("integrations/*/*_cacheblend/**/*.py")]
+    used = {
+        name.name
+        for tree in code
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "cacheblend_rag.frameworks"
         for name in node.names
     }
-    assert typed == cacheblend_rag._HOMES
-    assert sorted(cacheblend_rag.__all__) == sorted(typed)
+    for page in ROOT.glob("integrations/*/README.md"):  # which tell users of some
+        used.update(re.findall(r"cacheblend_rag\.frameworks\.(\w+)", page.read_text("utf-8")))
+    assert len(named) > 10
+    assert used == named
 
 
 def test_readers_and_integrations_use_the_public_face() -> None:

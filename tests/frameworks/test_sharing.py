@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import InputError, ServerError, TransformersEngine, shared_engine
+from cacheblend_rag import InputError, ServerError, TransformersEngine
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.frameworks import sharing
+from cacheblend_rag.frameworks import shared_engine, sharing
 
 ENVIRONMENT = ("CACHEBLEND_MODEL", "CACHEBLEND_STORE", "CACHEBLEND_BASE_URL", "CACHEBLEND_API_KEY")
 
@@ -103,7 +103,9 @@ def test_what_does_not_go_together_is_refused(arguments: dict, word: str) -> Non
 
 
 def test_at_the_end_of_the_process_it_is_closed_without_a_word(tmp_path: Path) -> None:
-    code = "from cacheblend_rag import shared_engine; shared_engine('bundled', store=__import__('sys').argv[1])"
+    code = (
+        "from cacheblend_rag.frameworks import shared_engine; shared_engine('bundled', store=__import__('sys').argv[1])"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

@@ -18,19 +18,8 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cacheblend_rag import (
-    DEFAULT_MAX_TOKENS,
-    BlendEngine,
-    BlendPrompt,
-    CallReader,
-    Generation,
-    InputError,
-    StreamEvent,
-    call_schema,
-    chat_prompt,
-    reads_tools,
-    required_tool,
-)
+from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError, StreamEvent, chat_prompt
+from cacheblend_rag.frameworks import DEFAULT_MAX_TOKENS, CallReader, call_schema, reads_tools, required_tool
 from langchain_cacheblend.messages import chat_messages
 from langchain_cacheblend.requests import Asked, EngineFields, langchain_errors, usage_metadata
 from langchain_cacheblend.runs import run_of

@@ -11,7 +11,8 @@ import numpy as np
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.embeddings import Embeddings
 
-from cacheblend_rag import DEFAULT_CHUNK_TOKENS, DEFAULT_EMBEDDING, BlendEngine, Embedder, split_text
+from cacheblend_rag import BlendEngine, split_text
+from cacheblend_rag.frameworks import DEFAULT_CHUNK_TOKENS, DEFAULT_EMBEDDING, Embedder
 
 
 class ChunkSplitter(BaseDocumentTransformer):

@@ -16,7 +16,8 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from cacheblend_rag import BlendEngine, Chunk, InputError, chunk_of
+from cacheblend_rag import BlendEngine, Chunk, InputError
+from cacheblend_rag.frameworks import chunk_of
 
 # Blocks of an answer that say what its `tool_calls` say too, or that templates leave out of the history.
 _SILENT_BLOCKS = {

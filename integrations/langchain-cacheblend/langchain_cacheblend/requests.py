@@ -24,16 +24,11 @@ from pydantic import (
     model_validator,
 )
 
-from cacheblend_rag import (
+from cacheblend_rag import BlendEngine, BlendPrompt, BlendSettings, Generation, InputError, PromptTooLongError
+from cacheblend_rag.frameworks import (
     SAMPLING_OPTIONS,
-    BlendEngine,
-    BlendPrompt,
-    BlendSettings,
     EngineName,
-    Generation,
-    InputError,
     OnMiss,
-    PromptTooLongError,
     Request,
     RetrievalReport,
     Reuse,
@@ -170,7 +165,7 @@ class EngineFields(Serializable):
         """The engine that answers; opened now if it was named and is not open.
 
         Raises:
-            InputError, ModelError, ServerError, StoreError: As :func:`cacheblend_rag.shared_engine`.
+            InputError, ModelError, ServerError, StoreError: As :func:`cacheblend_rag.frameworks.shared_engine`.
         """
         if isinstance(self.given_engine, BlendEngine):
             return self.given_engine

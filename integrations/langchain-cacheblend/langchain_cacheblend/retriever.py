@@ -18,7 +18,8 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field
 
-from cacheblend_rag import BlendEngine, InputError, PrecomputeReport, uses_of
+from cacheblend_rag import BlendEngine, InputError, PrecomputeReport
+from cacheblend_rag.frameworks import uses_of
 from langchain_cacheblend.documents import BundledEmbeddings
 from langchain_cacheblend.precompute import precompute
 

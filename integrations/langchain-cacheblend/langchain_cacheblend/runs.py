@@ -11,7 +11,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, BaseCallback
 from langchain_core.documents import Document
 from langchain_core.tracers.context import register_configure_hook
 
-from cacheblend_rag import RetrievalLog
+from cacheblend_rag.frameworks import RetrievalLog
 
 RETRIEVALS = RetrievalLog()
 """Of all chains in this process. Runnables run in copies of their context, so it goes by the runs that callbacks are told of."""

@@ -9,7 +9,7 @@ from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
-from cacheblend_rag import CallsRead
+from cacheblend_rag.frameworks import CallsRead
 
 
 def tool_calls(read: CallsRead) -> tuple[list[ToolCall], list[InvalidToolCall]]:

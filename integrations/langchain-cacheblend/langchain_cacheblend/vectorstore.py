@@ -12,16 +12,8 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheblend_rag import (
-    BlendEngine,
-    ExistingEstimate,
-    InputError,
-    PrecomputeReport,
-    chunk_id,
-    estimate_existing,
-    precompute_existing,
-    uses_of,
-)
+from cacheblend_rag import BlendEngine, InputError, PrecomputeReport, chunk_id
+from cacheblend_rag.frameworks import ExistingEstimate, estimate_existing, precompute_existing, uses_of
 from langchain_cacheblend.existing import existing_documents
 from langchain_cacheblend.precompute import precompute
 from langchain_cacheblend.runs import RETRIEVALS, retrieved

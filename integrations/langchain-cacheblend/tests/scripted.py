@@ -16,19 +16,18 @@ from cacheblend_rag import (
     BlendPrompt,
     BlendSettings,
     Chunk,
-    ChunkRegistry,
     Generation,
-    ModelFingerprint,
-    ModelProfile,
     PrecomputeReport,
-    Request,
     SamplingParams,
     StreamEvent,
     Timings,
-    TokenizedPrompt,
     Usage,
     text_prompt,
 )
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.frameworks import ChunkRegistry, Request
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store.kv import ModelFingerprint
 
 from plain import BUNDLED
 

@@ -20,13 +20,13 @@ from cacheblend_rag import (
     BlendEngine,
     Chunk,
     InputError,
-    ModelFingerprint,
     PromptTooLongError,
     TransformersEngine,
     UnknownChunkError,
     chunk_id,
     make_chunk,
 )
+from cacheblend_rag.store.kv import ModelFingerprint
 from langchain_cacheblend import ChatCacheBlend
 
 from scripted import ScriptedEngine

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendEngine, BlendSettings, InputError, Request, TokenizedPrompt, encoder_for
+from cacheblend_rag import BlendEngine, BlendSettings, InputError
+from cacheblend_rag.frameworks import Request, encoder_for
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from langchain_cacheblend import CacheBlendLLM, ChatCacheBlend
 
 from scripted import ScriptedEngine

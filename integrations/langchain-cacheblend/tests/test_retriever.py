@@ -13,7 +13,8 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
-from cacheblend_rag import DEFAULT_EMBEDDING, Embedder, InputError, StoreError, chunk_id
+from cacheblend_rag import InputError, StoreError, chunk_id
+from cacheblend_rag.frameworks import DEFAULT_EMBEDDING, Embedder
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChatCacheBlend, ChunkSplitter
 from langchain_cacheblend.retriever import _prefetcher
 

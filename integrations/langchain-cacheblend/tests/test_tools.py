@@ -13,7 +13,8 @@ from langchain_core.tools import tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
-from cacheblend_rag import CallReader, InputError, TransformersEngine, call_schema, required_tool
+from cacheblend_rag import InputError, TransformersEngine
+from cacheblend_rag.frameworks import CallReader, call_schema, required_tool
 from langchain_cacheblend import ChatCacheBlend
 
 from scripted import ScriptedEngine

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
-from cacheblend_rag import DEFAULT_EMBEDDING, Embedder
+from cacheblend_rag.frameworks import DEFAULT_EMBEDDING, Embedder
 
 
 class BundledEmbedding(BaseEmbedding):

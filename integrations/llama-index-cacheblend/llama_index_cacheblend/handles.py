@@ -8,7 +8,8 @@ from typing import Any
 
 from llama_index.core.settings import Settings
 
-from cacheblend_rag import BlendEngine, EngineName, InputError, shared_engine
+from cacheblend_rag import BlendEngine, InputError
+from cacheblend_rag.frameworks import EngineName, shared_engine
 
 
 class _Discard:

@@ -27,16 +27,12 @@ from llama_index.core.llms.llm import ToolSelection, default_completion_to_promp
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.utils import set_global_tokenizer
 
-from cacheblend_rag import (
-    BlendEngine,
+from cacheblend_rag import BlendEngine, Chunk, Generation, InputError, StreamEvent
+from cacheblend_rag.frameworks import (
     CallsRead,
-    Chunk,
     EngineName,
-    Generation,
-    InputError,
     OnMiss,
     Reuse,
-    StreamEvent,
     checked_on_miss,
     encoder_for,
     reads_tools,

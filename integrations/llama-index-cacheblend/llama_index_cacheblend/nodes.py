@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
-from cacheblend_rag import BlendEngine, Chunk, InputError, PrecomputeReport, chunk_id, make_chunk, uses_of
+from cacheblend_rag import BlendEngine, Chunk, InputError, PrecomputeReport, chunk_id, make_chunk
+from cacheblend_rag.frameworks import uses_of
 
 
 def node_text(node: BaseNode | NodeWithScore) -> str:

@@ -10,7 +10,8 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.prompts import BasePromptTemplate
 
-from cacheblend_rag import BlendEngine, Chunk, ChunkRegistry, InputError, chat_prompt, encoder_for
+from cacheblend_rag import BlendEngine, Chunk, InputError, chat_prompt
+from cacheblend_rag.frameworks import ChunkRegistry, encoder_for
 from llama_index_cacheblend.requests import answer_tokens
 
 _SEPARATOR = "\n\n"

@@ -19,7 +19,8 @@ from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import Document, TransformComponent
 from llama_index.core.settings import Settings
 
-from cacheblend_rag import DEFAULT_CHUNK_TOKENS, DEFAULT_INSTRUCTION, BlendEngine, InputError
+from cacheblend_rag import BlendEngine, InputError
+from cacheblend_rag.frameworks import DEFAULT_CHUNK_TOKENS, DEFAULT_INSTRUCTION
 from llama_index_cacheblend.embedding import BundledEmbedding
 from llama_index_cacheblend.llm import CacheBlendLLM, llm_for
 from llama_index_cacheblend.nodes import precompute_nodes

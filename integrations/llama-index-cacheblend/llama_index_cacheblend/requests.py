@@ -8,24 +8,19 @@ from typing import Any, NamedTuple
 
 from llama_index.core.base.llms.types import ChatMessage
 
-from cacheblend_rag import (
+from cacheblend_rag import BlendEngine, BlendPrompt, BlendSettings, InputError, chat_prompt, text_prompt
+from cacheblend_rag.frameworks import (
     DEFAULT_MAX_TOKENS,
     SAMPLING_OPTIONS,
-    BlendEngine,
-    BlendPrompt,
-    BlendSettings,
     CallReader,
-    InputError,
     Request,
     RetrievalReport,
     call_schema,
-    chat_prompt,
     checked_on_miss,
     find_retrieved,
     reads_tools,
     required_tool,
     sampling_of,
-    text_prompt,
     uses_of,
     with_usual_names,
 )

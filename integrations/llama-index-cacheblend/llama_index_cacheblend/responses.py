@@ -14,7 +14,8 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 
-from cacheblend_rag import BlendEngine, Generation, openai_logprobs
+from cacheblend_rag import BlendEngine, Generation
+from cacheblend_rag.frameworks import openai_logprobs
 from llama_index_cacheblend.requests import Asked
 
 _OWN = "cacheblend"

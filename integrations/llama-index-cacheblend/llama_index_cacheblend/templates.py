@@ -8,7 +8,7 @@ from typing import Any
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate
 
-from cacheblend_rag import DEFAULT_INSTRUCTION
+from cacheblend_rag.frameworks import DEFAULT_INSTRUCTION
 
 
 def _context(context_str: Any = "", **_: Any) -> str:

@@ -9,7 +9,7 @@ from uuid import uuid4
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.llms.llm import ToolSelection
 
-from cacheblend_rag import CallsRead
+from cacheblend_rag.frameworks import CallsRead
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool

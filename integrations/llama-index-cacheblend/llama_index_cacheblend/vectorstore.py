@@ -25,18 +25,8 @@ from llama_index.core.vector_stores import (
 from llama_index.core.vector_stores.simple import DEFAULT_VECTOR_STORE
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag import (
-    BlendEngine,
-    CacheBlendError,
-    ChunkUses,
-    ExistingEstimate,
-    InputError,
-    PrecomputeReport,
-    chunk_id,
-    estimate_existing,
-    precompute_existing,
-    uses_of,
-)
+from cacheblend_rag import BlendEngine, CacheBlendError, InputError, PrecomputeReport, chunk_id
+from cacheblend_rag.frameworks import ChunkUses, ExistingEstimate, estimate_existing, precompute_existing, uses_of
 from llama_index_cacheblend.handles import engine_for, refuse_unpicklable
 from llama_index_cacheblend.nodes import node_forms, node_text, precompute_nodes
 

@@ -23,7 +23,8 @@ from llama_index.core.instrumentation.span import BaseSpan, active_span_id
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.schema import BaseNode, NodeWithScore
 
-from cacheblend_rag import BlendEngine, RetrievalLog
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.frameworks import RetrievalLog
 from llama_index_cacheblend.nodes import node_forms, register_forms
 
 # Retrieved but not yet prompted with; an engine that is never asked must not collect a corpus.

@@ -19,7 +19,8 @@ from plain import PlainLLM
 from tested_engine import engine_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, bundled_corpus, encoder_for
+from cacheblend_rag import BlendEngine, bundled_corpus
+from cacheblend_rag.frameworks import encoder_for
 from llama_index_cacheblend import BundledEmbedding, precompute_nodes
 
 pytest.register_assert_rewrite("llm_contract_answers", "llm_contract_running")

@@ -10,18 +10,17 @@ from cacheblend_rag import (
     BlendPrompt,
     BlendSettings,
     Chunk,
-    ChunkRegistry,
     Generation,
-    ModelFingerprint,
-    ModelProfile,
     PrecomputeReport,
-    Request,
     SamplingParams,
     StreamEvent,
     Timings,
-    TokenizedPrompt,
     Usage,
 )
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.frameworks import ChunkRegistry, Request
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store.kv import ModelFingerprint
 
 
 class ScriptedEngine(BlendEngine):

@@ -11,7 +11,9 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from scripted import ScriptedEngine
 
-from cacheblend_rag import BlendEngine, BlendSettings, InputError, TokenizedPrompt, encoder_for
+from cacheblend_rag import BlendEngine, BlendSettings, InputError
+from cacheblend_rag.frameworks import encoder_for
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from llama_index_cacheblend import CacheBlendLLM, ChunkPreservingPromptHelper, use_engine
 
 USER = [ChatMessage(role="user", content="Who is the captain?")]

@@ -19,7 +19,8 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import BaseNode, MetadataMode, QueryBundle, TextNode
 from scripted import ScriptedEngine
 
-from cacheblend_rag import DEFAULT_EMBEDDING, BlendEngine, Embedder, InputError, TransformersEngine, bundled_questions
+from cacheblend_rag import BlendEngine, InputError, TransformersEngine, bundled_questions
+from cacheblend_rag.frameworks import DEFAULT_EMBEDDING, Embedder
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendLLM,

@@ -34,7 +34,8 @@ from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from plain import PlainLLM
 
-from cacheblend_rag import BlendEngine, TransformersEngine, bundled_questions, encoder_for
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_questions
+from cacheblend_rag.frameworks import encoder_for
 from llama_index_cacheblend import (
     BundledEmbedding,
     CacheBlendLLM,
