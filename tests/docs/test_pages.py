@@ -80,6 +80,28 @@ def test_the_reference_names_every_public_name_and_no_other() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in {"architecture.md", "CHANGELOG.md"}],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_no_line_is_longer_than_120_columns(page: Path) -> None:
+    assert [
+        line for line in page.read_text(encoding="utf-8").splitlines() if len(line) > 120 and not may_be_long(line)
+    ] == []
+
+
+def may_be_long(line: str) -> bool:
+    """Return whether a line cannot be broken: a row of a table of four columns or more, or one word."""
+    return len(re.findall(r"(?<!\\)\|", line)) > 4 if line.startswith("|") else len(line.split()) == 1
+
+
+def test_which_lines_may_be_long() -> None:
+    word = "x" * 121
+    assert [may_be_long(line) for line in (word, f"    {word}", f"| a | b | c | {word} |")] == [True] * 3
+    assert [may_be_long(line) for line in (f"a {word}", f"| a | {word} |")] == [False] * 2
+
+
 def test_every_page_is_in_the_sites_index() -> None:
     listed = set()
     for page in (ROOT / "docs/index.md", ROOT / "docs/tutorial/index.md"):
@@ -95,8 +117,8 @@ def test_every_page_is_in_the_sites_index() -> None:
 
 def test_the_exit_codes_are_those_of_the_errors() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \|(.*)$", page, flags=re.MULTILINE)
-    said = {name: int(code) for code, row in rows for name in re.findall(r"`(\w+Error)`", row)}
+    codes = re.findall(r"^- \*\*(\d+)\*\*:(.*(?:\n  .*)*)", page, flags=re.MULTILINE)
+    said = {name: int(code) for code, text in codes for name in re.findall(r"`(\w+Error)`", text)}
     assert said == {name: getattr(cacheblend_rag, name).exit_code for name in said}
     assert {"InputError", "StoreError", "ModelError", "ServerError"} <= said.keys()
 
