@@ -114,7 +114,6 @@ LONG_FUNCTIONS = {
     "cli/index.py: index",
     "cli/serve.py: serve",
     "engines/remote/engine.py: __init__",
-    "engines/vllm/arguments.py: prepare",
     "engines/vllm/engine.py: __init__",
     "lab/commands/realm.py: pretrain",
     "lab/commands/realm.py: demo",

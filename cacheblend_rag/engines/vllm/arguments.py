@@ -1,17 +1,18 @@
-"""vLLM's engine arguments that load the connector and the worker by configuration."""
+"""Works out vLLM's engine arguments: they load the connector and the worker, and bound memory and steps."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import psutil
 import torch
 
 from cacheblend_rag.engines import model_files
-from cacheblend_rag.engines.vllm.memory import cpu_kv_memory
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import chosen_header_ids
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -21,6 +22,12 @@ from cacheblend_rag.store.kv import ModelFingerprint
 _STEP_TOKENS, _STEP_SEQUENCES = 8192, 1024
 # What makes a blend impossible or wrong if a user overrides it.
 _OURS = {"kv_transfer_config", "worker_cls", "worker-cls"}
+# On a CPU vLLM's paged cache takes 92% of all memory, and vLLM does not start where less is free. Here it has room for so many
+# prompts of full length, in so much of the free memory at the most: weights and activations need the rest.
+_CONTEXTS: Final = 4
+_SHARE: Final = 0.5
+_LEAST: Final = 64 << 20
+_CHOSEN_BY: Final = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 
 
 @dataclass(frozen=True)
@@ -57,16 +64,8 @@ def prepare(
 ) -> Launch:
     """Work out what vLLM and the connector need to know.
 
-    Args:
-        model: A directory, a hub name, or None for the bundled model.
-        store: Directory of the store, or addresses of tiers.
-        header: What stands before the first chunk: rendered text, or token ids. None takes :func:`rag_header`'s.
-        dtype: None takes fp32 on a CPU, the model's own elsewhere.
-        ram_budget: Bytes of KV each worker holds in RAM in front of the disk.
-        disk_budget: Bytes of KV on disk.
-        step_tokens: Tokens of blending that one engine step takes while other requests stream; None takes what one step
-            of chunked prefill takes.
-        vllm_arguments: Any other engine argument of vLLM.
+    The arguments are those of :class:`VLLMEngine`, and ``step_tokens``: how many tokens of blending one engine step takes while
+    other requests stream; None takes what one step of chunked prefill takes.
 
     Raises:
         InputError: An argument is one that the connector sets itself.
@@ -103,7 +102,7 @@ def prepare(
         **({} if current_platform.is_cpu() else step_size(vllm_arguments)),
         **vllm_arguments,
     }
-    if current_platform.is_cpu() and (reserved := cpu_kv_memory(directory, chosen, vllm_arguments)) is not None:
+    if current_platform.is_cpu() and (reserved := _cpu_kv_memory(directory, chosen, vllm_arguments)) is not None:
         arguments["kv_cache_memory_bytes"] = reserved
     return Launch(arguments, directory, tokenizer, fingerprint, ids, store)
 
@@ -119,6 +118,33 @@ def step_size(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("max_num_seqs") is None:
         chosen["max_num_seqs"] = min(_STEP_SEQUENCES, tokens or _STEP_SEQUENCES)
     return chosen
+
+
+def _cpu_kv_memory(directory: Path, dtype: torch.dtype, arguments: Mapping[str, Any]) -> int | None:
+    """Return the bytes to reserve for the KV cache: four prompts of full length, at most half of the free memory.
+
+    Args:
+        directory: The model's files.
+        dtype: Of its KV.
+        arguments: vLLM's, as the user gave them.
+
+    Returns:
+        None where the user has chosen already, by an argument or by ``VLLM_CPU_KVCACHE_SPACE``, and for models without attention.
+    """
+    if any(arguments.get(name) is not None for name in _CHOSEN_BY) or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return None
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory).get_text_config()
+    heads = int(getattr(config, "num_attention_heads", 0))
+    if not heads:
+        return None
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    token = 2 * int(config.num_hidden_layers) * kv_heads * head_dim * dtype.itemsize
+    context = int(arguments.get("max_model_len") or config.max_position_embeddings)
+    room = int(_SHARE * psutil.virtual_memory().available)
+    return max(_LEAST, min(_CONTEXTS * context * token, room))
 
 
 def _find(model: str | Path | None, name: str) -> tuple[Path, dict[str, Any]]:

@@ -83,43 +83,42 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     # In the scheduler.
 
+    @property
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler's side."""
+        assert self._scheduler is not None
+        return self._scheduler
+
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """See :meth:`SchedulerSide.bind`."""
-        assert self._scheduler is not None
-        self._scheduler.bind(gpu_block_pool)
+        self.scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         """See :meth:`SchedulerSide.new_request`."""
-        assert self._scheduler is not None
-        self._scheduler.new_request(request)
+        self.scheduler.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See :meth:`SchedulerSide.matched_tokens`."""
-        assert self._scheduler is not None
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See :meth:`SchedulerSide.allocated`."""
-        assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks, num_external_tokens)
+        self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMeta:
         """See :meth:`SchedulerSide.step`."""
-        assert self._scheduler is not None
         assert self._kv_cache_manager is not None
-        return self._scheduler.step(scheduler_output, self._kv_cache_manager)
+        return self.scheduler.step(scheduler_output, self._kv_cache_manager)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See :meth:`SchedulerSide.worker_output`."""
-        assert self._scheduler is not None
-        self._scheduler.worker_output(connector_output)
+        self.scheduler.worker_output(connector_output)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See :meth:`SchedulerSide.finished`; blocks may be freed at once."""
-        assert self._scheduler is not None
-        return False, self._scheduler.finished(request)
+        return False, self.scheduler.finished(request)
 
     # In the workers.
 

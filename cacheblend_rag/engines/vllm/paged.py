@@ -15,11 +15,19 @@ from vllm.platforms import current_platform
 from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, moved
 from cacheblend_rag.blending.target import StopForward
-from cacheblend_rag.engines.vllm.groups import BlockIds, page_groups
+from cacheblend_rag.engines.vllm.groups import BlockIds, PageGroup, page_groups
 from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for
-from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of, read_page
 from cacheblend_rag.engines.vllm.metadata import PassMetadata
-from cacheblend_rag.engines.vllm.pages import Pages, first_part, gaps, runs_in_pages, slots_of
+from cacheblend_rag.engines.vllm.pages import (
+    Pages,
+    TiledPages,
+    first_part,
+    gaps,
+    pages_of,
+    read_page,
+    runs_in_pages,
+    slots_of,
+)
 from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
@@ -51,7 +59,7 @@ class PagedModel:
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
         self.block_size = int(vllm_config.cache_config.block_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
-        self.groups = page_groups(kv_cache_config)
+        self.groups: Sequence[PageGroup] = page_groups(kv_cache_config)
         self.group_of = [
             next(i for i, group in enumerate(kv_cache_config.kv_cache_groups) if name in group.layer_names)
             for name in self.names

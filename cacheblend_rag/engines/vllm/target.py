@@ -1,17 +1,22 @@
-"""A request in vLLM's paged cache as the fusor drives it, and the model as the parity gate drives it."""
+"""Drives the model in vLLM's worker for the fusor, a request in the paged cache at a time, and for the parity gate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
-from cacheblend_rag.blending.rope import Move, Rope
+from cacheblend_rag.blending.rope import Move, Rope, detect_rope
+from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.vllm.attention import WatchedPass
+from cacheblend_rag.engines.vllm.groups import MissingPageError
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
+
+_ROTATED_TOKENS, _ROTATED_BY = 16, 29
 
 
 def all_ranks(ok: bool) -> bool:
@@ -70,3 +75,73 @@ class PagedTarget:
     def agree(self, ok: bool) -> bool:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         return all_ranks(ok)
+
+
+class PagedSubject:
+    """See :class:`~cacheblend_rag.blending.gate.GateSubject`. Uses the cache's first blocks: only while no request runs."""
+
+    def __init__(self, paged: PagedModel):
+        """Wrap the worker's model."""
+        self._paged = paged
+        self.num_layers, self.vocab_size, self.dtype = paged.num_layers, paged.vocab_size, paged.dtype
+
+    @property
+    def window(self) -> int | None:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        windows = [window for layer in range(self.num_layers) if (window := self._paged.window(layer)) is not None]
+        return min(windows, default=None)
+
+    def fits(self, tokens: int) -> bool:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        within_pages = len(self._paged.groups) * self._blocks(tokens) < self._paged.num_blocks
+        return within_pages and tokens < self._paged.config.model_config.max_model_len
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._paged.block_size)
+
+    def _pages(self, tokens: int) -> Pages:
+        """Return pages of its own for each group of layers: groups share the memory of a block."""
+        if not self.fits(tokens):
+            raise MissingPageError(f"vLLM's KV cache has no room for a prompt of {tokens} tokens")
+        count = self._blocks(tokens)
+        ids = [range(1 + i * count, 1 + (i + 1) * count) for i in range(len(self._paged.groups))]
+        return Pages(self._paged, ids, tokens)
+
+    def detect_rope(self) -> Rope:
+        """Run the same tokens at two offsets and see how their keys moved."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocab_size, (_ROTATED_TOKENS,), generator=generator).tolist()
+        source = torch.arange(_ROTATED_TOKENS, device=self._paged.device)
+        keys = [[x.k for x in self.full_prefill(ids, offset)[1].layers] for offset in (0, _ROTATED_BY)]
+        return detect_rope(self._paged.rope_tables(), keys[0], keys[1], source, source + _ROTATED_BY)
+
+    def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        ids, rest = torch.tensor(token_ids), torch.arange(len(token_ids))
+        pages = self._pages(len(token_ids))
+        hidden: Any = None
+        while len(rest):
+            part = self._paged.segment(rest)
+            hidden = self._paged.forward(ids[part], part, pages, _nothing, rotate_by=offset)
+            rest = rest[len(part) :]
+        slots = [pages.between(group, 0, len(ids)) for group in range(len(self._paged.groups))]
+        layers = [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
+        return self._paged.logits(hidden), ChunkKV(layers, offset)
+
+    def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        return PagedTarget(self._paged, rope, token_ids, self._pages(len(token_ids)))
+
+    def logits(self, target: Any) -> torch.Tensor:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        assert isinstance(target, PagedTarget)
+        assert target.hidden is not None
+        return self._paged.logits(target.hidden)
+
+    def decode(self, target: Any, tokens: Sequence[int]) -> torch.Tensor:
+        """Not needed here: the gate does not decode, and calibration runs on the transformers engine."""
+        raise NotImplementedError("Calibrate with the transformers engine; its profile serves every engine.")
+
+
+def _nothing(layer: int) -> None:
+    return

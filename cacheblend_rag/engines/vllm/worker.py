@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 
 from cacheblend_rag.engines.vllm.connector import BlendConnector
 from cacheblend_rag.engines.vllm.versions import installed_version, runner_name
+from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
@@ -42,9 +43,7 @@ class BlendWorker(BaseWorker):
 
     def cacheblend_gate(self) -> dict[str, Any]:
         """Return what the parity gate found."""
-        connector = _connector()
-        assert connector is not None
-        gate = connector.worker.gate
+        gate = _worker_side().gate
         return {
             "passed": gate.passed,
             "reason": gate.reason,
@@ -65,15 +64,11 @@ class BlendWorker(BaseWorker):
 
     def cacheblend_passes(self) -> dict[str, tuple[float, float]]:
         """Return tokens and seconds of each kind of work measured so far."""
-        connector = _connector()
-        assert connector is not None
-        return connector.worker.measured()
+        return _worker_side().measured()
 
     def cacheblend_written(self) -> dict[str, str]:
         """Return the entries written since the last call, with why one is not in the store."""
-        connector = _connector()
-        assert connector is not None
-        return connector.worker.saver.take_written()
+        return _worker_side().saver.take_written()
 
 
 def _connector() -> BlendConnector | None:
@@ -81,3 +76,9 @@ def _connector() -> BlendConnector | None:
         return None
     group = get_kv_transfer_group()
     return group if isinstance(group, BlendConnector) else None
+
+
+def _worker_side() -> WorkerSide:
+    connector = _connector()
+    assert connector is not None
+    return connector.worker

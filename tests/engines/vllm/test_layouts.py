@@ -6,7 +6,7 @@ import pytest
 import torch
 import vllm._custom_ops as ops
 
-from cacheblend_rag.engines.vllm.layouts import TiledPages, pages_of, read_page
+from cacheblend_rag.engines.vllm.pages import TiledPages, pages_of, read_page
 
 PAGES, HEADS = 3, 2
 

@@ -15,8 +15,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm import worker_side
-from cacheblend_rag.engines.vllm.blendable import why_not_in_vllm
-from cacheblend_rag.engines.vllm.worker_side import WorkerSide
+from cacheblend_rag.engines.vllm.worker_side import WorkerSide, why_not_in_vllm
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.kv import ModelFingerprint
 
