@@ -1,4 +1,4 @@
-"""Where calibration's prompts come from: a file, the user's documents, a store's chunks, or generated ones."""
+"""Makes the prompts of a calibration: from a file, the user's documents, a store's chunks, or generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data set holds before and after preparation: samples with documents, cases with prompts."""
+"""Defines a data set's rows: samples with documents before preparation, cases with prompts behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements behind `cacheblend bench`: time to first token, and the rate of indexing."""
+"""Measures what `cacheblend bench` prints: time to first token, throughput, the rate of indexing."""
 
 from __future__ import annotations
 

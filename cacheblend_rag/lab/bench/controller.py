@@ -1,4 +1,4 @@
-"""How good the loading controller's choices are: against every choice there is, over a grid of devices, prompts and models.
+"""Holds the loading controller's choices against every choice there is, over a grid of devices, prompts and models.
 
 The prompts run through a simulation of loading and computing, event by event, which shares no formula with the controller.
 """

@@ -1,4 +1,4 @@
-"""Token rate of indexing, with and without ranking the chunks' tokens, against a plain batched prefill of the same tokens."""
+"""Measures the token rate of indexing, with and without ranking tokens, against a plain batched prefill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """What to index in every round.
+    """Says what to index in every round.
 
     Attributes:
         chunks: Chunks in a round.

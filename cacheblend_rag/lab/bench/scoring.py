@@ -1,4 +1,4 @@
-"""How fast answers are scored over stored KV, against prefilling each chunk, question and answer."""
+"""Measures how fast answers are scored over stored KV, against prefilling each chunk, question and answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Logprobs = list[list[float]]
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """What to score in every round: the same answer behind each chunk and the question.
+    """Says what to score in every round: the same answer behind each chunk and the question.
 
     Attributes:
         chunks: Chunks in a round.

@@ -1,4 +1,4 @@
-"""What blends do to answers that are being streamed meanwhile: inter-token times against ordinary prefill of the same prompts."""
+"""Measures what blends do to streams beside them: inter-token times against ordinary prefill of the same prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time to first token against number and length of chunks, batch size, ratio, storage bandwidth and request rate.
+"""Measures time to first token against number and length of chunks, batch size, ratio, bandwidth and request rate.
 
 Prompts are random tokens, so any model will do, also one of random weights. Every point runs all methods, interleaved.
 """

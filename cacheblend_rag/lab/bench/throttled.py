@@ -1,4 +1,4 @@
-"""Stores that read as slowly as a device of a given bandwidth: storage devices one does not have (paper figure 17)."""
+"""Slows a store's reads down to a given bandwidth, for storage devices one does not have (paper figure 17)."""
 
 from __future__ import annotations
 

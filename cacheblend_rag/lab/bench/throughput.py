@@ -1,4 +1,4 @@
-"""Requests per second at equal median TTFT: a stream of questions over a shared corpus, chunks in random order."""
+"""Measures requests per second at equal median TTFT: a stream of questions, chunks of a corpus in random order."""
 
 from __future__ import annotations
 

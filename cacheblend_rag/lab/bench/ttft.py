@@ -1,4 +1,4 @@
-"""Time to first token of one RAG prompt: full recompute, prefix caching, full KV reuse and blend, side by side."""
+"""Measures time to first token of one RAG prompt by full recompute, prefix caching, full KV reuse and blend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cacheblend bench ttft`, `index`, `score`, `throughput` and `streams`, on either engine."""
+"""Runs `cacheblend bench ttft`, `index`, `score`, `throughput` and `streams`, on either engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cacheblend bench controller`."""
+"""Runs `cacheblend bench controller`."""
 
 from __future__ import annotations
 

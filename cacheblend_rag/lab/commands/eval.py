@@ -1,4 +1,4 @@
-"""`cacheblend eval` and `cacheblend figures`."""
+"""Runs `cacheblend eval` and `cacheblend figures`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Out = Annotated[
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What is evaluated: a model, on a data set, with a blend."""
+    """Groups the options that say what is evaluated: a model, on a data set, with a blend."""
 
     engine: options.Engine = "transformers"
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -1,4 +1,4 @@
-"""`cacheblend realm`: REALM as in the paper, at any size."""
+"""Runs `cacheblend realm`: REALM as in the paper, at any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cacheblend bench ratio`, `chunks`, `batch`, `devices`: TTFT of the transformers engine against one thing at a time."""
+"""Runs `cacheblend bench ratio`, `chunks`, `batch` and `devices`: TTFT against one thing at a time, on transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sweep = Callable[["Workbench", Say], "list[Point]"]
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What every sweep takes."""
+    """Groups the options that every sweep takes."""
 
     model: BenchOptions = field(default_factory=BenchOptions)
     repeat: Repeat = 3

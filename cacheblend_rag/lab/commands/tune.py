@@ -1,4 +1,4 @@
-"""`cacheblend tune-retriever`."""
+"""Runs `cacheblend tune-retriever`."""
 
 from __future__ import annotations
 

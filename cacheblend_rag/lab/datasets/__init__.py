@@ -1,4 +1,4 @@
-"""Data sets by name or file. None but the synthetic one is part of this package: users point at their own copies."""
+"""Loads data sets by name or file; only the synthetic one is part of this package, of others users have copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMED_ROWS = 3
 
 @dataclass(frozen=True)
 class DataSet:
-    """What a data set holds.
+    """Holds a data set's samples.
 
     Attributes:
         samples: Its questions.

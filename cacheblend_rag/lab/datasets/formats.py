@@ -1,4 +1,4 @@
-"""Rows of the data sets in use, told apart by their fields.
+"""Reads the rows of the data sets in use, told apart by their fields.
 
 MuSiQue, 2WikiMultihopQA and HotpotQA as published, SAMSum and MultiNews, LongBench rows and prompts, the files of CacheBlend's
 authors (``ctxs``), and plain JSON lines.

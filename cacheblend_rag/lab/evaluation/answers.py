@@ -1,4 +1,4 @@
-"""Answering a data set by several methods, interleaved, with every answer written to a file as it is made."""
+"""Answers a data set by several methods, interleaved, and writes every answer to a file as it is made."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _read(path: Path, settings: dict[str, Any]) -> list[Row]:
 
 @dataclass(frozen=True)
 class AnsweredCase:
-    """What was answered.
+    """Holds all answers of a run.
 
     Attributes:
         rows: A row per sample and method, in their order.

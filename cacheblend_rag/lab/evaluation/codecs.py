@@ -1,4 +1,4 @@
-"""`python -m cacheblend_rag.lab.evaluation.codecs`: what KV codecs save, whether answers stay the same, what decoding costs."""
+"""Measures what KV codecs save, and what they do to answers: `python -m cacheblend_rag.lab.evaluation.codecs`."""
 
 from __future__ import annotations
 

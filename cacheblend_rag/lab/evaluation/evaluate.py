@@ -1,4 +1,4 @@
-"""One run of `cacheblend eval`: samples, methods, answers, summary."""
+"""Runs `cacheblend eval` once: samples, methods, answers, summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cacheblend_rag.stats.rows import Skipped
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What to evaluate.
+    """Says what to evaluate.
 
     Attributes:
         dataset: Name or file; see :func:`~cacheblend_rag.lab.datasets.load_data_set`.
@@ -53,7 +53,7 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What a run found.
+    """Holds what a run found.
 
     Attributes:
         settings: Everything the answers depend on, ``files`` with their hashes included, and how many there are.

@@ -1,4 +1,4 @@
-"""What a method of the comparison is: it answers a case on an engine."""
+"""Defines a method of the comparison: it answers a case on an engine."""
 
 from __future__ import annotations
 

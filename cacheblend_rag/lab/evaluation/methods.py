@@ -1,4 +1,4 @@
-"""The methods compared, by name, each answering a case on the same engine."""
+"""Names the methods compared; each answers a case on the same engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SettingsMethod(Method):
     """One request with given settings."""
 
     def __init__(self, name: str, label: str, settings: BlendSettings, free_loads: bool = False):
-        """With ``free_loads`` the time spent waiting for stored KV is not counted (the paper's ideal prefix caching)."""
+        """Answer the case; ``free_loads`` leaves out the wait for stored KV (the paper's ideal prefix caching)."""
         self.name, self.label, self.settings, self._free_loads = name, label, settings, free_loads
         self.key = f"{sorted(asdict(settings).items())}{free_loads}"
 

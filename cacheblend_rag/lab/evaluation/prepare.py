@@ -1,4 +1,4 @@
-"""From samples to prompts as the paper prepares them: 512-token chunks, the six nearest to the question (section 7.1)."""
+"""Makes prompts of samples as the paper does: 512-token chunks, the six nearest to the question (section 7.1)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_TOKENS: Final = {"qa": 32, "dialogue": 96, "summary": 256}
 
 @dataclass(frozen=True)
 class Preparation:
-    """How prompts are made.
+    """Says how prompts are made.
 
     Attributes:
         k: Most chunks in a prompt.

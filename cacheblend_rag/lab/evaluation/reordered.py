@@ -1,4 +1,4 @@
-"""Prefix caching of prompts whose chunks were put into an order that it hits, with and without a blend behind it."""
+"""Reorders a prompt's chunks so that a prefix cache hits, with and without a blend behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page per run: settings, versions, tables, plots, the worst disagreements side by side."""
+"""Writes one self-contained HTML page per run: settings, versions, tables, plots, the worst disagreements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rows of answers to the numbers that are shown, with 95% intervals."""
+"""Makes the numbers that are shown, with 95% intervals, from rows of answers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A fictional world whose documents refer to one another, and questions that cannot be answered without following them."""
+"""Writes a fictional world: documents that refer to one another, and questions that need them to be followed."""

@@ -1,4 +1,4 @@
-"""Fictional entities, what is true about them, and how a sentence about them is put into words."""
+"""Defines fictional entities, what is true about them, and how a sentence about them is put into words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.lab.fiction.phrases import ASIDES, FILLER, FILLER_WORDS, KIN
 
 @dataclass(frozen=True)
 class Place:
-    """Where a fact is stated, and in which chunks what it refers to.
+    """Says where a fact is stated, and in which chunks what it refers to.
 
     Attributes:
         chunk: Index of the chunk that states it.
@@ -33,12 +33,12 @@ class Place:
 
     @property
     def named(self) -> bool:
-        """Whether the chunk itself tells whom the fact is about."""
+        """Return whether the chunk itself tells whom the fact is about."""
         return self.named_in == self.chunk
 
     @property
     def kind(self) -> str:
-        """What the fact needs beside its own chunk: one of "single" (nothing), "cross", "nickname", "table", "unit"."""
+        """Return what the fact needs beside its chunk: "single" (nothing), "cross", "nickname", "table" or "unit"."""
         if self.unit_in not in (None, self.chunk):
             return "unit"
         if self.title_in not in (None, self.chunk):

@@ -1,4 +1,4 @@
-"""What stands between documents: lists, sentences about nicknamed entities, and what numbers are counted by.
+"""Writes what stands between documents: lists, sentences about nicknamed entities, the units of numbers.
 
 Nothing in their wording marks that they depend on another chunk: a list's row is a name and a value.
 """

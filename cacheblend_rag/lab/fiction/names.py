@@ -1,4 +1,4 @@
-"""Names of fictional entities, unique within a context, split into names for training and held-out names."""
+"""Draws names of fictional entities, unique within a context, apart for training and for holding out."""
 
 from __future__ import annotations
 

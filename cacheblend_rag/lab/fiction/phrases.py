@@ -1,4 +1,4 @@
-"""How the fictional world talks: the facts an entity can have, sentences that state them, questions about them.
+"""Words the fictional world: the facts an entity can have, sentences that state them, questions about them.
 
 A statement template knows these slots: `{S}` the subject at a sentence start ("The Silver Heron", "It", "The vessel"),
 `{P}` its possessive there ("The vessel's"), `{s}` the subject inside a sentence, `{v}` the value and `{a}` its article.

@@ -1,4 +1,4 @@
-"""Questions about what a fictional world's documents state, and what each of them depends on."""
+"""Asks about what a fictional world's documents state, and says what each question depends on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PREFERRED: Final = {
 
 @dataclass(frozen=True)
 class Shares:
-    """What is asked how often, each from 0 to 1.
+    """Says what is asked how often, each from 0 to 1.
 
     Attributes:
         two_hop: Two-hop questions, of all questions, at most.
@@ -76,7 +76,7 @@ class FictionQuestion:
 
     @property
     def verdict(self) -> str:
-        """What a comparison ends in; empty for other kinds."""
+        """Return what a comparison ends in; empty for other kinds."""
         return self.answer[self.answer.rindex(": ") + 2 :] if self.kind == "comparison" else ""
 
 

@@ -1,4 +1,4 @@
-"""Word pools of the fictional world: names, places and the values that facts take."""
+"""Lists the words of the fictional world: names, places and the values that facts take."""
 
 from __future__ import annotations
 

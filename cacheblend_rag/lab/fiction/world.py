@@ -1,4 +1,4 @@
-"""A seeded generator of fictional documents cut into chunks, and questions about them.
+"""Generates fictional documents by seed, cut into chunks, and questions about them.
 
 Documents are about people, companies, observatories and ships. A document is cut where the chunk is full, so what a sentence
 means often stands in another chunk than the sentence: a chunk's own KV cannot answer for it. Question kinds:

@@ -39,7 +39,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Style:
-    """How documents look.
+    """Says how documents look.
 
     Attributes:
         filler: Share of sentences about nothing in particular, between and inside documents.
@@ -82,7 +82,7 @@ class Writer:
 
     @property
     def full(self) -> bool:
-        """Whether all wanted chunks are written."""
+        """Return whether all wanted chunks are written."""
         return len(self.chunks) > self._wanted
 
     @property

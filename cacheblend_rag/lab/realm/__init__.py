@@ -1,1 +1,1 @@
-"""REALM (Guu et al., arXiv 2002.08909): a retriever that learns from what helps the encoder fill masks and find answers."""
+"""Trains REALM (arXiv 2002.08909): a retriever that learns what helps its encoder fill masks and find answers."""

@@ -1,4 +1,4 @@
-"""What the same encoder knows without looking anything up: the closed-book reader that retrieval is compared with."""
+"""Answers without looking anything up: the closed-book reader, the same encoder, that retrieval is compared with."""
 
 from __future__ import annotations
 

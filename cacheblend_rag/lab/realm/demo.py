@@ -1,4 +1,4 @@
-"""The whole of it on a fictional world, with a small BERT: from the inverse cloze task alone to answers."""
+"""Runs all of it on a fictional world, with a small BERT: from the inverse cloze task alone to answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the answer is right, and how often it is among what was retrieved, with intervals."""
+"""Counts how often the answer is right, and how often it is among what was retrieved, with intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pre-training learns from: sentences with the passage around them, and sentences with masked spans."""
+"""Makes pre-training's examples: sentences with the passage around them, and sentences with masked spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open-QA fine-tuning (paper section 3.3): query tower and reader learn; passages' vectors stay, or are renewed, too."""
+"""Fine-tunes on questions (paper section 3.3): query tower and reader learn; passages' vectors stay, or are renewed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STAGE = 2
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """How to fine-tune.
+    """Says how to fine-tune.
 
     Attributes:
         steps: How many.

@@ -1,4 +1,4 @@
-"""The index that is searched for the largest inner product: vectors of all passages, made by the document tower of one step."""
+"""Searches passages' vectors, made by the document tower of one step, for the largest inner product."""
 
 from __future__ import annotations
 

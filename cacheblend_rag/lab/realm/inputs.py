@@ -1,4 +1,4 @@
-"""Word pieces put together as BERT reads them, and padded into tensors."""
+"""Puts word pieces together as BERT reads them, and pads them into tensors."""
 
 from __future__ import annotations
 

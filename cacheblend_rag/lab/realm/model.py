@@ -1,4 +1,4 @@
-"""The networks: two towers whose inner product is the retriever, an encoder with a masked-LM head, and a span head."""
+"""Defines the networks: two towers whose inner product retrieves, an encoder with a masked-LM head, a span head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WEIGHTS, _SHAPE = "model.safetensors", "realm.json"
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model is no weight.
+    """Holds the sizes of a model.
 
     Attributes:
         query_tokens: Most word pieces of a question, or of the text around a mask.
@@ -109,7 +109,7 @@ class SpanHead(nn.Module):
 
 
 class RealmModel(nn.Module):
-    """All that is trained, with its tokenizer.
+    """Holds all networks that are trained, with their tokenizer.
 
     Attributes:
         query: Embed_input.

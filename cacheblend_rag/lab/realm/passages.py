@@ -1,4 +1,4 @@
-"""The passages that are retrieved: read from files, cut between sentences, as word pieces."""
+"""Reads the passages that are retrieved from files, cut between sentences, as word pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to take where nothing is said: for a tiny BERT of random weights, for the bundled one, and for any other trained one."""
+"""Sets what the user leaves open: for a tiny BERT of random weights, the bundled one, and any other trained one."""
 
 from __future__ import annotations
 

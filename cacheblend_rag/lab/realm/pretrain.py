@@ -1,4 +1,4 @@
-"""Pre-training (paper sections 3.3 and 3.4): a warm start, then masked spans filled in with the help of retrieved passages."""
+"""Pre-trains (paper sections 3.3, 3.4): a warm start, then masked spans filled with the help of retrieved passages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WARM, MASKED = 0, 1
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """How to pre-train. The defaults are the paper's, but for the numbers of steps, which are for a machine and not a cluster.
+    """Says how to pre-train; the defaults are the paper's, but for numbers of steps, which suit one machine.
 
     Attributes:
         bert: ``tiny`` or the directory of a BERT.

@@ -1,4 +1,4 @@
-"""Questions and their answers, from files as they are published: NQ-open, WebQuestions, CuratedTREC, and plain JSON lines."""
+"""Reads questions with answers as they are published: NQ-open, WebQuestions, CuratedTREC, plain JSON lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RealmQuestion:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """What finds an answer in a text, in whole words unless the answers are expressions."""
+        """Return what finds an answer in a text, in whole words unless the answers are expressions."""
         if self.regex:
             return re.compile("|".join(f"(?:{answer})" for answer in self.answers), _REGEX_FLAGS)
         escaped = (r"\s+".join(map(re.escape, answer.split())) for answer in self.answers)
@@ -59,7 +59,7 @@ class RealmQuestion:
 
 @dataclass(frozen=True)
 class RealmQuestionFile:
-    """What a file holds.
+    """Holds a file's questions.
 
     Attributes:
         questions: Its questions.

@@ -1,4 +1,4 @@
-"""Open-QA with a span reader (paper section 3.2): which spans answer, log p(y|z,x), and the best answer."""
+"""Answers by a span reader (paper section 3.2): which spans answer, log p(y|z,x), and the best answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPANS_READ = 50
 
 @dataclass(frozen=True)
 class SpanAnswer:
-    """What was answered.
+    """Holds the answer to one question.
 
     Attributes:
         text: The answer; empty where no passage has a span.

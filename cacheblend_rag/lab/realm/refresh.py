@@ -1,4 +1,4 @@
-"""The process that renews the index beside the training (paper section 3.3): newest checkpoint in, new index out."""
+"""Renews the index in a process beside the training (paper section 3.3): newest checkpoint in, new index out."""
 
 from __future__ import annotations
 

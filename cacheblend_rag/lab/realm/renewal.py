@@ -1,4 +1,4 @@
-"""The index of a run while a stage trains: what is searched is the newest one, and another process makes newer ones."""
+"""Holds the index of a run while a stage trains: the newest is searched, another process makes newer ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training run in a directory: checkpoints, figures of every step, and going on after it was killed."""
+"""Keeps a training run in a directory: checkpoints, figures of every step; it goes on after a kill."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stage:
 
 
 class RunDirectory:
-    """Where a run keeps what it must not lose. What it has written is whole: files are written aside and renamed."""
+    """Keeps what a run must not lose. What it has written is whole: files are written aside and renamed."""
 
     def __init__(self, path: Path):
         """Use a directory."""

@@ -1,4 +1,4 @@
-"""Which spans of a sentence are masked: those that take knowledge of the world to fill (paper section 3.4)."""
+"""Finds the spans of a sentence that take knowledge of the world to fill, and so are masked (paper section 3.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How old the index was at every step, in steps: counted, and drawn."""
+"""Counts how old the index was at every step, in steps, and draws it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A world to try it on: fictional articles by seed, each entity written about in two volumes, and questions about its facts."""
+"""Writes a world to try it on: articles by seed, each entity in two volumes, and questions about its facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a question's relevance is computed against: its candidates, as the index has embedded them or as the student does."""
+"""Finds a question's candidates, which its relevance is computed against, by the index's or the student's vectors."""
 
 from __future__ import annotations
 

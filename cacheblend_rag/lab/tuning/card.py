@@ -1,4 +1,4 @@
-"""The card of a tuned query encoder, and the question that it shows."""
+"""Writes the card of a tuned query encoder, and the question that it shows."""
 
 from __future__ import annotations
 

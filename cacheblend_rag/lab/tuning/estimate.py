@@ -1,4 +1,4 @@
-"""How long tuning will take, from a little of each part of it."""
+"""Estimates how long tuning will take, from a little of each part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions that the reader writes itself, kept where question and answer find their way back (round-trip filtering)."""
+"""Has the reader write questions, and keeps those that find their chunk and answer again (round-trip filtering)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Progress = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class Generated:
-    """What the reader wrote.
+    """Holds the questions that the reader wrote.
 
     Attributes:
         questions: Those that came back, each with the chunk it was written from as the relevant one.

@@ -1,4 +1,4 @@
-"""How well questions find their chunks, before and after: ranks, recall@k and MRR, and the gain with its interval."""
+"""Judges how well questions find their chunks, before and after: ranks, recall@k, MRR, the gain with its interval."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Gain:
 
     @property
     def difference(self) -> float:
-        """How much better it has become."""
+        """Return how much better it has become."""
         return self.after - self.before
 
     @property
     def sure(self) -> bool:
-        """Whether it is better with 95% confidence."""
+        """Return whether it is better with 95% confidence."""
         return self.low > 0 and self.difference > 0
 
     def to_dict(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ class Texts:
 
 
 class Searched(Protocol):
-    """What finds chunks: an index."""
+    """Finds chunks, as an index does."""
 
     def nearest(self, vector: Vectors, k: int) -> list[tuple[str, float]]:
         """See :meth:`ChunkIndex.nearest`."""

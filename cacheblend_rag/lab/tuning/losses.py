@@ -1,4 +1,4 @@
-"""What the query encoder is tuned to: the losses over a question's candidates, the last of which is the null document.
+"""Computes the losses of a query encoder over a question's candidates, the last of which is the null document.
 
 All take the relevance f(x, z) of each candidate as logits ``[questions, candidates]`` and the reader's log p(y|z, x) likewise.
 p(z|x) is the softmax of f over the candidates, from the current parameters (REALM, section 3.1).

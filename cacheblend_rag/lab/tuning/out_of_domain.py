@@ -1,4 +1,4 @@
-"""A task that no retriever was tuned for: Python's own documentation, found again by the first line of each docstring.
+"""Makes a task that no retriever was tuned for: Python's documentation, found by each docstring's first line.
 
 It comes with every Python, so it is there without a download: real English about something else than the user's documents.
 """

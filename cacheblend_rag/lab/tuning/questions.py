@@ -1,4 +1,4 @@
-"""The questions a retriever is tuned with: read from a file, judged by the chunks that answer them, and split."""
+"""Reads the questions a retriever is tuned with, finds the chunks that answer them, and splits them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TuningQuestion:
 
 @dataclass(frozen=True)
 class TuningQuestionFile:
-    """What a file holds: questions, and the rows that cannot be used."""
+    """Holds a file's questions, and the rows that cannot be used."""
 
     questions: list[TuningQuestion]
     skipped: list[Skipped] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A small search that stands for the index while the encoder of its chunks is learning."""
+"""Searches a few chunks in place of the index while the encoder of its chunks is learning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tuned query encoder on disk: an ordinary sentence-transformers model, written whole or not at all, with its card."""
+"""Writes a tuned query encoder as an ordinary sentence-transformers model with a card, whole or not at all."""
 
 from __future__ import annotations
 

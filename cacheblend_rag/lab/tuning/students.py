@@ -1,4 +1,4 @@
-"""What is tuned: a layer behind the query encoder, all of it, or the whole embedding model, chunks' vectors included."""
+"""Defines what can be tuned: a layer behind the query encoder, all of it, or chunks' vectors, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reader makes of each candidate chunk: log p(y|z, x) over the chunk's stored KV, kept on disk as it comes."""
+"""Scores each candidate chunk by the reader: log p(y|z, x) over the chunk's stored KV, kept on disk as it comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop: a query encoder learns what the reader likes, and stops when questions kept apart find no more."""
+"""Trains a query encoder on what the reader likes, and stops when questions kept apart find no more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Progress = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How to train.
+    """Says how to train.
 
     Attributes:
         loss: See :mod:`cacheblend_rag.lab.tuning.losses`.
@@ -66,7 +66,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class Point:
-    """How far training is: after which step, the mean loss since the last point, and how dev questions find their chunks."""
+    """Says how far training is: its step, mean loss since the last point, and how dev questions find their chunks."""
 
     step: int
     loss: float | None

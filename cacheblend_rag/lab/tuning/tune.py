@@ -1,4 +1,4 @@
-"""Tuning a retriever from end to end: judge, train, compare before and after, and save only what is better."""
+"""Tunes a retriever from end to end: judges, trains, compares before and after, and saves only what is better."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Progress = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What to do.
+    """Says what to tune, and how.
 
     Attributes:
         training: How to train.
@@ -62,7 +62,7 @@ class TuneSettings:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What came of it.
+    """Holds what came of it.
 
     Attributes:
         saved: Where the tuned encoder is; None if it is not better, and not saved.

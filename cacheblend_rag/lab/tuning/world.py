@@ -1,4 +1,4 @@
-"""The demonstration's task: documents and questions of the bundled world that word the same relation differently."""
+"""Makes the demonstration's task: documents and questions of the bundled world with words of their own."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the token choice rests on, one thing at a time: `python -m cacheblend_rag.lab.evaluation.ablation`."""
+"""Varies the choice of tokens, one thing at a time: `python -m cacheblend_rag.lab.evaluation.ablation`."""

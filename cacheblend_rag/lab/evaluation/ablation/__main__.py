@@ -1,4 +1,4 @@
-"""`python -m cacheblend_rag.lab.evaluation.ablation static|hkvd`: measure, print tables and JSON."""
+"""Runs `python -m cacheblend_rag.lab.evaluation.ablation static|hkvd`: measures, prints tables and JSON."""
 
 from __future__ import annotations
 

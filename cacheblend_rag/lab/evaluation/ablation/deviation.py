@@ -1,4 +1,4 @@
-"""Variants of `hkvd`: K, V or both for the deviation; chunks computed behind the header or alone; first tokens forced or not."""
+"""Varies `hkvd`: deviation of K, V or both; chunks computed behind the header or alone; first tokens forced or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompts that the ablations measure on, one a context: generated, of a data set, or random."""
+"""Makes the prompts that the ablations measure on, one a context: generated, of a data set, or random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of `static` and `static-query`: probe, layers, K or V, scale, exponent, budget, blocks, digest."""
+"""Varies `static` and `static-query`: probe, layers, K or V, scale, exponent, budget, blocks, digest."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Blocks(SelectionPolicy):
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of one prompt before its blend.
+    """Holds what is known of one prompt before its blend.
 
     Attributes:
         distances: By probe, one for each chunk with stale KV.

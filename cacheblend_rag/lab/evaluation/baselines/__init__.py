@@ -1,4 +1,4 @@
-"""What a blend is compared with (paper section 7): settings of one engine, and two ways to ask chunk by chunk."""
+"""Answers in the ways that a blend is compared with (paper section 7): settings of an engine, or chunk by chunk."""
 
 from __future__ import annotations
 

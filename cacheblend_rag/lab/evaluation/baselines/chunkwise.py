@@ -1,4 +1,4 @@
-"""MapReduce and MapRerank without a framework: every chunk is asked on its own (paper section 7.2, figure 13).
+"""Asks every chunk on its own: MapReduce and MapRerank without a framework (paper section 7.2, figure 13).
 
 Neither ever lets one chunk see another, which is what they cost in quality; both prefill every chunk anew unless told
 otherwise, which is what they cost in time.

@@ -1,4 +1,4 @@
-"""LangChain's own MapReduce and MapRerank chains on our engine, for comparison (langchain-classic; paper figure 13).
+"""Runs LangChain's own MapReduce and MapRerank chains on our engine, for comparison (paper figure 13).
 
 The chains bring their own prompts, which their model must be able to follow. MapRerank's parser asks for a ``Score:`` line and
 fails without one; here an answer without a score counts as one of score 0, or a single slip would end a whole evaluation.

@@ -1,4 +1,4 @@
-"""The paper's figures on your own model (paper sections 3 to 7)."""
+"""Draws the paper's figures on your own model (paper sections 3 to 7)."""
 
 from __future__ import annotations
 

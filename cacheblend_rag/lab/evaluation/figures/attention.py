@@ -1,4 +1,4 @@
-"""Figures of the question's attention: 4 (three ways side by side), 6 (its deviation against the recompute ratio)."""
+"""Draws figures of the question's attention: 4 (three ways side by side), 6 (its deviation against the ratio)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a figure is: what the paper found, how it is measured here, how it is drawn."""
+"""Defines a figure: it says what the paper found, how it is measured here, and how it is drawn."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass
 class FigureContext:
-    """What figures are measured on.
+    """Holds what figures are measured on.
 
     Attributes:
         engine: The model.
@@ -104,7 +104,7 @@ class FigureContext:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What every figure depends on; the data set's files are hashed once, as the run begins."""
+        """Return what every figure depends on; the data set's files are hashed once, as the run begins."""
         files = hash_files(self.settings.dataset, self.settings.data)
         return {**identify_run(self.engine, self.settings, files, None), "limit": self.settings.limit}
 

@@ -1,4 +1,4 @@
-"""Figures of storage devices: 10 (what the loading controller chooses), 17 (time to first token)."""
+"""Draws figures of storage devices: 10 (what the loading controller chooses), 17 (time to first token)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sentence a figure: what this run found, to read beside what the paper found."""
+"""Words what this run found, one sentence a figure, to read beside what the paper found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring and drawing the figures of one run, and the page that holds them all."""
+"""Measures and draws the figures of one run, and writes the page that holds them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of answer quality: 2 (number of chunks), 12 (TTFT against quality), 13 (chunk by chunk), 16 (recompute ratio)."""
+"""Draws figures of answer quality: 2 (number of chunks), 12 (TTFT), 13 (chunk by chunk), 16 (recompute ratio)."""
 
 from __future__ import annotations
 

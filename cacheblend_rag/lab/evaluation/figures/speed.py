@@ -1,4 +1,4 @@
-"""Figures of speed: 14 (request rate), 15 (chunk number, chunk length, batch size)."""
+"""Draws figures of speed: 14 (request rate), 15 (chunk number, chunk length, batch size)."""
 
 from __future__ import annotations
 
