@@ -1,36 +1,125 @@
-"""The command line: a thin skin over the Python API. Nothing heavy is imported before a command needs it."""
+"""Runs the command line, a thin skin over the Python API: a command's module is imported when that command is asked for."""
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from typing import Annotated, Any, TextIO
 
 import typer
+from typer.core import TyperGroup
 
-from cacheblend_rag.cli import ask, chat, demo, doctor, documents, index, plan, serve, store, ui
-from cacheblend_rag.console.app import UNEXPECTED_EXIT_CODE, app
-from cacheblend_rag.lab.commands import bench, controller, eval, realm, sweeps, tune
+from cacheblend_rag import __version__
+from cacheblend_rag.errors import CacheBlendError
 
-__all__ = [
-    "app",
-    "ask",
-    "bench",
-    "chat",
-    "controller",
-    "demo",
-    "doctor",
-    "documents",
-    "eval",
-    "index",
-    "main",
-    "plan",
-    "realm",
-    "serve",
-    "store",
-    "sweeps",
-    "tune",
-    "ui",
-]
+UNEXPECTED_EXIT_CODE = 70
+"""A bug, in the words of sysexits.h: EX_SOFTWARE."""
+INTERRUPTED_EXIT_CODE = 130
+"""What a shell gives a command that Ctrl-C has ended."""
+
+_PLUGINS = "cacheblend_rag.commands"
+_COMMANDS = {
+    "ask": "cacheblend_rag.cli.ask:ask",
+    "chat": "cacheblend_rag.cli.ask:chat",
+    "demo": "cacheblend_rag.cli.demo:demo",
+    "doctor": "cacheblend_rag.cli.doctor:doctor",
+    "documents": "cacheblend_rag.cli.documents:documents",
+    "index": "cacheblend_rag.cli.index:index",
+    "serve": "cacheblend_rag.cli.serve:serve",
+    "store": "cacheblend_rag.cli.store:store",
+    "ui": "cacheblend_rag.cli.ui:ui",
+}
+
+
+class _Commands(Mapping[str, Any]):
+    """Finds commands by name: the product's, and those that packages bring as entry points, the lab's among them."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name in _COMMANDS:
+            found = resolve_name(_COMMANDS[name])
+        elif plugin := next(iter(entry_points(group=_PLUGINS, name=name)), None):
+            found = plugin.load()
+        else:
+            raise KeyError(name)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command(name)(function)
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _COMMANDS
+        yield from sorted(entry_points(group=_PLUGINS).names)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class _Group(TyperGroup):
+    """Shows the library's own errors as they are, with their exit code."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.commands: Any = _Commands()
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CacheBlendError as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            typer.echo("\nStopped.", err=True)
+            raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Answer questions over your documents with a faster first token: reuse every chunk's KV cache, recompute the few "
+    "tokens that matter.",
+    epilog="Exit codes: 0 done, 1 another error, 2 a file, flag or argument that cannot be used, 3 the store, 4 the model, "
+    f"5 the server, {UNEXPECTED_EXIT_CODE} a bug, {INTERRUPTED_EXIT_CODE} Ctrl-C.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cacheblend {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    # The answer is what stdout is for, and libraries' chatter is nobody's answer. What a user has set stays.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    if issubclass(category, UserWarning):
+        typer.echo(f"Warning: {message}", err=True)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from cacheblend_rag.cli.chat import Chat
 from cacheblend_rag.cli.citations import reuse_line, source_lines
 from cacheblend_rag.cli.explain import explain_lines
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.engines import open_pipeline
 from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups
 from cacheblend_rag.console.output import print_json
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.results import RagAnswer
 
 
-@app.command()
 @takes_groups
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
@@ -61,7 +59,6 @@ def ask(
             typer.echo(line)
 
 
-@app.command()
 @takes_groups
 def chat(how: QuestionOptions = CONVERSATION, retriever: options.Retriever = None) -> None:
     """Answer questions one after another, streaming; one may refer to those before it. /help lists commands."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.engines import open_pipeline
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions
 from cacheblend_rag.console.output import print_json, progress, seconds, size, status
@@ -30,7 +29,6 @@ _KINDS = {
 }
 
 
-@app.command()
 def demo(
     store: options.Store = None,
     device: options.Device = None,

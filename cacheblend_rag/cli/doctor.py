@@ -11,7 +11,6 @@ import typer
 
 from cacheblend_rag.cli.doctor_output import print_calibration, print_diagnosis, print_vllm
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.engines import open_engine, open_vllm
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
 from cacheblend_rag.console.output import print_json, status
@@ -78,7 +77,6 @@ class CalibrationOptions:
     ] = None
 
 
-@app.command()
 @takes_groups
 def doctor(
     *,

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.output import print_json, size, table
 
-documents = typer.Typer(no_args_is_help=True, help="List and remove the documents of an index. No model is loaded.")
-app.add_typer(documents, name="documents")
+documents = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="List and remove the documents of an index. No model is loaded."
+)
 
 
 @documents.command()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cacheblend_rag.cli import INTERRUPTED_EXIT_CODE
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import INTERRUPTED_EXIT_CODE, app
 from cacheblend_rag.console.bundled import left_to_bundled, warn_if_not_bundled
 from cacheblend_rag.console.engines import open_pipeline
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.planning import IndexPlan
 
 
-@app.command()
 @takes_groups
 def index(
     paths: Annotated[

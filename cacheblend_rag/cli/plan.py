@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_rag.cli.store import store
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_engine
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.doctor.prices import PricePlan
 
 
-@store.command()
 @takes_groups
 def plan(
     *,

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.bundled import warn_of_bundled_model
 from cacheblend_rag.console.groups import BudgetOptions, takes_groups
 
@@ -28,9 +27,12 @@ _SHORT = {"-m": "--model", "-s": "--store"}
 _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
-@app.command(context_settings=_FLAGS)
+serve = typer.Typer(add_completion=False)
+
+
+@serve.command(context_settings=_FLAGS)
 @takes_groups
-def serve(
+def _serve(
     context: typer.Context,
     *,
     model: _Model = None,

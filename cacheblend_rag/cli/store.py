@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cacheblend_rag.cli.plan import plan
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.engines import open_engine, open_pipeline, open_vllm
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
 from cacheblend_rag.console.output import print_json, progress, seconds, size, status, table
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from cacheblend_rag.store import StoreStats
 
 store = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="Look at a store, check it, make room in it. No model is loaded but by upgrade, reembed and calibrate.",
 )
-app.add_typer(store, name="store")
 
 
 @store.command()
@@ -237,6 +237,9 @@ def calibrate(
     if plan is not None:
         _print_plan(plan, chunks, chunk_tokens)
     typer.echo(f"\nWritten to {file}")
+
+
+store.command()(plan)
 
 
 def _print_plan(plan: StoragePlan, chunks: int, chunk_tokens: int) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.bundled import left_to_bundled, warn_of_bundled_model
 from cacheblend_rag.console.engines import open_any_engine
 from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
 
 
-@app.command()
 @takes_groups
 def ui(
     *,

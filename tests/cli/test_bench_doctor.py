@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -111,8 +112,23 @@ def test_a_missing_model_is_exit_code_4(run, tmp_path):
 
 
 def test_help_imports_no_torch():
-    code = "import sys; from cacheblend_rag.cli import app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, typer; from cacheblend_rag.cli import app; "
+        "assert len(list(typer.main.get_command(app).commands.values())) > 12; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_command_imports_no_other_command():
+    code = (
+        "import sys; from cacheblend_rag.cli import app; app(['ask', '--help'], standalone_mode=False); "
+        "print([name for name in sys.modules if name.startswith(('cacheblend_rag.cli.', 'cacheblend_rag.lab'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert "cacheblend_rag.cli.ask" in loaded
+    assert set(loaded) <= {f"cacheblend_rag.cli.{name}" for name in ("ask", "chat", "citations", "explain")}
 
 
 def test_bench_needs_neither_retrieval_nor_document_libraries():

@@ -2,66 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
-from cacheblend_rag.console.groups import BlendOptions, ModelOptions, takes_groups
+from cacheblend_rag.console.groups import BlendOptions, takes_groups
 from cacheblend_rag.console.output import print_json, seconds, size, status, table
-
-if TYPE_CHECKING:
-    from cacheblend_rag.doctor.workbench import EngineName
-    from cacheblend_rag.lab.bench import BenchModel
+from cacheblend_rag.lab.commands import controller, sweeps
+from cacheblend_rag.lab.commands.bench_options import (
+    KV,
+    METHOD_NAMES,
+    BenchOptions,
+    Chunks,
+    ChunkTokens,
+    Directory,
+    QuestionTokens,
+    RandomSeed,
+    Repeat,
+)
 
 bench = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="Measure time to first token, requests per second, running streams, or the rate of indexing.",
 )
-app.add_typer(bench, name="bench")
-
-METHOD_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
-
-RandomWeights = Annotated[
-    str | None,
-    typer.Option(
-        help="Random weights of a shape instead of a model: llama:LAYERSxHIDDEN, llama-3.1-8b, mistral-7b.",
-        rich_help_panel="Model",
-    ),
-]
-KV = Annotated[Literal["ram", "disk"], typer.Option(help="Where the chunks' KV is kept.")]
-Directory = Annotated[
-    Path | None,
-    typer.Option("--dir", help="Directory on the disk to measure, for --kv disk (default: a temporary one)."),
-]
-Chunks = Annotated[int, typer.Option(min=1, help="Number of chunks.")]
-ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
-QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
-Repeat = Annotated[int, typer.Option(min=1, help="Timed rounds; each runs every method once.")]
-RandomSeed = Annotated[int, typer.Option(help="Of the random tokens.")]
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """The model of a benchmark."""
-
-    random_weights: RandomWeights = None
-    model: ModelOptions = field(default_factory=ModelOptions)
-
-    def choice(self, engine: EngineName = "transformers") -> BenchModel:
-        """Return them as the benchmarks take them.
-
-        Raises:
-            InputError: They contradict each other.
-        """
-        from cacheblend_rag.lab.bench import BenchModel
-
-        chosen = self.model
-        return BenchModel(chosen.model, self.random_weights, chosen.device, chosen.dtype, chosen.threads, engine)
 
 
 @bench.command()
@@ -250,6 +216,10 @@ def streams(
         rows.append([METHOD_NAMES[name], *(seconds(method[f"{what}_s"]) for what in ("p50", "p99", "max"))])
     typer.echo(table(rows))
     typer.echo(f"\np99 with blends is {result['p99_blend_vs_full']:.2f} times that with ordinary prefill.")
+
+
+for other in (controller.controller, sweeps.chunks, sweeps.batch, sweeps.ratio, sweeps.devices):
+    bench.command()(other)
 
 
 def _print_ttft(result: dict[str, Any]) -> None:

@@ -9,10 +9,8 @@ import typer
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.output import print_json, status, table
-from cacheblend_rag.lab.commands.bench import bench
 
 
-@bench.command()
 def controller(
     ratio: Annotated[float, typer.Option(min=0, max=1, help="Lowest recompute ratio.")] = 0.15,
     dense: Annotated[int, typer.Option(min=0, help="Layers of a dense pass; 0 for a policy without one.")] = 0,

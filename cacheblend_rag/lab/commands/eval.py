@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.bundled import left_to_bundled, warn_of_bundled_model
 from cacheblend_rag.console.engines import open_engine, open_vllm
 from cacheblend_rag.console.groups import BlendOptions, ModelOptions, takes_groups
@@ -134,7 +133,6 @@ class EvalOptions:
             yield served
 
 
-@app.command("eval")
 @takes_groups
 def evaluate_command(
     *,
@@ -177,7 +175,6 @@ def evaluate_command(
 _FEWER = EvalOptions(limit=40)
 
 
-@app.command()
 @takes_groups
 def figures(
     what: EvalOptions = _FEWER,

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.output import counted, print_json, progress, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.realm.questions import RealmQuestion
 
 realm = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="Train a retriever by what helps an encoder fill masks and find answers: REALM (arXiv 2002.08909), at any size.",
 )
-app.add_typer(realm, name="realm")
 
 _TRAINING = "Training"
 

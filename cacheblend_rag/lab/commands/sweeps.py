@@ -12,7 +12,7 @@ from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BlendOptions, takes_groups
 from cacheblend_rag.console.output import print_json, seconds, size, status, table
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.commands.bench import METHOD_NAMES, BenchOptions, Repeat, bench
+from cacheblend_rag.lab.commands.bench_options import METHOD_NAMES, BenchOptions, Repeat
 
 if TYPE_CHECKING:
     from cacheblend_rag.doctor.workbench import Workbench
@@ -41,7 +41,6 @@ def _parse_numbers(text: str, option: str, kind: type[int] | type[float]) -> lis
     return found
 
 
-@bench.command()
 @takes_groups
 def chunks(
     *,
@@ -63,7 +62,6 @@ def chunks(
     _run(how, sweep, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
 
 
-@bench.command()
 @takes_groups
 def batch(
     *,
@@ -77,7 +75,6 @@ def batch(
     _run(how, lambda place, say: sweep_batch(place, wanted, how.repeat, say), {"batch": "requests at once"})
 
 
-@bench.command()
 @takes_groups
 def ratio(
     *,
@@ -92,7 +89,6 @@ def ratio(
     _run(how, lambda place, say: sweep_ratio(place, wanted, policy, how.repeat, say), {"ratio": "recompute ratio"})
 
 
-@bench.command()
 @takes_groups
 def devices(
     *,

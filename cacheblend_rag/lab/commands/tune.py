@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.app import app
 from cacheblend_rag.console.engines import open_pipeline
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
 from cacheblend_rag.console.output import print_json, progress, table
@@ -26,7 +25,6 @@ _SHOWN_ROWS = 3
 _SHOWN_TEXT = 90
 
 
-@app.command("tune-retriever")
 @takes_groups
 def tune_retriever(
     *,
