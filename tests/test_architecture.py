@@ -112,7 +112,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "cli/index.py: index",
-    "cli/serve.py: serve",
     "engines/remote/engine.py: __init__",
     "engines/vllm/engine.py: __init__",
     "lab/commands/realm.py: pretrain",

@@ -7,10 +7,9 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cacheblend_rag.blending.settings import BlendSettings
@@ -20,9 +19,8 @@ from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
-from cacheblend_rag.server.catalogue import DEFAULT_MAX_CHUNKS
 from cacheblend_rag.server.keys import Keys, read_keys
-from cacheblend_rag.server.middleware import DEFAULT_BODY_LIMIT
+from cacheblend_rag.server.options import ServeOptions, flag_names
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.arguments import Launch
@@ -40,25 +38,6 @@ _SIZES = (
     "max_num_seqs",
     "enable_chunked_prefill",
 )
-# What a mistyped flag may have meant besides vLLM's: `cacheblend serve`'s own.
-_OUR_FLAGS = (
-    "--model",
-    "--store",
-    "--ratio",
-    "--instruction",
-    "--write-back",
-    "--no-write-back",
-    "--kv",
-    "--encrypt",
-    "--ram-budget",
-    "--disk-budget",
-    "--max-request-size",
-    "--max-chunks",
-    "--kv-memory",
-    "--verbose",
-    "--keys",
-    "--allow-no-key",
-)
 _LOOPBACK = "127.0.0.1"
 _ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
 # Flags of vLLM that this server cannot honour, and why.
@@ -70,41 +49,6 @@ _REFUSED = {
     "skip_tokenizer_init": "chunks are found in text",
     "config": "give the flags themselves",
 }
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """What ``cacheblend serve`` takes beside vLLM's flags.
-
-    Attributes:
-        store: Directory of the KV store, the index and the registered chunks.
-        model: A directory, a hub name, or None for the bundled model.
-        instruction: First sentence of the prompts: chunks are precomputed behind its header. None takes the usual one.
-        ratio: Default recompute ratio; None takes the model profile's.
-        write_back: Store the KV of chunks that a prompt held but the store did not.
-        ram_budget: Bytes of KV held in RAM by each worker.
-        disk_budget: Bytes of KV on disk.
-        max_request_size: Largest request body in bytes.
-        max_chunks: How many chunks may be registered over HTTP.
-        kv_memory: Bytes of vLLM's paged KV cache; None takes its share of a GPU, on a CPU four prompts of full length.
-        verbose: Show the tracebacks of vLLM's processes where it does not start.
-        keys: File of API keys, their roles and tenants (:func:`~cacheblend_rag.server.keys.read_keys`), in place of all others.
-        allow_no_key: Listen where other machines may reach the server although no API key is set.
-    """
-
-    store: Path
-    model: str | None = None
-    instruction: str | None = None
-    ratio: float | None = None
-    write_back: bool = True
-    ram_budget: int | None = None
-    disk_budget: int | None = None
-    max_request_size: int = DEFAULT_BODY_LIMIT
-    max_chunks: int = DEFAULT_MAX_CHUNKS
-    kv_memory: int | None = None
-    verbose: bool = False
-    keys: Path | None = None
-    allow_no_key: bool = False
 
 
 def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launch]:
@@ -169,7 +113,7 @@ def _refuse_flags(parser: Any, message: str) -> NoReturn:
     Raises:
         InputError: Always.
     """
-    known = sorted({*parser._option_string_actions, *_OUR_FLAGS})
+    known = sorted({*parser._option_string_actions, *flag_names()})
     given = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
     guesses = [(word, get_close_matches(word.partition("=")[0], known, 1)) for word in given]
     meant = "".join(f" {word}: did you mean {near[0]}?" for word, near in guesses if near)

@@ -16,6 +16,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import RegisteredChunks
+from cacheblend_rag.server.options import DEFAULT_MAX_CHUNKS
 from cacheblend_rag.store.kv import ModelFingerprint
 from cacheblend_rag.store.tenants import DEFAULT_NAME, home_of
 
@@ -24,7 +25,6 @@ Origin = Literal["registered", "index", "shared"]
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _REFRESH_S = 0.5
 _MAX_NOTED, _MAX_NOTED_CHARACTERS = 4096, 1 << 26
-DEFAULT_MAX_CHUNKS = 1_000_000
 
 
 class ChunkCatalogue:

@@ -14,11 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import CacheBlendError, InputError
-from cacheblend_rag.server.arguments import ServeOptions, api_keys, model_info, parse
+from cacheblend_rag.server.arguments import api_keys, model_info, parse
 from cacheblend_rag.server.keys import Key, Keys, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
 from cacheblend_rag.server.observing import share_logging
+from cacheblend_rag.server.options import ServeOptions
 from cacheblend_rag.server.quotas import Admission, Quota
 from cacheblend_rag.server.tenants import ByTenant, ServedTenants, StandIn
 from cacheblend_rag.store import KVStore, open_store

@@ -15,11 +15,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cacheblend_rag.server.keys import Key, key_of, may
+from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.quotas import Admission, Quota
 from cacheblend_rag.server.tenants import Caller, calling
 from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
-DEFAULT_BODY_LIMIT = 32 << 20
 DEFAULT_BODY_DEADLINE_S = 60.0
 DEFAULT_VALUES_LIMIT = 500_000
 DEFAULT_HELD_LIMIT = 4 * DEFAULT_BODY_LIMIT

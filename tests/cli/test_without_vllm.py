@@ -27,12 +27,14 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {
         name: module for name, module in sys.modules.items() if name.startswith((PACKAGE, "cacheblend_rag.server"))
     }
+    before.pop("cacheblend_rag.server.options", None)  # the list of flags, which the command has read
     attribute = vars(cacheblend_rag.engines).pop("vllm", None)
     for name in before:
         del sys.modules[name]
     yield
     for name in [name for name in sys.modules if name.startswith((PACKAGE, "cacheblend_rag.server"))]:
-        del sys.modules[name]
+        if name != "cacheblend_rag.server.options":
+            del sys.modules[name]
     sys.modules.update(before)
     if attribute is not None:
         cacheblend_rag.engines.vllm = attribute  # type: ignore[attr-defined]

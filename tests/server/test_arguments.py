@@ -13,11 +13,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 from cacheblend_rag.engines.model_files import bundled_model_directory
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
-from cacheblend_rag.server.arguments import ServeOptions, api_keys, parse
+from cacheblend_rag.server.arguments import api_keys, parse
+from cacheblend_rag.server.options import ServeOptions, flag_names
 
 
 def parsed(tmp_path: Path, *flags: str, **options: Any) -> Any:
-    return parse(ServeOptions(tmp_path, **options), flags)
+    return parse(ServeOptions(store=tmp_path, **options), flags)
 
 
 def test_without_a_model_it_is_the_bundled_one_on_our_connector_and_worker(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_vllms_usage_statistics_are_sent_only_where_the_environment_says_so(
     else:
         monkeypatch.setenv("VLLM_NO_USAGE_STATS", given)
     with pytest.raises(InputError, match="no-such"):
-        launch.serve(ServeOptions(tmp_path), ["--no-such-flag"])
+        launch.serve(ServeOptions(store=tmp_path), ["--no-such-flag"])
     assert usage_lib.is_usage_stats_enabled() == sent
 
 
@@ -190,11 +191,10 @@ def test_the_flags_that_are_guessed_at_are_those_of_the_command() -> None:
     from typer.main import get_command
 
     from cacheblend_rag.cli import app
-    from cacheblend_rag.server.arguments import _OUR_FLAGS
 
     command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     own = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
-    assert own - {"-h", "--help"} == set(_OUR_FLAGS)
+    assert own - {"-h", "--help"} == set(flag_names())
 
 
 def test_keys_come_from_the_flag_or_else_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ async def test_the_keys_of_both_environment_variables_open_vllms_own_routes(
         monkeypatch.setenv(name, key)
     args, _ = parsed(tmp_path)
     app = FastAPI()
-    app.state.limits = guard(ServeOptions(tmp_path), args)
+    app.state.limits = guard(ServeOptions(store=tmp_path), args)
     app.get("/v1/models")(lambda: "served")
     init_entrypoints_middleware(args, app, ())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
@@ -237,7 +237,7 @@ def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatc
     file = tmp_path / "keys.toml"
     file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\n")
     args, _ = parsed(tmp_path, "--host", "0.0.0.0", keys=file)
-    limits = guard(ServeOptions(tmp_path, keys=file), args)
+    limits = guard(ServeOptions(store=tmp_path, keys=file), args)
     key = key_of("asks", limits.keys)
     assert key is not None
     assert (key.role, args.api_key, limits.local) == ("ask", [], False)
@@ -246,7 +246,7 @@ def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CACHEBLEND_API_KEY", "another")
     with pytest.raises(InputError, match="one of them"):
         parsed(tmp_path, keys=file)
-    assert guard(ServeOptions(tmp_path), parsed(tmp_path)[0]).keys == (Key.of("another"),)
+    assert guard(ServeOptions(store=tmp_path), parsed(tmp_path)[0]).keys == (Key.of("another"),)
     file.write_text("[[key]]\nvalue = 'asks'\n")
     monkeypatch.delenv("CACHEBLEND_API_KEY")
     with pytest.raises(InputError, match="role"):
@@ -273,7 +273,7 @@ def test_a_server_without_a_key_is_called_by_its_machines_names_alone_unless_it_
     from cacheblend_rag.server.launch import guard
 
     def local(*flags: str, **options: Any) -> bool:
-        return guard(ServeOptions(tmp_path, **options), parsed(tmp_path, *flags, **options)[0]).local
+        return guard(ServeOptions(store=tmp_path, **options), parsed(tmp_path, *flags, **options)[0]).local
 
     assert local()
     assert not local("--api-key", "secret")
@@ -330,7 +330,7 @@ def test_the_flags_of_the_kubernetes_example_are_understood(tmp_path: Path, monk
     ((options, flags),) = seen
     assert str(options.store) in {mount["mountPath"] for mount in container["volumeMounts"]}
     monkeypatch.setenv("CACHEBLEND_API_KEY", "from the secret")
-    args, _ = parse(ServeOptions(tmp_path), flags)  # the model itself is not at hand
+    args, _ = parse(ServeOptions(store=tmp_path), flags)  # the model itself is not at hand
     assert args.host == "0.0.0.0"  # pods are reached from elsewhere
     assert args.tensor_parallel_size == container["resources"]["limits"]["nvidia.com/gpu"]
     assert args.shutdown_timeout < pod["terminationGracePeriodSeconds"]

@@ -1,0 +1,91 @@
+"""Lists what `cacheblend serve` takes beside vLLM's flags: the command, its help and the server read this one list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_BODY_LIMIT = 32 << 20
+DEFAULT_MAX_CHUNKS = 1_000_000
+
+
+def _nbytes(size: object) -> int:
+    from cacheblend_rag.store.urls import parse_size  # here: it imports torch, which a list of flags need not wait for
+
+    return size if isinstance(size, int) else parse_size(str(size))
+
+
+# Options without a short form: one would swallow letters of vLLM's own short flags. ``-m`` and ``-s`` the command takes by hand.
+
+
+@dataclass(frozen=True)
+class ServeFlags:
+    """The flags that are the server's alone; sizes are in bytes."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model directory or hub name, also -m (default: the bundled model).")
+    ] = None
+    ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Recompute ratio, 0 (full KV reuse) to 1 (full recompute) (default: the model profile's).",
+            rich_help_panel="Blending",
+        ),
+    ] = None
+    instruction: Annotated[
+        str | None,
+        typer.Option(help="First sentence of your prompts, which chunks are computed behind (default: the usual one)."),
+    ] = None
+    write_back: Annotated[
+        bool, typer.Option(help="Store the KV of chunks that a prompt held but the store did not.")
+    ] = True
+    max_request_size: Annotated[
+        int,
+        typer.Option(help="Largest request body (default: 32MiB).", parser=_nbytes, metavar="SIZE", show_default=False),
+    ] = DEFAULT_BODY_LIMIT
+    max_chunks: Annotated[int, typer.Option(min=1, help="How many chunks may be registered with POST /v1/chunks.")] = (
+        DEFAULT_MAX_CHUNKS
+    )
+    kv_memory: Annotated[
+        int | None,
+        typer.Option(
+            help="Memory of vLLM's KV cache, as 4GiB (default: vLLM's share of a GPU; on a CPU four prompts of full length).",
+            parser=_nbytes,
+            metavar="SIZE",
+        ),
+    ] = None
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="If vLLM does not start, show all that its processes say about it.")
+    ] = False
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of [[key]] tables: value (or sha256), role (ask, write or admin), tenant; and of [[tenant]] tables."
+        ),
+    ] = None
+    allow_no_key: Annotated[
+        bool, typer.Option("--allow-no-key", help="Listen beyond this machine (--host) although no API key is set.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ServeFlags):
+    """The same with what the command makes of the flags that it shares with others.
+
+    Attributes:
+        store: Directory of the KV store, the index and the registered chunks.
+        ram_budget: Bytes of KV held in RAM by each worker.
+        disk_budget: Bytes of KV on disk.
+    """
+
+    store: Path
+    ram_budget: int | None = None
+    disk_budget: int | None = None
+
+
+def flag_names() -> list[str]:
+    """Return all flags of the command that are not vLLM's."""
+    return ["--no-write-back", "--kv", "--encrypt", *(f"--{f.name.replace('_', '-')}" for f in fields(ServeOptions))]
