@@ -21,6 +21,7 @@ from cacheblend_rag import (
     Chunk,
     Generation,
     PrecomputeReport,
+    PromptOutcome,
     SamplingParams,
     StreamEvent,
     Timings,
@@ -64,7 +65,8 @@ class InstantEngine(BlendEngine):
         size, reused = len(tokens.token_ids), sum(span.end - span.start for span in tokens.spans)
         usage = Usage(size, reused, 0, size - reused, 1)
         took = time.perf_counter() - begin
-        yield StreamEvent("Ada", Generation("Ada", (1,), "stop", "blend", "instant", usage, Timings(0.0, took, took)))
+        outcome = PromptOutcome("blend", "instant", usage)
+        yield StreamEvent("Ada", Generation.of(outcome, "Ada", (1,), "stop", Timings(0.0, took, took)))
 
     def close(self) -> None:
         pass

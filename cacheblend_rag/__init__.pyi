@@ -1,5 +1,7 @@
 """The public names: the one list of them, which type checkers and editors read, and `__init__.py` when it is imported."""
 
+from cacheblend_rag.blending.outcome import PromptOutcome as PromptOutcome
+from cacheblend_rag.blending.outcome import Usage as Usage
 from cacheblend_rag.blending.settings import BlendSettings as BlendSettings
 from cacheblend_rag.demo.bundle import bundled_corpus as bundled_corpus
 from cacheblend_rag.demo.bundle import bundled_questions as bundled_questions
@@ -9,7 +11,6 @@ from cacheblend_rag.engines.results import Generation as Generation
 from cacheblend_rag.engines.results import PrecomputeReport as PrecomputeReport
 from cacheblend_rag.engines.results import StreamEvent as StreamEvent
 from cacheblend_rag.engines.results import Timings as Timings
-from cacheblend_rag.engines.results import Usage as Usage
 from cacheblend_rag.engines.sampling import SamplingParams as SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine as TransformersEngine
 from cacheblend_rag.engines.vllm import VLLMEngine as VLLMEngine

@@ -1,15 +1,14 @@
-"""What goes over the wire beside OpenAI's own fields: request options, chunk bodies, reports of reuse."""
+"""What goes over the wire beside OpenAI's own fields: request options, chunk bodies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cacheblend_rag.blending.auto import TextRange
-from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.errors import InputError
@@ -196,47 +195,3 @@ class ModelInfo(BaseModel):
         return ModelProfile(
             settings.ratio, settings.policy, settings.check_layers, self.widths, settings.reuse, self.text
         )
-
-
-class ReuseReport(BaseModel):
-    """How a prompt was handled: the ``cacheblend`` field of ``usage``. Tokens and seconds of one prompt.
-
-    Attributes:
-        mode: ``"blend"`` or ``"prefill"``.
-        reason: Why, in words.
-        reused_tokens: Prompt tokens whose stored KV was used as it is.
-        recomputed_tokens: Tokens with stored KV that were recomputed.
-        computed_tokens: Prompt tokens that went through all layers.
-        selection_tokens: What choosing them cost besides, in tokens through all layers; see :class:`Usage`.
-        kept_tokens: Those of the reused tokens that were in vLLM's prefix cache: of the conversation so far, for instance.
-        missing: Ids of chunks without stored KV, computed in place.
-        in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
-        policy: What chose the tokens to recompute; None for a prefill.
-        ratio: Which share of the candidates it chose.
-        load_s: Time the computation waited for stored KV.
-        blend_s: Time of placement and both passes.
-        loaded_bytes: Stored KV read.
-        loads: Where the stored KV of each chunk came from.
-        prefill_s: Seconds that an ordinary prefill was expected to take; None where its cost was not measured.
-        expected_s: Seconds to the first token that the loading controller expected; None where it decided nothing.
-        fingerprint: Identity of the model that answered.
-    """
-
-    mode: Literal["blend", "prefill"]
-    reason: str
-    reused_tokens: int
-    recomputed_tokens: int
-    computed_tokens: int
-    selection_tokens: float = 0.0
-    kept_tokens: int = 0
-    missing: tuple[str, ...] = ()
-    in_place: tuple[str, ...] = ()
-    policy: str | None = None
-    ratio: float | None = None
-    load_s: float = 0.0
-    blend_s: float = 0.0
-    loaded_bytes: int = 0
-    loads: tuple[ChunkLoad, ...] = ()
-    prefill_s: float | None = None
-    expected_s: float | None = None
-    fingerprint: str = ""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.prompts.chunk import Chunk
@@ -64,7 +65,8 @@ class FakeEngine(BlendEngine):
         try:
             with RequestSpans(self.trace, self.tenant.name):
                 yield StreamEvent(" two")
-                done = Generation(" two words ", (1, 2), "stop", "blend", "stored KV", usage, Timings(0.0, 0.1, 0.2))
+                outcome, took = PromptOutcome("blend", "stored KV", usage), Timings(0.0, 0.1, 0.2)
+                done = Generation.of(outcome, " two words ", (1, 2), "stop", took)
                 yield StreamEvent(" words ", done)
         finally:
             self.closed_streams += 1

@@ -13,7 +13,8 @@ attention alone, once per selection, and never waited for otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -23,8 +24,8 @@ import torch
 from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fetch import Fetch, sent
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates
@@ -32,7 +33,6 @@ from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.blending.trace import LayerTrace
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import LayerKV, join_tokens
 
 
@@ -81,28 +81,11 @@ class FuseResult:
 
     Attributes:
         recomputed: Ascending positions of tokens with stored KV that were recomputed, in host memory.
-        policy: Name of the policy that chose them.
-        ratio: The ratio it chose by.
-        unranked: Whether static deviations were wanted, for policy or ratio, and a chunk had none.
-        computed_tokens: All positions that went through all layers.
-        selection_tokens: What choosing them cost besides: tokens of dense passes and of the question's pass, times the share of
-            layers they went through.
-        load_wait_s: Seconds the computation waited for stored KV.
-        loaded_bytes: Bytes of stored KV used.
-        reads: What reading it took, by tier other than RAM.
-        loads: Where each chunk's came from.
+        outcome: What became of the plan's positions.
     """
 
     recomputed: torch.Tensor
-    policy: str
-    ratio: float
-    unranked: bool
-    computed_tokens: int
-    selection_tokens: float
-    load_wait_s: float
-    loaded_bytes: int
-    reads: Mapping[str, TierReads]
-    loads: tuple[ChunkLoad, ...]
+    outcome: PromptOutcome
 
 
 def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResult:
@@ -150,6 +133,7 @@ class _Fusor:
     """Does one blend, step by step. ``keep`` says of each candidate whether it is still to be recomputed."""
 
     def __init__(self, plan: BlendPlan, target: BlendTarget, options: FuseOptions):
+        self._plan, self._began = plan, time.perf_counter()
         policy, ratio, trace = options.policy, options.ratio, options.trace
         wants_static = policy.needs_static or isinstance(ratio, AutoRatio)
         self._candidates = _candidates(plan, plan.static_deviation() if wants_static else None)
@@ -263,9 +247,20 @@ class _Fusor:
 
     def result(self) -> FuseResult:
         """Return what was done."""
-        chosen = self._recomputed, self._policy.name, self._ratio, self._unranked
-        loaded = self.loader.wait_s, self.loader.loaded_bytes, self.loader.reads, self.loader.loads
-        return FuseResult(*chosen, self._computed, self._selection, *loaded)
+        plan, loader = self._plan, self.loader
+        unranked = [] if not self._unranked else [span.chunk.id for span in plan.stale if span.chunk is not None]
+        outcome = replace(
+            plan.outcome(self._computed, len(self._recomputed), self._selection),
+            unranked=tuple(unranked),
+            policy=self._policy.name,
+            ratio=self._ratio,
+            load_s=loader.wait_s,
+            blend_s=time.perf_counter() - self._began,
+            loaded_bytes=loader.loaded_bytes,
+            loads=loader.loads,
+            reads=loader.reads,
+        )
+        return FuseResult(self._recomputed, outcome)
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:

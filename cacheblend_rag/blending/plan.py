@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.store.kv import LayerKV, StoredKV
 
 if TYPE_CHECKING:
@@ -132,6 +133,16 @@ class BlendPlan:
     def uses_stored_kv(self) -> bool:
         """Whether anything stored is used at all."""
         return bool(self.exact or self.stale)
+
+    def outcome(self, computed: int = 0, recomputed: int = 0, selection: float = 0.0) -> PromptOutcome:
+        """Return what became of the prompt, as far as the plan and how many tokens were computed tell."""
+        return PromptOutcome(
+            mode="blend" if self.uses_stored_kv else "prefill",
+            reason=self.reason,
+            usage=Usage(self.num_tokens, self.num_tokens - computed, recomputed, computed, 0, selection, self.start),
+            missing=tuple(chunk.id for chunk in self.missing),
+            in_place=tuple(chunk.id for chunk in self.in_place),
+        )
 
 
 def joined_static(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

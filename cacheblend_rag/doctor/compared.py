@@ -124,7 +124,7 @@ class PromptMeasurement:
     def compare(self, options: FuseOptions) -> Comparison:
         """Blend, and compare the distributions of the answer's tokens; raises InputError as the fusor does."""
         target = self._subject.target(self.prompt.token_ids, self._rope)
-        done = fuse(self._plan, target, options)
+        done = fuse(self._plan, target, options).outcome.usage
         blended = self._follow(target).double().log_softmax(-1).cpu()
         truth = self._truth.double().log_softmax(-1)
         kl = (truth.exp() * (truth - blended)).sum(-1)

@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tokenizers.decoders import DecodeStream
 
-from cacheblend_rag.blending.meter import ChunkLoad
-
-Mode = Literal["blend", "prefill"]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of one request.
-
-    ``prompt_tokens = reused_tokens + recomputed_tokens + (text and missing chunks)``; what was not reused was computed:
-    ``computed_tokens = prompt_tokens - reused_tokens``.
-
-    Attributes:
-        prompt_tokens: Tokens in the prompt.
-        reused_tokens: Prompt tokens whose stored KV was used as it is (the exact prefix included).
-        recomputed_tokens: Tokens with stored KV that the selection policy chose to recompute.
-        computed_tokens: Prompt tokens that went through all layers: text, missing chunks and recomputed ones.
-        completion_tokens: Tokens generated.
-        selection_tokens: What choosing the recomputed tokens cost besides: tokens of dense passes and of the question's pass over
-            stored KV, times the share of layers they went through. 0 for `static`.
-        kept_tokens: Those of the reused tokens whose KV the engine had kept from an earlier prompt: of the conversation so far;
-            on vLLM of any prompt that begins alike.
-    """
-
-    prompt_tokens: int
-    reused_tokens: int
-    recomputed_tokens: int
-    computed_tokens: int
-    completion_tokens: int = 0
-    selection_tokens: float = 0.0
-    kept_tokens: int = 0
+from cacheblend_rag.blending.outcome import PromptOutcome
 
 
 @dataclass(frozen=True)
@@ -112,41 +82,44 @@ def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[
     return tuple(sorted(logprobs, key=lambda pair: -pair[1])[:count])
 
 
-@dataclass(frozen=True)
-class Generation:
-    """A finished answer.
+@dataclass(frozen=True, kw_only=True)
+class Generation(PromptOutcome):
+    """A finished answer, and what became of its prompt.
 
     Attributes:
         text: The answer.
         token_ids: Generated token ids, the end-of-sequence token excluded.
         finish_reason: ``"stop"`` or ``"length"``.
-        mode: ``"blend"`` if stored KV was used anywhere in the prompt, else ``"prefill"``.
-        reason: Why that mode, in words.
-        missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
-        in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
-        policy: What chose the tokens to recompute; None for a prefill, and where a model's exact prefix alone is reused.
-        ratio: Which share of the candidates it chose; None where ``policy`` is.
-        loads: Where the stored KV of each chunk came from, in a blend.
-        prefill_s: Seconds that an ordinary prefill was expected to take, where its cost was measured (``store calibrate``).
-        expected_s: Seconds to the first token that the loading controller expected; None where it decided nothing.
+        timings: Wall-clock seconds.
         logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
-    mode: Mode
-    reason: str
-    usage: Usage
     timings: Timings
-    missing: tuple[str, ...] = ()
-    in_place: tuple[str, ...] = ()
-    policy: str | None = None
-    ratio: float | None = None
-    loads: tuple[ChunkLoad, ...] = ()
-    prefill_s: float | None = None
-    expected_s: float | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        outcome: PromptOutcome,
+        text: str,
+        token_ids: Sequence[int],
+        finish_reason: Literal["stop", "length"],
+        timings: Timings,
+        logprobs: Iterable[TokenLogprob] = (),
+    ) -> Generation:
+        """Return the answer to a prompt of which ``outcome`` is known; ``logprobs`` beyond its tokens are left out."""
+        usage = replace(outcome.usage, completion_tokens=len(token_ids))
+        return cls(
+            **{**vars(outcome), "usage": usage},
+            text=text,
+            token_ids=tuple(token_ids),
+            finish_reason=finish_reason,
+            timings=timings,
+            logprobs=tuple(logprobs)[: len(token_ids)],
+        )
 
 
 @dataclass(frozen=True)

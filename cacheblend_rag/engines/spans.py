@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from opentelemetry.trace import Span, SpanKind
 
 from cacheblend_rag import spans
-from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.trace import DECODE, PLAN, PREFILL, REST, Recorded, Trace
-from cacheblend_rag.engines.results import Usage
 
 _Events = Sequence[Mapping[str, Any]]
 _PARTS = {
@@ -21,29 +21,6 @@ _PARTS = {
     REST: "cacheblend.prefill",
     DECODE: "cacheblend.decode",
 }
-
-
-class Answered(Protocol):
-    """What became of a prompt, as engines tell it."""
-
-    @property
-    def mode(self) -> str: ...  # noqa: D102
-    @property
-    def reason(self) -> str: ...  # noqa: D102
-    @property
-    def usage(self) -> Usage: ...  # noqa: D102
-    @property
-    def missing(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def in_place(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def policy(self) -> str | None: ...  # noqa: D102
-    @property
-    def ratio(self) -> float | None: ...  # noqa: D102
-    @property
-    def loads(self) -> Iterable[ChunkLoad]: ...  # noqa: D102
-    @property
-    def expected_s(self) -> float | None: ...  # noqa: D102
 
 
 class RequestSpans:
@@ -72,10 +49,10 @@ class RequestSpans:
         """For a request to another process that does part of the work; see :func:`cacheblend_rag.spans.headers`."""
         return spans.headers(self._span)
 
-    def answered(self, answer: Answered, load_s: float) -> None:
-        """Note what became of the prompt; ``load_s`` is how long it waited for stored KV."""
+    def answered(self, outcome: PromptOutcome) -> None:
+        """Note what became of the prompt."""
         if self._wanted:
-            self._span.set_attributes(reuse_attributes(answer, load_s))
+            self._span.set_attributes(reuse_attributes(outcome))
 
     def __enter__(self) -> Self:
         """Use as a context manager that ends the spans; the request's own is not made current, for streams are used outside."""
@@ -94,28 +71,21 @@ class RequestSpans:
         self._span.end()
 
 
-def reuse_attributes(answer: Answered, load_s: float) -> dict[str, Any]:
-    """Return what a span says of a prompt's reuse: tokens, seconds and bytes, no ids and no text."""
-    usage = answer.usage
+def reuse_attributes(outcome: PromptOutcome) -> dict[str, Any]:
+    """Return what a span says of a prompt: tokens, seconds, bytes and how many chunks; no ids and no text."""
+    counts = asdict(outcome.usage)
     found: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": usage.completion_tokens,
-        "cacheblend.mode": answer.mode,
-        "cacheblend.reason": answer.reason,
-        "cacheblend.tokens.reused": usage.reused_tokens,
-        "cacheblend.tokens.recomputed": usage.recomputed_tokens,
-        "cacheblend.tokens.computed": usage.computed_tokens,
-        "cacheblend.chunks.missing": len(answer.missing),
-        "cacheblend.chunks.in_place": len(answer.in_place),
-        "cacheblend.load_wait_s": load_s,
+        "gen_ai.usage.input_tokens": counts.pop("prompt_tokens"),
+        "gen_ai.usage.output_tokens": counts.pop("completion_tokens"),
     }
-    optional = {
-        "cacheblend.policy": answer.policy,
-        "cacheblend.ratio": answer.ratio,
-        "cacheblend.expected_s": answer.expected_s,
-    }
-    found |= {name: value for name, value in optional.items() if value is not None}
-    for load in answer.loads:
+    found |= {f"cacheblend.tokens.{name.removesuffix('_tokens')}": count for name, count in counts.items()}
+    for each in fields(PromptOutcome):
+        value = getattr(outcome, each.name)
+        if isinstance(value, (str, int, float)):
+            found[f"cacheblend.{each.name}"] = value
+        elif isinstance(value, tuple) and each.name != "loads":  # told by tier, below
+            found[f"cacheblend.chunks.{each.name}"] = len(value)
+    for load in outcome.loads:
         name = f"cacheblend.tier.{load.tier}.bytes"
         found[name] = found.get(name, 0) + load.nbytes
     return found

@@ -113,14 +113,7 @@ class RagAnswer:
             "sources": [
                 {"id": s.id, "path": s.path, "page": s.page, "score": s.score, "text": s.text} for s in self.sources
             ],
-            "mode": g.mode,
-            "reason": g.reason,
-            "policy": g.policy,
-            "ratio": g.ratio,
-            "usage": asdict(g.usage),
-            "loads": [asdict(load) for load in g.loads],
-            "prefill_s": g.prefill_s,
-            "expected_s": g.expected_s,
+            **g.facts,
             "timings": {"retrieve_s": self.retrieve_s, **asdict(g.timings)},
             "notes": list(self.notes),
         }

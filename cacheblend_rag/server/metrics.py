@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
+    from cacheblend_rag.blending.outcome import PromptOutcome
     from cacheblend_rag.engines.results import PrecomputeReport
-    from cacheblend_rag.protocol import ReuseReport
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _NUMBERS = re.compile(r"\d+")
@@ -71,7 +71,7 @@ class ReuseMetrics:
 
     def finished(
         self,
-        report: ReuseReport,
+        outcome: PromptOutcome,
         tenant: str,
         first_token_s: float | None = None,
         out: Mapping[str, bool] = MappingProxyType({}),
@@ -79,40 +79,40 @@ class ReuseMetrics:
         """Count a finished prompt.
 
         Args:
-            report: How it was handled.
+            outcome: What became of it.
             tenant: Whose it was.
             first_token_s: Its time to first token; None where vLLM keeps no statistics.
             out: Of each remote tier, whether it is out.
         """
         if first_token_s is not None:
-            self._first_token.labels(report.mode).observe(first_token_s)
+            self._first_token.labels(outcome.mode).observe(first_token_s)
         for tier, is_out in out.items():
             self._tier_out.labels(tier).set(is_out)
-        self._requests.labels(tenant, report.mode).inc()
-        self._reused.labels(tenant).inc(report.reused_tokens)
-        self._recomputed.labels(tenant).inc(report.recomputed_tokens)
-        self._computed.labels(tenant).inc(report.computed_tokens)
-        self._missing.labels(tenant).inc(len(report.missing))
-        if report.expected_s is not None:
-            self._decided(report, tenant, report.expected_s, first_token_s)
-        if report.mode == "prefill":
-            self._fallbacks.labels(tenant, reason_label(report.reason)).inc()
+        self._requests.labels(tenant, outcome.mode).inc()
+        self._reused.labels(tenant).inc(outcome.usage.reused_tokens)
+        self._recomputed.labels(tenant).inc(outcome.usage.recomputed_tokens)
+        self._computed.labels(tenant).inc(outcome.usage.computed_tokens)
+        self._missing.labels(tenant).inc(len(outcome.missing))
+        if outcome.expected_s is not None:
+            self._decided(outcome, tenant, outcome.expected_s, first_token_s)
+        if outcome.mode == "prefill":
+            self._fallbacks.labels(tenant, reason_label(outcome.reason)).inc()
             return
-        if report.loaded_bytes:
-            self._loaded.labels(tenant).inc(report.reused_tokens + report.recomputed_tokens)
-            self._bytes.labels(tenant).inc(report.loaded_bytes)
-        read_s = sum(load.seconds for load in report.loads)
-        for load in report.loads:
-            self._tier_waits.labels(load.tier).inc(report.load_s * load.seconds / read_s if read_s else 0.0)
+        if outcome.loaded_bytes:
+            self._loaded.labels(tenant).inc(outcome.usage.reused_tokens + outcome.usage.recomputed_tokens)
+            self._bytes.labels(tenant).inc(outcome.loaded_bytes)
+        read_s = sum(load.seconds for load in outcome.loads)
+        for load in outcome.loads:
+            self._tier_waits.labels(load.tier).inc(outcome.load_s * load.seconds / read_s if read_s else 0.0)
             self._tier_chunks.labels(tenant, load.tier).inc(bool(load.chunk_id))
             self._tier_bytes.labels(tenant, load.tier).inc(load.nbytes)
             self._tier_seconds.labels(tenant, load.tier).inc(load.seconds)
-        self._blend.observe(report.blend_s)
-        self._load.observe(report.load_s)
+        self._blend.observe(outcome.blend_s)
+        self._load.observe(outcome.load_s)
 
-    def _decided(self, report: ReuseReport, tenant: str, expected_s: float, first_token_s: float | None) -> None:
-        partly = "partly_in_place" if report.in_place else "blended"
-        self._decisions.labels(tenant, partly if report.mode == "blend" else "prefilled").inc()
+    def _decided(self, outcome: PromptOutcome, tenant: str, expected_s: float, first_token_s: float | None) -> None:
+        partly = "partly_in_place" if outcome.in_place else "blended"
+        self._decisions.labels(tenant, partly if outcome.mode == "blend" else "prefilled").inc()
         if first_token_s is not None:
             self._expected.observe(expected_s)
             self._taken.observe(first_token_s)

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from cacheblend_rag.protocol import ReuseReport
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.server.ticket import REQUEST_FIELD
 
 
@@ -66,14 +66,14 @@ async def _reported_stream(request: Any, pieces: AsyncIterator[str]) -> AsyncIte
         yield piece
 
 
-def _reports(request: Any) -> list[ReuseReport]:
+def _reports(request: Any) -> list[PromptOutcome]:
     tickets = getattr(request, REQUEST_FIELD, None) or []
-    return [ticket.report for ticket in tickets if ticket.report is not None]
+    return [ticket.outcome for ticket in tickets if ticket.outcome is not None]
 
 
-def _add(usage: dict[str, Any], reports: list[ReuseReport]) -> None:
+def _add(usage: dict[str, Any], reports: list[PromptOutcome]) -> None:
     details = dict(usage.get("prompt_tokens_details") or {})
-    details["cached_tokens"] = sum(report.reused_tokens for report in reports)
+    details["cached_tokens"] = sum(report.usage.reused_tokens for report in reports)
     usage["prompt_tokens_details"] = details
-    shown = [report.model_dump(mode="json") for report in reports]
+    shown = [report.to_params() for report in reports]
     usage["cacheblend"] = shown[0] if len(shown) == 1 else shown

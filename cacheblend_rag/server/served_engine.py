@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
-from cacheblend_rag.protocol import ReuseReport
 from cacheblend_rag.server.tenants import calling
 from cacheblend_rag.server.ticket import Ticket, clients_salt, take_ticket
 from cacheblend_rag.store.tenants import Tenant
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from cacheblend_rag.engines.vllm.client import BlendClient, Outcome
+    from cacheblend_rag.engines.vllm.client import BlendClient
+    from cacheblend_rag.engines.vllm.messages import FinishReport
     from cacheblend_rag.server.metrics import ReuseMetrics
     from cacheblend_rag.server.tenants import ServedTenants
 
@@ -65,15 +65,15 @@ class ServedEngine:
             try:
                 async for output in outputs:
                     used.see(output)
-                    outcome = self._account(output, ticket, client)
-                    if outcome is not None:
-                        _tell(spans, outcome, output, begin)
+                    report = self._account(output, ticket, client)
+                    if report is not None:
+                        _tell(spans, report, output, begin)
                     yield output
             finally:
                 admission.charge(used.total)
                 await outputs.aclose()
 
-    def _account(self, output: RequestOutput, ticket: Ticket, client: BlendClient) -> Outcome | None:
+    def _account(self, output: RequestOutput, ticket: Ticket, client: BlendClient) -> FinishReport | None:
         """Report what became of a prompt that is finished, and count it; None of another."""
         if not output.finished:
             if ticket.params:
@@ -81,7 +81,7 @@ class ServedEngine:
             return None
         prompt_tokens = len(output.prompt_token_ids or ())
         completion_tokens = sum(len(piece.token_ids) for piece in output.outputs)
-        outcome = client.outcome(
+        report = client.report(
             output.kv_transfer_params,
             prompt_tokens,
             output.num_cached_tokens or 0,
@@ -89,43 +89,23 @@ class ServedEngine:
             asked=bool(ticket.params),
         )
         if ticket.reason and client.gate.passed:
-            outcome = replace(outcome, reason=ticket.reason)
-        usage = outcome.usage
-        output.kv_transfer_params, output.num_cached_tokens = None, usage.reused_tokens
-        ticket.report = ReuseReport(
-            mode=outcome.mode,
-            reason=outcome.reason,
-            reused_tokens=usage.reused_tokens,
-            recomputed_tokens=usage.recomputed_tokens,
-            computed_tokens=usage.computed_tokens,
-            selection_tokens=usage.selection_tokens,
-            kept_tokens=usage.kept_tokens,
-            missing=outcome.missing,
-            in_place=outcome.in_place,
-            policy=outcome.policy,
-            ratio=outcome.ratio,
-            load_s=outcome.load_s,
-            blend_s=outcome.blend_s,
-            loaded_bytes=outcome.loaded_bytes,
-            loads=outcome.loads,
-            prefill_s=client.prefill_s(prompt_tokens),
-            expected_s=outcome.expected_s,
-            fingerprint=client.fingerprint.digest,
-        )
+            report = replace(report, outcome=replace(report.outcome, reason=ticket.reason))
+        ticket.outcome = report.outcome
+        output.kv_transfer_params, output.num_cached_tokens = None, report.outcome.usage.reused_tokens
         first_token_s = output.metrics.first_token_latency if output.metrics else None
-        self._metrics.finished(ticket.report, client.tenant.name, first_token_s, outcome.out)
-        client.finished(outcome)
-        return outcome
+        self._metrics.finished(report.outcome, client.tenant.name, first_token_s, report.out)
+        client.finished(report)
+        return report
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
         """Ignore vLLM's hand-over between prefill and decode servers: this connector has none, and clients may not ask."""
 
 
-def _tell(spans: RequestSpans, outcome: Outcome, output: RequestOutput, begin: float) -> None:
+def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begin: float) -> None:
     """Tell a request's spans and the log what became of its prompt."""
     from cacheblend_rag.engines.vllm.client import record
 
-    usage, metrics = outcome.usage, output.metrics
+    outcome, usage, metrics = report.outcome, report.outcome.usage, output.metrics
     if spans.trace is not None:
         arrived = [(time.perf_counter(), usage.completion_tokens)]
         if (
@@ -134,11 +114,10 @@ def _tell(spans: RequestSpans, outcome: Outcome, output: RequestOutput, begin: f
             first = begin + metrics.first_token_latency
             last = first + metrics.last_token_ts - metrics.first_token_ts
             arrived = [(first, 1), (last, usage.completion_tokens - 1)]
-        record(spans.trace, outcome, begin, arrived)
-    spans.answered(outcome, outcome.load_s)
-    told = reuse_attributes(outcome, outcome.load_s)
+        record(spans.trace, report, begin, arrived)
+    spans.answered(outcome)
     said = (outcome.mode, usage.reused_tokens, usage.prompt_tokens, outcome.reason)
-    _log.info("%s: %d of %d prompt tokens reused; %s", *said, extra=told)
+    _log.info("%s: %d of %d prompt tokens reused; %s", *said, extra=reuse_attributes(outcome))
 
 
 class TokensUsed:

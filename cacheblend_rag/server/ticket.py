@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from cacheblend_rag.protocol import ReuseReport
+from cacheblend_rag.blending.outcome import PromptOutcome
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput
@@ -26,13 +26,13 @@ class Ticket:
         params: The ``kv_transfer_params`` to run it with; empty for an ordinary prefill.
         exact: Whether not even vLLM's prefix cache is to be read.
         reason: Why nothing is to be blended, if so; empty leaves it to the engine to say.
-        report: How it went, once it is finished.
+        outcome: What became of it, once it is finished.
     """
 
     params: dict[str, Any] = field(default_factory=dict)
     exact: bool = False
     reason: str = ""
-    report: ReuseReport | None = None
+    outcome: PromptOutcome | None = None
 
 
 def with_ticket(engine_input: Mapping[str, Any], ticket: Ticket) -> EngineInput:

@@ -37,7 +37,7 @@ def blended_logits(engine: Any, scene: Scene, settings: BlendSettings) -> tuple[
 
     target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
     result = fuse(plan, target, engine.profile.options(settings))
-    return target.logits, result.recomputed.tolist(), result
+    return target.logits, result.recomputed.tolist(), result.outcome
 
 
 @pytest.mark.parametrize("family", BLENDED)
@@ -161,7 +161,7 @@ def test_missing_chunks_are_computed_in_place_and_the_others_still_reused(
     usage = engine.generate(scene.prompt, GREEDY, BlendSettings(ratio=ratio)).usage
     stored = sum(len(c.token_ids) for i, c in enumerate(scene.chunks) if i not in missing)
     assert usage.reused_tokens == stored + len(scene.header) - len(recomputed)
-    assert usage.computed_tokens == result.computed_tokens == usage.prompt_tokens - usage.reused_tokens
+    assert usage.computed_tokens == result.usage.computed_tokens == usage.prompt_tokens - usage.reused_tokens
 
 
 def test_a_prompt_that_does_not_start_with_the_header_blends_all_its_chunks() -> None:
@@ -187,7 +187,7 @@ def test_a_prompt_may_end_with_a_chunk() -> None:
     got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=0.0))
     want = reference.blend(model, scene.header, scene.parts(), 0.0)
     assert recomputed == []
-    assert result.computed_tokens == 1
+    assert result.usage.computed_tokens == 1
     assert (got - want.logits).abs().max() < 1e-4
 
 
@@ -270,6 +270,6 @@ def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
         got, chosen_too, result = blended_logits(on_disk, scene_of, settings)
         assert chosen == chosen_too
         assert torch.equal(got, want)
-        waited_s += result.load_wait_s
-    assert result.load_wait_s > 0 or ratio == 1
+        waited_s += result.load_s
+    assert result.load_s > 0 or ratio == 1
     assert on_disk.store.activity()["disk"].waited_s == pytest.approx(waited_s)

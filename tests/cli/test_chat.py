@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from cacheblend_rag.blending.outcome import Mode, PromptOutcome, Usage
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.cli.chat import Chat
 from cacheblend_rag.cli.citations import reuse_line, snippet, source_lines
-from cacheblend_rag.engines.results import Generation, Timings, Usage
+from cacheblend_rag.engines.results import Generation, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Source, Turn
 
@@ -20,13 +21,12 @@ SOURCES = (
 )
 
 
-def answer(mode: str = "blend") -> RagAnswer:
+def answer(mode: Mode = "blend") -> RagAnswer:
     usage = Usage(
         prompt_tokens=2968, reused_tokens=2560, recomputed_tokens=384, computed_tokens=408, completion_tokens=2
     )
-    generation = Generation(
-        "grain", (1, 2), "stop", mode, "stored KV for 6 of 6 chunks", usage, Timings(0.0, 0.21, 0.3)
-    )
+    outcome = PromptOutcome(mode, "stored KV for 6 of 6 chunks", usage)
+    generation = Generation.of(outcome, "grain", (1, 2), "stop", Timings(0.0, 0.21, 0.3))
     return RagAnswer("grain", SOURCES, generation, 0.01, notes=("1 of 7 sources left out",))
 
 

@@ -95,7 +95,7 @@ def test_the_host_waits_once_for_each_selection(sim: str, name: str, layers: tup
         schedule = BlendSchedule(layers, tuple(3.0 - i for i in range(len(layers))))
         done = fuse(plan(), target, FuseOptions(policy(name), 0.25, schedule))
     assert count() == expected
-    assert done.computed_tokens == len(target.ran[-1])
+    assert done.outcome.usage.computed_tokens == len(target.ran[-1])
 
 
 def test_a_blend_announces_that_it_will_wait_and_has_not_waited_before(sim: str) -> None:

@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.prompts.tokens import encoder_for
-from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo, ReuseReport
+from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from tests.conftest import tokenizer_named
 
 Handler = Callable[[Request], Any]
@@ -98,10 +99,9 @@ def piece(text: str, *token_ids: int, finish: str | None = None, stop: Any = Non
 
 
 def usage(prompt: int = 9, **report: Any) -> dict[str, Any]:
-    fields = {"mode": "blend", "reason": "stored KV", "reused_tokens": 6, "recomputed_tokens": 1, "computed_tokens": 3}
-    told = ReuseReport(**{**fields, "load_s": 0.25, "fingerprint": "f" * 32, **report})
+    outcome = PromptOutcome("blend", "stored KV", Usage(prompt, 6, 1, 3, 2), load_s=0.25, fingerprint="f" * 32)
     counts = {"prompt_tokens": prompt, "completion_tokens": 2, "total_tokens": prompt + 2}
-    whole = {**counts, "cacheblend": told.model_dump(mode="json")}
+    whole = {**counts, "cacheblend": {**outcome.to_params(), **report}}
     return {"id": "x", "object": "text_completion", "created": 1, "model": "fake", "choices": [], "usage": whole}
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.protocol import ReuseReport
 from cacheblend_rag.server.metrics import ReuseMetrics, reason_label
 
 
 def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
     registry = CollectorRegistry()
     metrics = ReuseMetrics(registry)
-    blend = ReuseReport(
+    blend = PromptOutcome(
         mode="blend",
         reason="stored KV for 3 of 6 chunks",
-        reused_tokens=850,
-        recomputed_tokens=150,
-        computed_tokens=250,
+        usage=Usage(1100, 850, 150, 250),
         missing=("a",),
         load_s=0.002,
         blend_s=0.2,
@@ -27,12 +25,10 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
     )
     metrics.finished(blend, "default")
     metrics.finished(blend, "default")
-    plain = ReuseReport(
+    plain = PromptOutcome(
         mode="prefill",
         reason="no stored KV for any of the 12 chunks",
-        reused_tokens=0,
-        recomputed_tokens=0,
-        computed_tokens=70,
+        usage=Usage(70, 0, 0, 70),
     )
     metrics.finished(plain, "default")
     metrics.precomputed(PrecomputeReport(2, 3, 700, 0.1, {"x": "no room"}), "default")
@@ -66,7 +62,6 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
 def test_what_the_controller_decided_is_counted_and_held_against_what_it_took() -> None:
     registry = CollectorRegistry()
     metrics = ReuseMetrics(registry)
-    tokens = {"reused_tokens": 0, "recomputed_tokens": 0, "computed_tokens": 70}
     for mode, in_place, expected, took in (
         ("blend", (), 0.25, 0.5),
         ("blend", ("a",), 0.25, 0.5),
@@ -74,7 +69,7 @@ def test_what_the_controller_decided_is_counted_and_held_against_what_it_took() 
         ("prefill", ("a", "b"), 1.0, 1.5),
         ("prefill", (), None, 9.0),  # nothing was decided
     ):
-        report = ReuseReport(mode=mode, reason="", in_place=in_place, expected_s=expected, **tokens)  # type: ignore[arg-type]
+        report = PromptOutcome(mode, "", Usage(70, 0, 0, 70), in_place=in_place, expected_s=expected)  # type: ignore[arg-type]
         metrics.finished(report, "acme", took)
 
     def value(name: str, **labels: str) -> float | None:
@@ -102,7 +97,7 @@ def test_labels_do_not_grow_with_what_differs_between_prompts() -> None:
 def test_first_tokens_are_timed_by_mode_and_tiers_that_are_out_are_shown_until_they_are_back() -> None:
     registry = CollectorRegistry()
     metrics = ReuseMetrics(registry)
-    report = ReuseReport(mode="blend", reason="", reused_tokens=1, recomputed_tokens=0, computed_tokens=1)
+    report = PromptOutcome("blend", "", Usage(2, 1, 0, 1))
     metrics.finished(report, "default", 0.25, {"redis": True, "s3": False})
 
     def value(name: str, **labels: str) -> float | None:

@@ -174,8 +174,8 @@ async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_c
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind
 
-    from cacheblend_rag.engines.results import Usage
-    from cacheblend_rag.engines.vllm.client import Outcome
+    from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+    from cacheblend_rag.engines.vllm.messages import FinishReport
     from cacheblend_rag.server.served_engine import ServedEngine
     from cacheblend_rag.store.kv import ModelFingerprint
 
@@ -189,9 +189,8 @@ async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_c
     charged: list[int] = []
     client: Any = SimpleNamespace(
         tenant=Tenant("acme"),
-        outcome=lambda *_, **__: Outcome("prefill", "", Usage(10, 0, 0, 10, 3)),
+        report=lambda *_, **__: FinishReport(PromptOutcome("prefill", "", Usage(10, 0, 0, 10, 3))),
         finished=lambda _: None,
-        prefill_s=lambda _: None,
         trace_headers=lambda _: None,
         gate=SimpleNamespace(passed=True),
         fingerprint=ModelFingerprint("f" * 32, "x"),

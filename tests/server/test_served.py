@@ -15,8 +15,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from cacheblend_rag.engines.results import Usage
-from cacheblend_rag.engines.vllm.client import Outcome
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.engines.vllm.messages import FinishReport
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.served_engine import ServedEngine
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
@@ -55,24 +55,23 @@ class Client:
     """Reports a blend if one was asked for."""
 
     def __init__(self) -> None:
-        self.done: list[Outcome] = []
+        self.done: list[PromptOutcome] = []
         self.fingerprint, self.tenant = ModelFingerprint("f" * 32, "x"), DEFAULT
         self.gate = SimpleNamespace(passed=True)
 
-    def outcome(self, params: Any, prompt: int, cached: int, completion: int, asked: bool) -> Outcome:
+    def report(self, params: Any, prompt: int, cached: int, completion: int, asked: bool) -> FinishReport:
         assert params == {"a": 1}
         if asked:
-            return Outcome("blend", "stored KV", Usage(prompt, 6, 3, 4, completion), 0.1, 0.2, 512, ("m",))
-        return Outcome("prefill", "no known chunk in the prompt", Usage(prompt, cached, 0, prompt - cached, completion))
+            usage = Usage(prompt, 6, 3, 4, completion)
+            return FinishReport(PromptOutcome("blend", "stored KV", usage, missing=("m",)))
+        usage = Usage(prompt, cached, 0, prompt - cached, completion)
+        return FinishReport(PromptOutcome("prefill", "no known chunk in the prompt", usage))
 
     def trace_headers(self, spans: Any) -> dict[str, str]:
         return {"traceparent": "ours"}
 
-    def prefill_s(self, tokens: int) -> float:
-        return 0.01 * tokens
-
-    def finished(self, outcome: Outcome) -> None:
-        self.done.append(outcome)
+    def finished(self, report: FinishReport) -> None:
+        self.done.append(report.outcome)
 
 
 @pytest.fixture
@@ -107,8 +106,8 @@ async def test_a_ticket_decides_what_is_blended_and_does_not_reach_vllm(parts) -
     assert engine.params.extra_args == {"session_id": "s", "kv_transfer_params": ticket.params}
     assert engine.prompt == tokens(cache_salt="cacheblend-1")
     assert (first.num_cached_tokens, last.num_cached_tokens, last.kv_transfer_params) == (None, 6, None)
-    assert ticket.report is not None
-    assert (ticket.report.mode, ticket.report.reused_tokens, ticket.report.missing) == ("blend", 6, ("m",))
+    assert ticket.outcome is not None
+    assert (ticket.outcome.mode, ticket.outcome.usage.reused_tokens, ticket.outcome.missing) == ("blend", 6, ("m",))
     assert [outcome.missing for outcome in client.done] == [("m",)]
 
 
@@ -126,8 +125,8 @@ async def test_an_exact_prompt_does_not_even_read_the_prefix_cache(parts) -> Non
     ticket = Ticket(exact=True, reason="reuse was switched off")
     await outputs(served, with_ticket(tokens(), ticket))
     assert engine.params.skip_reading_prefix_cache
-    assert ticket.report is not None
-    assert ticket.report.reason == "reuse was switched off"
+    assert ticket.outcome is not None
+    assert ticket.outcome.reason == "reuse was switched off"
     await outputs(served, with_ticket(tokens(), Ticket()))
     assert not engine.params.skip_reading_prefix_cache
 

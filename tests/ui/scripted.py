@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import Prompt
-from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.results import Generation, StreamEvent, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from tests.fake_engine import FakeEngine
 
@@ -38,7 +39,7 @@ class ScriptedEngine(FakeEngine):
         question = text.rpartition("Question: ")[2].partition("\n")[0].strip()
         self.asked.append(text)
         reused = sum(span.end - span.start for span in tokens.spans)
-        usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, self.words)
+        usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused)
         said = [f"About {question}", *(f" word{n}" for n in range(1, self.words + 1))]
         try:
             for word in said:
@@ -47,7 +48,7 @@ class ScriptedEngine(FakeEngine):
                 if self.failure is not None:
                     raise self.failure
                 yield StreamEvent(word)
-            done = Generation("".join(said), (1,), "stop", "blend", "stored KV", usage, Timings(0.0, 0.1, 0.2))
-            yield StreamEvent("", done)
+            outcome = PromptOutcome("blend", "stored KV", usage)
+            yield StreamEvent("", Generation.of(outcome, "".join(said), (1,), "stop", Timings(0.0, 0.1, 0.2)))
         finally:
             self.closed_streams += 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
-from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, TokenLogprob, Usage, likeliest
-from cacheblend_rag.errors import ServerError
+from cacheblend_rag.blending.outcome import PromptOutcome
+from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, TokenLogprob, likeliest
+from cacheblend_rag.errors import InputError, ServerError
 from cacheblend_rag.prompts.tokens import begins_with_space
-from cacheblend_rag.protocol import ReuseReport
 
 
 class ServerAnswer:
@@ -72,45 +72,22 @@ class ServerAnswer:
             raise ServerError(
                 f"The server at {self._url} {how}, after {len(self._token_ids)} tokens; its log says why."
             )
-        report = ReuseReport.model_validate(extra["cacheblend"])
-        if report.fingerprint != self._fingerprint:
+        try:
+            outcome = PromptOutcome.from_params(extra["cacheblend"])
+        except InputError as error:
+            raise ServerError(f"{error} Give the server at {self._url} the version of this package.") from error
+        if outcome.fingerprint != self._fingerprint:
             raise ServerError(
-                f"The server at {self._url} now serves another model ({report.fingerprint[:8]}, not {self._fingerprint[:8]}): "
+                f"The server at {self._url} now serves another model ({outcome.fingerprint[:8]}, not {self._fingerprint[:8]}): "
                 "connect again, with a new RemoteEngine."
             )
         ids = self._token_ids
         if self._finish == "stop" and not isinstance(self._stop, str) and ids:
             ids = ids[:-1]  # the end-of-sequence token
-        usage = Usage(
-            prompt_tokens=self._usage.prompt_tokens,
-            reused_tokens=report.reused_tokens,
-            recomputed_tokens=report.recomputed_tokens,
-            computed_tokens=report.computed_tokens,
-            completion_tokens=len(ids),
-            selection_tokens=report.selection_tokens,
-            kept_tokens=report.kept_tokens,
-        )
         total = time.perf_counter() - self._begin
-        return StreamEvent(
-            "",
-            Generation(
-                text=self._text,
-                token_ids=tuple(ids),
-                finish_reason="stop" if self._finish == "stop" else "length",
-                mode=report.mode,
-                reason=report.reason,
-                usage=usage,
-                timings=Timings(report.load_s, self._ttft_s or total, total),
-                missing=report.missing,
-                in_place=report.in_place,
-                policy=report.policy,
-                ratio=report.ratio,
-                loads=report.loads,
-                prefill_s=report.prefill_s,
-                expected_s=report.expected_s,
-                logprobs=tuple(self._logprobs[: len(ids)]),
-            ),
-        )
+        timings = Timings(outcome.load_s, self._ttft_s or total, total)
+        finish: Literal["stop", "length"] = "stop" if self._finish == "stop" else "length"
+        return StreamEvent("", Generation.of(outcome, self._text, ids, finish, timings, self._logprobs))
 
 
 def _logprobs(found: Any, top: int) -> list[TokenLogprob]:

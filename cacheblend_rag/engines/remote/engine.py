@@ -298,5 +298,5 @@ class RemoteEngine(BlendEngine):
 def _told(last: StreamEvent, spans: RequestSpans) -> StreamEvent:
     """Return the last event of an answer, once its request's spans have been told of it."""
     assert last.generation is not None
-    spans.answered(last.generation, last.generation.timings.load_s)
+    spans.answered(last.generation)
     return last

@@ -45,7 +45,7 @@ class TransformersEngine(ModelOwner):
             run.prefill(spans.trace)
             last = yield from run.answer(guide, begin)
             assert last.generation is not None
-            spans.answered(last.generation, last.generation.timings.load_s)
+            spans.answered(last.generation)
             yield last
 
     def score(

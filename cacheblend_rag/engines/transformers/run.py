@@ -12,14 +12,15 @@ import torch
 
 from cacheblend_rag.blending.controller import Choice, Terms, control
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
-from cacheblend_rag.blending.fusor import FuseResult, fuse
+from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.origins import blend_terms, origins
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.lookups import SideBySide, entries_of
 from cacheblend_rag.engines.request import Request
-from cacheblend_rag.engines.results import Generation, Score, StreamEvent, Timings, Usage
+from cacheblend_rag.engines.results import Generation, Score, StreamEvent, Timings
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.conversations import Said
 from cacheblend_rag.engines.transformers.decoding import AnswerBuilder, score_behind
@@ -36,19 +37,16 @@ class PromptRun:
     Attributes:
         plan: What is stored of what stands behind the first tokens, whose KV a conversation has left.
         logits: Of the last token so far, ``[vocab]``.
+        outcome: What became of the prompt.
     """
 
     plan: BlendPlan
     logits: torch.Tensor
+    outcome: PromptOutcome
     _cache: PositionedCache | ModelsOwnCache | None = None
     _trace: Trace | None = None
-    _choice: Choice | None = None
-    _fused: FuseResult | None = None  # where the fusor was at work
     _kept = 0  # tokens whose KV a conversation had left
-    _computed = 0  # the prompt's tokens that were run through all layers
-    _load_s = 0.0
     _began = 0.0  # when its computing did
-    _blended = False  # whether stored KV is in the cache
 
     def __init__(self, model: ModelOwner, request: Request):
         """Do nothing yet: :meth:`prefill` begins."""
@@ -77,10 +75,8 @@ class PromptRun:
         del cache
         for span in (*self.plan.exact, *self.plan.stale):
             span.kv.finish()
-        unranked = self._fused is not None and self._fused.unranked
-        self._model.write_back(
-            self.plan.missing, [span.chunk for span in self.plan.stale if unranked and span.chunk is not None]
-        )
+        unranked = [span.chunk for span in self.plan.stale if span.chunk and span.chunk.id in self.outcome.unranked]
+        self._model.write_back(self.plan.missing, unranked)
 
     def prefill(self, trace: Trace | None) -> None:
         """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""
@@ -110,32 +106,45 @@ class PromptRun:
         if self._said is not None and isinstance(cache, PositionedCache):
             self._kept = model.conversations.begin(self._said, self._turn_ends, len(self._lead), cache)
         plan = whole.behind_kept(self._kept) if self._kept else whole
-        self._choice = self._choose(plan)
-        self.plan = plan = plan if self._choice is None else self._choice.applied_to(plan)
-        self._blended = plan.uses_stored_kv or (self._kept > 0 and whole.uses_stored_kv)
+        choice = self._choose(plan)
+        self.plan = plan = plan if choice is None else choice.applied_to(plan)
         self._began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
         if plan.uses_stored_kv and isinstance(cache, PositionedCache):
-            self._blend(cache)
-            return cache
-        if plan.uses_stored_kv:
-            assert model.snapshots is not None
-            cache = model.snapshots.resume(plan.exact)
-            self._load_s = time.perf_counter() - self._began
-        ids = torch.tensor([prompt.token_ids[cache.length :]], device=model.device)
-        with self._traced(REST if plan.uses_stored_kv else PREFILL, ids.shape[1]):
-            self.logits = model.runner.append(ids, cache)[0]
-        self._computed, self._fused = ids.shape[1], None
+            outcome = self._blend(cache, choice)
+        else:
+            outcome, cache = self._run(cache)
+        blended = plan.uses_stored_kv or (self._kept > 0 and whole.uses_stored_kv)
+        tokens, costs = plan.num_tokens, self._costs
+        self.outcome = replace(
+            outcome,
+            mode="blend" if blended else "prefill",
+            prefill_s=None if costs is None else costs.compute.seconds(tokens, tokens),
+            expected_s=None if choice is None else choice.expected_s,
+            fingerprint=model.fingerprint.digest,
+        )
         return cache
 
-    def _blend(self, cache: PositionedCache) -> None:
-        model, choice = self._model, self._choice
+    def _run(self, cache: PositionedCache | ModelsOwnCache) -> tuple[PromptOutcome, PositionedCache | ModelsOwnCache]:
+        """Run what is not in ``cache``, or not in the snapshot of the exact prefix that takes its place."""
+        model, stored, load_s = self._model, self.plan.uses_stored_kv, 0.0
+        if stored:
+            assert model.snapshots is not None
+            cache = model.snapshots.resume(self.plan.exact)
+            load_s = time.perf_counter() - self._began
+        ids = torch.tensor([self._request.prompt.token_ids[cache.length :]], device=model.device)
+        with self._traced(REST if stored else PREFILL, ids.shape[1]):
+            self.logits = model.runner.append(ids, cache)[0]
+        return replace(self.plan.outcome(ids.shape[1]), load_s=load_s), cache
+
+    def _blend(self, cache: PositionedCache, choice: Choice | None) -> PromptOutcome:
+        model = self._model
         assert model.rope is not None
         target = TransformersTarget(model.runner, model.rope, self._request.prompt.token_ids, cache)
         options = replace(self._options, trace=self._trace)
-        fused = fuse(self.plan, target, options if choice is None else choice.limits(options))
+        outcome = fuse(self.plan, target, options if choice is None else choice.limits(options)).outcome
         assert target.logits is not None
-        self.logits, self._fused = target.logits, fused
-        self._computed, self._load_s = fused.computed_tokens, fused.load_wait_s
+        self.logits = target.logits
+        return outcome
 
     def _choose(self, plan: BlendPlan) -> Choice | None:
         """Let the loading controller choose what to load, and the ratio that costs no time, where the request leaves it both."""
@@ -185,9 +194,9 @@ class PromptRun:
             if not answer.finished:
                 self._decode(answer.tokens[-1])
                 self._fed = len(answer.tokens)
-        timings = Timings(self._load_s, ttft, time.perf_counter() - begin)
-        rest = answer.flush()
-        return StreamEvent(rest, self._generation(answer, timings))
+        timings = Timings(self.outcome.load_s, ttft, time.perf_counter() - begin)
+        rest, how = answer.flush(), (answer.tokens, answer.finish_reason, timings, answer.logprobs)
+        return StreamEvent(rest, Generation.of(self.outcome, answer.text, *how))
 
     def _decode(self, token: int) -> None:
         """Run a token of the answer."""
@@ -198,38 +207,11 @@ class PromptRun:
 
     def _learn(self) -> None:
         """Let what the prompt took keep the controller's costs current; its first token is there, so its work is done."""
-        took, fused = time.perf_counter() - self._began - self._load_s, self._fused
-        tokens = self._computed + (0.0 if fused is None else fused.selection_tokens)
+        outcome, usage = self.outcome, self.outcome.usage
+        took = time.perf_counter() - self._began - outcome.load_s
+        tokens = usage.computed_tokens + usage.selection_tokens
         computed = Computed(tokens, self.plan.num_tokens, took, self.plan.stored_tokens)
-        self._model.learn(MeasuredCost((computed,), {} if fused is None else fused.reads, self._load_s))
-
-    def _generation(self, answer: AnswerBuilder, timings: Timings) -> Generation:
-        prompt_tokens, fused, costs = len(self._request.prompt.token_ids), self._fused, self._costs
-        return Generation(
-            text=answer.text,
-            token_ids=tuple(answer.tokens),
-            finish_reason=answer.finish_reason,
-            mode="blend" if self._blended else "prefill",
-            reason=self.plan.reason,
-            usage=Usage(
-                prompt_tokens=prompt_tokens,
-                reused_tokens=prompt_tokens - self._computed,
-                recomputed_tokens=0 if fused is None else len(fused.recomputed),
-                computed_tokens=self._computed,
-                completion_tokens=len(answer.tokens),
-                selection_tokens=0.0 if fused is None else fused.selection_tokens,
-                kept_tokens=self._kept,
-            ),
-            timings=timings,
-            missing=tuple(chunk.id for chunk in self.plan.missing),
-            in_place=tuple(chunk.id for chunk in self.plan.in_place),
-            policy=None if fused is None else fused.policy,
-            ratio=None if fused is None else fused.ratio,
-            loads=() if fused is None else fused.loads,
-            prefill_s=None if costs is None else costs.compute.seconds(prompt_tokens, prompt_tokens),
-            expected_s=None if self._choice is None else self._choice.expected_s,
-            logprobs=tuple(answer.logprobs),
-        )
+        self._model.learn(MeasuredCost((computed,), outcome.reads, outcome.load_s))
 
     def score(self, completions: Sequence[Sequence[int]]) -> list[Score]:
         """Return the log-likelihood of each completion behind the prompt."""

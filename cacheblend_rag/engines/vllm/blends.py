@@ -13,6 +13,7 @@ import torch
 
 from cacheblend_rag.blending.fusor import Awaited, FuseResult, Segment, fuse_stepwise
 from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
@@ -20,7 +21,7 @@ from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.lookups import SideBySide, entries_of
-from cacheblend_rag.engines.vllm.messages import Blended, LoadOrder, WorkerMeta
+from cacheblend_rag.engines.vllm.messages import LoadOrder, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
@@ -78,6 +79,8 @@ class BlendQueue:
             self._drop(blend)
             assert blend.result is not None
             self._results.done[blend.load.request_id] = blend.result
+            if blend.trace is not None:
+                self._results.traces[blend.load.request_id] = blend.trace.recorded()
             self._ended.add(blend.load.request_id)
             if allowance is None:
                 return
@@ -124,9 +127,9 @@ class _Blend:
         self.load = load
         self._paged, self._rope, self._clock = paged, rope, clock
         self._entries = entries.of(load.job.tenant)
-        self.result: Blended | None = None
+        self.result: PromptOutcome | None = None
         self._begin, self._watch = time.perf_counter(), Stopwatch()
-        self._trace = Trace() if load.job.trace else None
+        self.trace = Trace() if load.job.trace else None
         self._spans: list[StoredKV] = []
         self._unusable: set[tuple[int, ...]] = set()
         self._late: set[tuple[int, ...]] = set()
@@ -200,37 +203,26 @@ class _Blend:
         while True:
             plan, self._watch = (yield from self._plan()), Stopwatch()
             try:
-                fused = yield from self._fuse(plan)
+                done = (yield from self._fuse(plan)).outcome
             except UnusableSpanError as error:
                 # Missing, as far as this prompt goes: the next plan computes it in place.
                 (self._late if error.late else self._unusable).update(error.entries)
                 self._reads = added(self._reads, error.reads)
                 self._waited_s += error.waited_s
                 continue
-            load, tokens = self.load, fused.computed_tokens + fused.selection_tokens
+            load, tokens = self.load, done.usage.computed_tokens + done.usage.selection_tokens
             placed = plan.within(load.start, load.end).stored_tokens
-            self._clock.complete(self._watch, tokens, len(load.token_ids), placed, fused.load_wait_s)
-            self.result = Blended(
-                fused.computed_tokens,
-                len(fused.recomputed),
-                fused.selection_tokens,
-                fused.policy,
-                fused.ratio,
-                self._waited_s + fused.load_wait_s,
-                fused.loaded_bytes,
-                time.perf_counter() - self._begin,
-                tuple(chunk.id for chunk in plan.missing),
-                tuple(s.chunk.id for s in plan.stale if s.chunk is not None) if fused.unranked else (),
-                plan.reason,
-                fused.loads,
-                tuple(chunk.id for chunk in plan.in_place),
-                added(self._reads, fused.reads),
-                None if self._trace is None else self._trace.recorded(),
+            self._clock.complete(self._watch, tokens, len(load.token_ids), placed, done.load_s)
+            self.result = replace(
+                done,
+                load_s=self._waited_s + done.load_s,
+                blend_s=time.perf_counter() - self._begin,
+                reads=added(self._reads, done.reads),
             )
             return
 
     def _fuse(self, plan: BlendPlan) -> Generator[Segment, int | None, FuseResult]:
-        options = replace(self.load.options, trace=self._trace, whole=self._streams)
+        options = replace(self.load.options, trace=self.trace, whole=self._streams)
         return fuse_stepwise(plan.within(self.load.start, self.load.end), self._target(), options)
 
     def _target(self) -> BlendTarget:

@@ -8,43 +8,41 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.controller import Terms
-from cacheblend_rag.blending.costs import Computed, MeasuredCost, load_costs
+from cacheblend_rag.blending.costs import load_costs
 from cacheblend_rag.blending.gate import GateReport
-from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
-from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Recorded, Trace
+from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request, check_length
 from cacheblend_rag.engines.results import (
     Generation,
-    Mode,
     PrecomputeReport,
     Score,
     StreamEvent,
     Timings,
     TokenLogprob,
-    Usage,
     likeliest,
 )
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.vllm.asking import ask_workers
-from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob
+from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, FinishReport
 from cacheblend_rag.engines.vllm.precompute import Precompute
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -53,7 +51,6 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import begins_with_space
 from cacheblend_rag.prompts.turns import turn_ends, turn_lead
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 if TYPE_CHECKING:
@@ -61,31 +58,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
     from cacheblend_rag.engines.vllm.arguments import Launch
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a prompt, read from a finished request's ``kv_transfer_params``.
-
-    ``measured`` is what the workers have measured since the last one, ``out`` whether each remote tier was out by then.
-    """
-
-    mode: Mode
-    reason: str
-    usage: Usage
-    load_s: float = 0.0
-    blend_s: float = 0.0
-    loaded_bytes: int = 0
-    missing: tuple[str, ...] = ()
-    unranked: tuple[str, ...] = ()
-    policy: str | None = None
-    ratio: float | None = None
-    loads: tuple[ChunkLoad, ...] = ()
-    in_place: tuple[str, ...] = ()
-    expected_s: float | None = None
-    trace: Recorded | None = None
-    measured: MeasuredCost = field(default_factory=MeasuredCost)
-    out: Mapping[str, bool] = field(default_factory=dict)
 
 
 class BlendClient:
@@ -217,9 +189,9 @@ class BlendClient:
         job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.tenant, ends)
         return tokens, {PARAMS: job.to_params()}
 
-    def outcome(
+    def report(
         self, params: dict[str, Any] | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int, asked: bool
-    ) -> Outcome:
+    ) -> FinishReport:
         """Say what became of a prompt.
 
         Args:
@@ -229,43 +201,32 @@ class BlendClient:
             completion_tokens: Tokens generated.
             asked: Whether blending was asked for.
         """
-        ours = (params or {}).get(PARAMS) or {}
-        recomputed = int(ours.get("recomputed", 0))
-        reused = cached_tokens
-        if "computed" in ours:
-            reused = cached_tokens - int(ours["computed"])
-        blended = bool(ours.get("end"))
+        ours = (params or {}).get(PARAMS)
+        if ours:
+            report = FinishReport.from_params(ours)
+        else:
+            why = "the request ended before its prompt was planned"
+            report = FinishReport(BlendPlan(prompt_tokens, (), (), (), why, start=cached_tokens).outcome())
+        outcome, usage = report.outcome, report.outcome.usage
+        reason = outcome.reason if asked else "no known chunk in the prompt"
         if not self.gate.passed:
             reason = f"this model is not blended: {self.gate.reason}"
-        elif asked:
-            reason = str(ours.get("reason", "the request ended before its prompt was planned"))
-        else:
-            reason = "no known chunk in the prompt"
-        selection = float(ours.get("selection", 0.0))
-        kept = min(cached_tokens, int(ours.get("kept", cached_tokens)))
-        usage = Usage(prompt_tokens, reused, recomputed, prompt_tokens - reused, completion_tokens, selection, kept)
-        return Outcome(
-            "blend" if blended else "prefill",
-            reason,
-            usage,
-            float(ours.get("load_s", 0.0)),
-            float(ours.get("blend_s", 0.0)),
-            int(ours.get("loaded_bytes", 0)),
-            tuple(ours.get("missing", ())),
-            tuple(ours.get("unranked", ())),
-            ours.get("policy"),
-            ours.get("ratio"),
-            tuple(ChunkLoad(*load) for load in ours.get("loads", ())),
-            tuple(ours.get("in_place", ())),
-            ours.get("expected_s"),
-            Recorded(*ours["trace"]) if ours.get("trace") else None,
-            MeasuredCost(
-                tuple(Computed(*took) for took in ours.get("measured", ())),
-                {tier: TierReads(*reads) for tier, reads in ours.get("reads", {}).items()},
-                float(ours.get("load_s", 0.0)),
+        reused = cached_tokens - usage.computed_tokens
+        outcome = replace(
+            outcome,
+            reason=reason,
+            usage=replace(
+                usage,
+                prompt_tokens=prompt_tokens,
+                reused_tokens=reused,
+                computed_tokens=prompt_tokens - reused,
+                completion_tokens=completion_tokens,
+                kept_tokens=min(cached_tokens, usage.kept_tokens),
             ),
-            ours.get("out", {}),
+            prefill_s=None if self.costs is None else self.costs.compute.seconds(prompt_tokens, prompt_tokens),
+            fingerprint=self.fingerprint.digest,
         )
+        return replace(report, outcome=outcome)
 
     async def precompute(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
@@ -320,35 +281,18 @@ class BlendClient:
             raise CacheBlendError("vLLM ended the request with an error; its log says why.")
         while ids and ids[-1] in self._end_tokens:
             ids.pop()
-        outcome = self.outcome(
+        report = self.report(
             last.kv_transfer_params, len(prompt.token_ids), last.num_cached_tokens or 0, len(ids), asked=bool(params)
         )
-        reason = "reuse was switched off" if settings.reuse == "off" and self.gate.passed else outcome.reason
+        if settings.reuse == "off" and self.gate.passed:
+            report = replace(report, outcome=replace(report.outcome, reason="reuse was switched off"))
         if spans.trace is not None:
-            record(spans.trace, outcome, begin, arrived)
-        spans.answered(outcome, outcome.load_s)
-        prefill_s = self.prefill_s(len(prompt.token_ids))  # as expected before this prompt corrects it
-        self.finished(outcome, prompt)
-        yield StreamEvent(
-            final.text,
-            Generation(
-                text=text,
-                token_ids=tuple(ids),
-                finish_reason="length" if final.finish_reason == "length" else "stop",
-                mode=outcome.mode,
-                reason=reason,
-                usage=outcome.usage,
-                timings=Timings(outcome.load_s, ttft, time.perf_counter() - begin),
-                missing=outcome.missing,
-                in_place=outcome.in_place,
-                policy=outcome.policy,
-                ratio=outcome.ratio,
-                loads=outcome.loads,
-                prefill_s=prefill_s,
-                expected_s=outcome.expected_s,
-                logprobs=tuple(logprobs[: len(ids)]),
-            ),
-        )
+            record(spans.trace, report, begin, arrived)
+        spans.answered(report.outcome)
+        self.finished(report, prompt)
+        timings = Timings(report.outcome.load_s, ttft, time.perf_counter() - begin)
+        finish: Literal["stop", "length"] = "length" if final.finish_reason == "length" else "stop"
+        yield StreamEvent(final.text, Generation.of(report.outcome, text, ids, finish, timings, logprobs))
 
     def trace_headers(self, spans: RequestSpans) -> dict[str, str] | None:
         """Return what makes vLLM's span of a request a part of ours; None where vLLM traces nothing (--otlp-traces-endpoint)."""
@@ -380,33 +324,28 @@ class BlendClient:
         if last is None or not last.prompt_logprobs:
             raise CacheBlendError("vLLM ended a scoring request with an error; its log says why.")
         rows = last.prompt_logprobs[-len(completion) :]
-        outcome = self.outcome(last.kv_transfer_params, len(prompt.token_ids), 0, 0, asked=bool(params))
-        self.finished(outcome, prompt)
+        self.finished(self.report(last.kv_transfer_params, len(prompt.token_ids), 0, 0, asked=bool(params)), prompt)
         found = [row[token].logprob for row, token in zip(rows, completion, strict=True) if row is not None]
         return Score(tuple(found))
 
-    def finished(self, outcome: Outcome, prompt: TokenizedPrompt | None = None) -> None:
+    def finished(self, report: FinishReport, prompt: TokenizedPrompt | None = None) -> None:
         """After an answer: chunks that had no stored KV, or no rank, are precomputed in the background, for the next one.
 
         What was measured corrects the loading controller's costs. Chunks that are not registered are known from ``prompt``
         alone; without one, nothing is registered by this.
         """
         if self.costs is not None:
-            self.costs = self.costs.after(outcome.measured)
+            self.costs = self.costs.after(report.cost)
         known = {span.chunk.id: span.chunk for span in prompt.spans} if prompt is not None else {}
 
         def chunks(names: Iterable[str]) -> list[Chunk]:
             found = (known.get(name) or self.registry.get(name) for name in names)
             return [chunk for chunk in found if chunk is not None]
 
-        if self._write_back and (missing := chunks(outcome.missing)):
+        if self._write_back and (missing := chunks(report.outcome.missing)):
             self._in_background(self._write_back_known(missing) if prompt is None else self.precompute(missing))
-        if self._write_back and self.rank != "off" and (unranked := chunks(outcome.unranked)):
+        if self._write_back and self.rank != "off" and (unranked := chunks(report.outcome.unranked)):
             self._in_background(self._precompute.run(unranked, None, rank=True, tenant=self.tenant))
-
-    def prefill_s(self, tokens: int) -> float | None:
-        """Return the seconds that an ordinary prefill of ``tokens`` is expected to take; None where that was not measured."""
-        return None if self.costs is None else self.costs.compute.seconds(tokens, tokens)
 
     async def _write_back_known(self, chunks: Sequence[Chunk]) -> None:
         """Store the KV of chunks; that of those that are forgotten in the meantime goes again."""
@@ -457,16 +396,16 @@ class BlendClient:
         )
 
 
-def record(trace: Trace, outcome: Outcome, begin: float, arrived: Sequence[tuple[float, int]]) -> None:
+def record(trace: Trace, report: FinishReport, begin: float, arrived: Sequence[tuple[float, int]]) -> None:
     """Record an answer: what scheduler and worker have recorded, and what vLLM computed itself until each of its pieces arrived.
 
     ``arrived`` has when that was, by ``time.perf_counter``, and how many tokens it had.
     """
-    since, name = arrived[0][0], REST if outcome.mode == "blend" else PREFILL
-    if outcome.trace is not None:
-        trace.merge(outcome.trace)
-        begin = outcome.trace.computed_until
-    details = {} if outcome.mode == "blend" else {"tokens": outcome.usage.prompt_tokens}
+    since, name = arrived[0][0], REST if report.outcome.mode == "blend" else PREFILL
+    if report.trace is not None:
+        trace.merge(report.trace)
+        begin = report.trace.computed_until
+    details = {} if report.outcome.mode == "blend" else {"tokens": report.outcome.usage.prompt_tokens}
     trace.add_until(since, "computing", name, begin, **details)
     if arrived[0][1] > 1:  # handed over as one piece; when the first of them was there nobody knows
         trace.add_until(since, "computing", DECODE, since, tokens=arrived[0][1] - 1)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from cacheblend_rag.blending.auto import AutoRatio, ratio_from_json, ratio_to_json
 from cacheblend_rag.blending.controller import Choice, Terms
-from cacheblend_rag.blending.costs import Computed
-from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.origins import Origin, blend_terms, origins
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
 from cacheblend_rag.blending.trace import Recorded
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
-from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
@@ -229,54 +228,53 @@ class StepMeta(KVConnectorMetadata):
 
 
 @dataclass(frozen=True)
-class Blended:
-    """What a blend did. Token counts are within the positions it filled.
+class FinishReport:
+    """What a finished request's output says in its ``kv_transfer_params``, as JSON values.
 
     Attributes:
-        computed: Tokens that went through all layers.
-        recomputed: Those of them that the policy chose.
-        selection: What choosing them cost besides, in tokens through all layers.
-        policy: Its name.
-        ratio: Which share of the candidates it was to choose.
-        load_s: Seconds the computation waited for stored KV.
-        loaded_bytes: Bytes of stored KV read, on this rank.
-        blend_s: Seconds from the first segment to the last, other requests' steps in between included.
-        missing: Ids of chunks without stored KV.
-        unranked: Ids of chunks that need static deviations, if another policy had to choose for lack of them.
-        reason: What was found, in words.
-        loads: Where each chunk's stored KV came from, on this rank.
-        in_place: Ids of chunks that were computed although they are stored.
-        reads: What reading took, by tier other than RAM, on this rank.
-        trace: What was recorded on this rank, where that was asked for.
+        outcome: What became of its prompt, as far as scheduler and workers know.
+        measured: What the workers have measured since the last one.
+        out: Of each remote tier, whether it was out by then.
+        trace: What was recorded, where that was asked for.
     """
 
-    computed: int
-    recomputed: int
-    selection: float
-    policy: str
-    ratio: float
-    load_s: float
-    loaded_bytes: int
-    blend_s: float
-    missing: tuple[str, ...]
-    unranked: tuple[str, ...]
-    reason: str
-    loads: tuple[ChunkLoad, ...] = ()
-    in_place: tuple[str, ...] = ()
-    reads: Mapping[str, TierReads] = field(default_factory=dict)
+    outcome: PromptOutcome
+    measured: Sequence[Computed] = ()
+    out: Mapping[str, bool] = field(default_factory=dict)
     trace: Recorded | None = None
+
+    @property
+    def cost(self) -> MeasuredCost:
+        """What corrects the loading controller's costs."""
+        return MeasuredCost(self.measured, self.outcome.reads, self.outcome.load_s)
+
+    def to_params(self) -> dict[str, Any]:
+        """Return JSON values that :meth:`from_params` reads."""
+        trace = None if self.trace is None else [self.trace.began, list(self.trace.events)]
+        measured = [list(astuple(took)) for took in self.measured]
+        return {"outcome": self.outcome.to_params(), "measured": measured, "out": dict(self.out), "trace": trace}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> FinishReport:
+        """Read what :meth:`to_params` gave; raises InputError as :meth:`PromptOutcome.from_params` does."""
+        outcome, trace = PromptOutcome.from_params(params["outcome"]), params["trace"]
+        measured = tuple(Computed(*took) for took in params["measured"])
+        return cls(outcome, measured, params["out"], None if trace is None else Recorded(*trace))
 
 
 @dataclass
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Results of the blends that ended in this step, by request, and why others failed; what work took.
+    """What became of the blends that ended in this step, by request, and why others failed; what work took.
+
+    The counts of an outcome are within the positions that the blend filled; ``traces`` has what was recorded, where asked for.
 
     ``times`` holds tokens and seconds of each kind of work measured since the last report, ``computed`` the blends and steps of
     prefill that were measured whole. ``held`` has the bytes of every entry that has come into the first rank's RAM, 0 for one
     that has left it.
     """
 
-    done: dict[str, Blended] = field(default_factory=dict)
+    done: dict[str, PromptOutcome] = field(default_factory=dict)
+    traces: dict[str, Recorded] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
     computed: list[Computed] = field(default_factory=list)
@@ -290,5 +288,6 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         """Take the first rank's results: all ranks choose and compute the same tokens."""
         assert isinstance(other, WorkerMeta)
         done, failed = {**other.done, **self.done}, {**other.failed, **self.failed}
-        times, held = {**other.times, **self.times}, {**other.held, **self.held}
-        return WorkerMeta(done, failed, times, self.computed or other.computed, held)
+        traces, times = {**other.traces, **self.traces}, {**other.times, **self.times}
+        held = {**other.held, **self.held}
+        return WorkerMeta(done, traces, failed, times, self.computed or other.computed, held)

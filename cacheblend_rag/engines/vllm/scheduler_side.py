@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blending.controller import Choice, control
 from cacheblend_rag.blending.costs import Computed
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries
@@ -20,8 +21,8 @@ from cacheblend_rag.engines.vllm.groups import PageGroup
 from cacheblend_rag.engines.vllm.lending import PageLender
 from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
-    Blended,
     BlendJob,
+    FinishReport,
     LoadOrder,
     Save,
     SaveJob,
@@ -62,10 +63,25 @@ class _Tracked:
         self.choice: Choice | None = None
         self.chosen_behind, self.blend_s = -1, 0.0
         self.failed = False
-        self.blended: Blended | None = None
+        self.blended: PromptOutcome | None = None
         self.end = 0
         self.waited = 0
         self.saved = job.start if isinstance(job, SaveJob) else 0  # how far its KV was copied out
+
+    def outcome(self, prompt_tokens: int) -> PromptOutcome:
+        """Return what is known of the prompt at its end, but for what was in vLLM's prefix cache behind the plan."""
+        plan = self.plan or BlendPlan(prompt_tokens, (), (), (), self.reason)
+        found = self.blended or plan.outcome()
+        # Without a plan, what vLLM finds in its prefix cache counts as kept, however much it is.
+        kept = self.chosen_behind if self.chosen_behind >= 0 else prompt_tokens
+        decided = self.choice if not self.failed else None
+        return replace(
+            found,
+            mode="blend" if plan.uses_stored_kv and not self.failed else "prefill",
+            reason=self.reason,
+            usage=replace(found.usage, kept_tokens=kept),
+            expected_s=None if decided is None else decided.expected_s,
+        )
 
 
 class SchedulerSide:
@@ -259,6 +275,8 @@ class SchedulerSide:
         for request_id, blended in meta.done.items():
             if tracked := self._tracked.get(request_id):
                 tracked.blended, tracked.reason = blended, blended.reason
+                if tracked.trace is not None and (recorded := meta.traces.get(request_id)):
+                    tracked.trace.merge(recorded)
         for request_id, reason in meta.failed.items():
             if tracked := self._tracked.get(request_id):
                 tracked.failed, tracked.reason = True, reason
@@ -278,39 +296,9 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or isinstance(tracked.job, SaveJob):
             return None
-        outcome: dict[str, Any] = {"reason": tracked.reason, "end": 0}
-        outcome["out"] = self._entries.store.out()
-        if tracked.chosen_behind >= 0:
-            outcome["kept"] = tracked.chosen_behind
-        outcome["measured"] = [astuple(took) for took in self._computed]
+        measured = tuple(self._computed)
         self._computed.clear()
-        if tracked.choice is not None and not tracked.failed:
-            outcome["expected_s"] = tracked.choice.expected_s
-        if tracked.plan is not None:
-            outcome["missing"] = [chunk.id for chunk in tracked.plan.missing]
-            outcome["in_place"] = [chunk.id for chunk in tracked.plan.in_place]
-            if tracked.plan.uses_stored_kv and not tracked.failed:
-                outcome["end"] = tracked.end
-        if tracked.blended is not None:
-            b = tracked.blended
-            outcome |= {
-                "computed": b.computed,
-                "recomputed": b.recomputed,
-                "selection": b.selection,
-                "policy": b.policy,
-                "ratio": b.ratio,
-                "load_s": b.load_s,
-                "loaded_bytes": b.loaded_bytes,
-                "blend_s": b.blend_s,
-                "missing": list(b.missing),
-                "unranked": list(b.unranked),
-                "loads": [astuple(load) for load in b.loads],
-                "in_place": list(b.in_place),
-                "reads": {tier: astuple(reads) for tier, reads in b.reads.items()},
-            }
+        report = FinishReport(tracked.outcome(request.num_prompt_tokens), measured, self._entries.store.out())
         if tracked.trace is not None:
-            if tracked.blended is not None and tracked.blended.trace is not None:
-                tracked.trace.merge(tracked.blended.trace)
-            recorded = tracked.trace.recorded()
-            outcome["trace"] = [recorded.began, list(recorded.events)]
-        return {PARAMS: outcome}
+            report = replace(report, trace=tracked.trace.recorded())
+        return {PARAMS: report.to_params()}

@@ -294,13 +294,9 @@ class EngineFields(Serializable):
             "model_name": self.model_name,
             "finish_reason": done.finish_reason,
             "cacheblend": {
-                "mode": done.mode,
+                **done.facts,
                 "reason": f"{done.reason}; {report.summary}" if report.altered else done.reason,
                 "retrieved": report.to_dict(),
-                "missing": list(done.missing),
-                "in_place": list(done.in_place),
-                "expected_s": done.expected_s,
-                "usage": dict(vars(done.usage)),
                 "timings": dict(vars(done.timings)),
             },
         }

@@ -35,17 +35,14 @@ def raw_of(generation: Generation, engine: BlendEngine, asked: Asked) -> dict[st
         **({"logprobs": {"content": openai_logprobs(generation.logprobs, engine.tokenizer)}} if wanted else {}),
         "object": _OWN,
         "model": engine.fingerprint.name,
+        **generation.facts,
         "usage": {
             **vars(usage),
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         },
-        "mode": generation.mode,
         "reason": f"{generation.reason}; {report.summary}" if report.altered else generation.reason,
         "retrieved": report.to_dict(),
-        "missing": list(generation.missing),
-        "in_place": list(generation.in_place),
-        "expected_s": generation.expected_s,
         "finish_reason": generation.finish_reason,
         "timings": dict(vars(generation.timings)),
     }

@@ -12,6 +12,7 @@ from cacheblend_rag import (
     Chunk,
     Generation,
     PrecomputeReport,
+    PromptOutcome,
     SamplingParams,
     StreamEvent,
     Timings,
@@ -65,7 +66,8 @@ class ScriptedEngine(BlendEngine):
         tokens = self.asked[-1].prompt
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
-        done = Generation(self.answer, (1, 2), "stop", "blend", "scripted", usage, Timings(0.0, 0.1, 0.2))
+        outcome = PromptOutcome("blend", "scripted", usage)
+        done = Generation.of(outcome, self.answer, (1, 2), "stop", Timings(0.0, 0.1, 0.2))
         half = len(self.answer) // 2
         return iter([StreamEvent(self.answer[:half]), StreamEvent(self.answer[half:], done)])
 

@@ -23,11 +23,12 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.vllm import blends, connector, worker
 from cacheblend_rag.engines.vllm.arguments import _connect
 from cacheblend_rag.engines.vllm.blends import BlendQueue
-from cacheblend_rag.engines.vllm.messages import PARAMS, Blended, BlendJob
+from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob
 from cacheblend_rag.engines.vllm.pace import StepClock
 from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.store import MemoryStore
@@ -39,6 +40,7 @@ class FakeBlend:
     """A blend of two segments; `events` gets what is done when."""
 
     loading = False
+    trace = None
 
     events: list[Any]
 
@@ -51,7 +53,7 @@ class FakeBlend:
         self.events.append(("blend", "idle" if allowance is None else "streams"))
         self.left -= 2 if allowance is None else 1
         if self.left <= 0:
-            self.result = Blended(1, 1, 0.0, "hkvd", 0.1, 0.0, 0, 0.0, (), (), "")
+            self.result = PromptOutcome("blend", "", Usage(1, 0, 1, 1))
         return self.left <= 0
 
     def close(self) -> list[Any]:
@@ -193,4 +195,4 @@ class Engine:
     def finish(self, request: Any) -> dict[str, Any]:
         """End a request; return what its output says of the blend."""
         _, params = self._scheduler.request_finished_all_groups(request, ([],))
-        return (params or {}).get(PARAMS, {})
+        return (params or {}).get(PARAMS, {}).get("outcome", {})

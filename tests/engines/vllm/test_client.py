@@ -8,17 +8,18 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.trace import DECODE, PREFILL, Trace
-from cacheblend_rag.engines.results import Usage
-from cacheblend_rag.engines.vllm.client import Outcome, record
+from cacheblend_rag.engines.vllm.client import record
+from cacheblend_rag.engines.vllm.messages import FinishReport
 
-OUTCOME = Outcome("prefill", "reuse was switched off", Usage(30, 0, 0, 30, 3))
+REPORT = FinishReport(PromptOutcome("prefill", "reuse was switched off", Usage(30, 0, 0, 30, 3)))
 
 
 @pytest.mark.parametrize("pieces", [(1, 1, 1), (1, 2), (2, 1), (3,)])
 def test_every_token_behind_the_first_is_decoding_however_many_come_at_once(pieces: tuple[int, ...]) -> None:
     trace, begin = Trace(), time.perf_counter()
-    record(trace, OUTCOME, begin, [(begin + 0.1 * n, tokens) for n, tokens in enumerate(pieces, 1)])
+    record(trace, REPORT, begin, [(begin + 0.1 * n, tokens) for n, tokens in enumerate(pieces, 1)])
     events = trace.recorded().events
     assert next(event["name"] for event in events) == PREFILL
     assert sum(event["args"]["tokens"] for event in events if event["name"] == DECODE) == 2

@@ -19,10 +19,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.groups import page_groups
-from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, WorkerMeta, read_params
+from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, FinishReport, WorkerMeta, read_params
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.whereabouts import RAMLog, Whereabouts
 from cacheblend_rag.engines.vllm.worker_side import _context
@@ -89,10 +90,13 @@ class Scheduler:
         report.kv_connector_worker_meta = WorkerMeta(**meta)
         self.side.worker_output(report)
 
-    def outcome(self, name: str) -> dict[str, Any]:
-        found = self.side.finished(SimpleNamespace(request_id=name))
+    def finished(self, name: str) -> FinishReport:
+        found = self.side.finished(SimpleNamespace(request_id=name, num_prompt_tokens=CHUNKS * TOKENS + QUESTION))
         assert found is not None
-        return found[PARAMS]
+        return FinishReport.from_params(found[PARAMS])
+
+    def outcome(self, name: str) -> PromptOutcome:
+        return self.finished(name).outcome
 
 
 def test_what_a_worker_holds_in_ram_is_known_from_its_report_on_until_it_leaves(tmp_path: Path) -> None:
@@ -143,21 +147,21 @@ def test_slow_storage_is_left_alone_until_the_workers_hold_its_entries_in_ram(tm
     scheduler = Scheduler(tmp_path, disk=3600.0, ram=1e-6)
     assert scheduler.blend("a") == 0
     outcome = scheduler.outcome("a")
-    assert (outcome["end"], outcome["missing"]) == (0, [])
-    assert outcome["in_place"] == [f"chunk {n}" for n in range(CHUNKS)]
-    assert outcome["expected_s"] == pytest.approx(0.208)
+    assert (outcome.mode, outcome.missing) == ("prefill", ())
+    assert outcome.in_place == tuple(f"chunk {n}" for n in range(CHUNKS))
+    assert outcome.expected_s == pytest.approx(0.208)
     scheduler.report(held={scheduler.entries.own_key(ids(n)): 3200 for n in range(CHUNKS)})
     assert scheduler.blend("b") == CHUNKS * TOKENS
-    assert scheduler.outcome("b")["in_place"] == []
+    assert scheduler.outcome("b").in_place == ()
 
 
 def test_only_what_the_prefix_cache_lacks_is_reckoned_with(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=3600.0)
     scheduler.report(held={scheduler.entries.own_key(ids(3)): 3200})
     assert scheduler.blend("a", computed=3 * TOKENS) == TOKENS
-    assert scheduler.outcome("a")["expected_s"] == pytest.approx(QUESTION * 1e-3 + 0.2 * TOKENS * 1e-3, rel=0.06)
+    assert scheduler.outcome("a").expected_s == pytest.approx(QUESTION * 1e-3 + 0.2 * TOKENS * 1e-3, rel=0.06)
     assert scheduler.blend("b", computed=2 * TOKENS) == 2 * TOKENS
-    assert scheduler.outcome("b")["in_place"] == ["chunk 2"]
+    assert scheduler.outcome("b").in_place == ("chunk 2",)
     assert scheduler.blend("c", computed=CHUNKS * TOKENS) == 0
 
 
@@ -184,8 +188,8 @@ def test_what_the_workers_measured_goes_with_the_next_answer_once(tmp_path: Path
     for name in ("a", "b"):
         scheduler.blend(name)
     scheduler.report(computed=[Computed(100, 208, 0.1)])
-    assert scheduler.outcome("a")["measured"] == [(100, 208, 0.1, 0)]
-    assert scheduler.outcome("b")["measured"] == []
+    assert scheduler.finished("a").measured == (Computed(100, 208, 0.1),)
+    assert scheduler.finished("b").measured == ()
 
 
 def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
@@ -193,8 +197,8 @@ def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
     assert scheduler.blend("a") > 0
     scheduler.report("a", failed={"a": "out of memory"})
     outcome = scheduler.outcome("a")
-    assert (outcome["reason"], outcome["end"]) == ("out of memory", 0)
-    assert "expected_s" not in outcome
+    assert (outcome.reason, outcome.mode) == ("out of memory", "prefill")
+    assert outcome.expected_s is None
 
 
 @pytest.mark.parametrize("ratio", [0.2, AutoRatio(0.2, 0.5)])

@@ -164,8 +164,8 @@ def test_a_prompt_that_can_never_have_its_pages_is_prefilled_and_the_answer_says
     scheduler = Scheduler(40)  # 22 blocks for all of the prompt in one group, as many in the other
     request = scheduler.blend()
     assert scheduler.admit(request) == 0
-    outcome = (scheduler.side.finished(request) or {})[PARAMS]
-    assert outcome["end"] == 0
+    outcome = (scheduler.side.finished(request) or {})[PARAMS]["outcome"]
+    assert outcome["mode"] == "prefill"
     assert "44 of vLLM's blocks" in outcome["reason"]
 
 
@@ -175,7 +175,7 @@ def test_a_blend_waits_for_other_requests_pages_but_not_for_ever() -> None:
     assert scheduler.manager.allocate_slots(other, 60) is not None
     request = scheduler.blend()
     assert [scheduler.admit(request) for _ in range(_PATIENCE)] == [None] * (_PATIENCE - 1) + [0]
-    assert "too full" in (scheduler.side.finished(request) or {})[PARAMS]["reason"]
+    assert "too full" in (scheduler.side.finished(request) or {})[PARAMS]["outcome"]["reason"]
     patient = scheduler.blend(before=21)
     assert scheduler.admit(patient) is None
     scheduler.manager.free(other)
@@ -194,8 +194,8 @@ def test_behind_a_prefix_hit_whose_window_is_gone_vllm_computes_the_rest() -> No
         "what was blended should be found in the prefix cache"
     )
     assert scheduler.admit(longer) == 0
-    outcome = (scheduler.side.finished(longer) or {})[PARAMS]
-    assert outcome["end"] == 140
+    outcome = (scheduler.side.finished(longer) or {})[PARAMS]["outcome"]
+    assert outcome["mode"] == "blend"
     assert "prefix cache" in outcome["reason"]
 
 

@@ -45,7 +45,7 @@ def test_a_blend_holds_up_no_token_of_its_step_and_is_reported_with_it(engine: E
     assert engine.events.index("sample") < engine.events.index(("blend", "streams")) < engine.events.index("out")
     assert second.finished_recving == {"a"}
     assert not second.failed_recving
-    assert engine.finish(request)["recomputed"] == 1
+    assert engine.finish(request)["recomputed_tokens"] == 1
 
 
 def test_where_nothing_is_computed_a_blend_is_done_whole(engine: Engine) -> None:

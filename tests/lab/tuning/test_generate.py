@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, Usage
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.engines.results import Generation, StreamEvent, Timings
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.tuning.generate import REQUEST, generate_questions
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
@@ -43,7 +44,7 @@ class Writer(FakeEngine):
                 if asked in chunks and not (asked == self.forgets and len(chunks) > 1)
                 else "nobody knows"
             )
-        done = Generation(said, (1,), "stop", "prefill", "", Usage(1, 0, 0, 1), Timings(0, 0, 0))
+        done = Generation.of(PromptOutcome("prefill", "", Usage(1, 0, 0, 1)), said, (1,), "stop", Timings(0, 0, 0))
         self.asked_for = REQUEST in rest
         yield StreamEvent(said, done)
 

@@ -1,0 +1,82 @@
+"""The record of what became of a prompt: a fact added to it reaches everybody who is told, and none of them names it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.engines.results import Generation, Timings
+from cacheblend_rag.engines.spans import reuse_attributes
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.events import TierReads
+
+
+def filled() -> PromptOutcome:
+    """An outcome in which no fact has the value that it has if nobody tells it, whatever facts there are."""
+
+    def value(number: int, kind: str) -> Any:
+        known = {
+            "Mode": "blend",
+            "Usage": Usage(*range(1, len(fields(Usage)) + 1)),
+            "tuple[ChunkLoad, ...]": (ChunkLoad("a", "disk", 10, 0.5), ChunkLoad("", "ram", 3, 0.0)),
+            "Mapping[str, TierReads]": {"disk": TierReads(10, 2, 0.5)},
+            "tuple[str, ...]": (f"chunk {number}",),
+        }
+        plain = {"str": f"text {number}", "float": number / 8, "int": number}
+        return known.get(kind) or plain[kind.removesuffix(" | None")]
+
+    return PromptOutcome(**{each.name: value(n, str(each.type)) for n, each in enumerate(fields(PromptOutcome), 1)})
+
+
+def test_every_fact_survives_the_journey_over_the_wire_and_between_processes() -> None:
+    outcome = filled()
+    assert PromptOutcome.from_params(json.loads(json.dumps(outcome.to_params()))) == outcome
+
+
+def test_an_answer_has_every_fact_and_its_own_count_of_tokens() -> None:
+    outcome = filled()
+    done = Generation.of(outcome, "Ada", (1, 2), "stop", Timings(0.0, 0.1, 0.2))
+    assert done.usage.completion_tokens == 2
+    kept = [each.name for each in fields(PromptOutcome) if each.name != "usage"]
+    assert [getattr(done, name) for name in kept] == [getattr(outcome, name) for name in kept]
+    assert {**done.facts, "usage": None} == {**outcome.facts, "usage": None}
+
+
+def test_a_span_tells_every_number_and_word_but_no_id_of_a_chunk() -> None:
+    outcome = filled()
+    told = reuse_attributes(outcome)
+    for name, fact in outcome.facts.items():
+        if isinstance(fact, (str, int, float)):
+            assert told[f"cacheblend.{name}"] == fact
+        elif isinstance(fact, list) and name != "loads":
+            assert told[f"cacheblend.chunks.{name}"] == len(fact)
+    assert sorted(told.values(), key=str).count(0) == 0
+    assert set(outcome.facts["usage"].values()) <= set(told.values())
+    assert (told["cacheblend.tier.disk.bytes"], told["cacheblend.tier.ram.bytes"]) == (10, 3)
+    assert "chunk" not in str(list(told.values()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"mood": "good"}, "mood"),
+        ({"ratio": "a tenth"}, "ratio"),
+        ({"mode": "guess"}, "mode"),
+        ({"reused_tokens": None}, "reused_tokens"),
+        ({"loads": [{"chunk_id": "a"}]}, r"loads\.0\.tier"),
+    ],
+)
+def test_a_report_that_cannot_be_read_is_refused_by_the_name_of_its_fact(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=rf"malformed: .*{why}"):
+        PromptOutcome.from_params(filled().to_params() | wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [{}], {}])
+def test_what_is_no_report_is_refused(wrong: Any) -> None:
+    with pytest.raises(InputError, match="malformed"):
+        PromptOutcome.from_params(wrong)
