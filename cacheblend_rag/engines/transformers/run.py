@@ -45,7 +45,6 @@ class PromptRun:
     outcome: PromptOutcome
     _cache: PositionedCache | ModelsOwnCache | None = None
     _trace: Trace | None = None
-    _kept = 0  # tokens whose KV a conversation had left
     _began = 0.0  # when its computing did
 
     def __init__(self, model: ModelOwner, request: Request):
@@ -103,9 +102,10 @@ class PromptRun:
         if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
             self._trace.planned(whole, looked)
         cache = model.runner.new_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
+        kept = 0  # tokens whose KV a conversation had left
         if self._said is not None and isinstance(cache, PositionedCache):
-            self._kept = model.conversations.begin(self._said, self._turn_ends, len(self._lead), cache)
-        plan = whole.behind_kept(self._kept) if self._kept else whole
+            kept = model.conversations.begin(self._said, self._turn_ends, len(self._lead), cache)
+        plan = whole.behind_kept(kept) if kept else whole
         choice = self._choose(plan)
         self.plan = plan = plan if choice is None else choice.applied_to(plan)
         self._began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
@@ -113,7 +113,7 @@ class PromptRun:
             outcome = self._blend(cache, choice)
         else:
             outcome, cache = self._run(cache)
-        blended = plan.uses_stored_kv or (self._kept > 0 and whole.uses_stored_kv)
+        blended = plan.uses_stored_kv or (kept > 0 and whole.uses_stored_kv)
         tokens, costs = plan.num_tokens, self._costs
         self.outcome = replace(
             outcome,
