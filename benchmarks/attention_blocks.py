@@ -1,4 +1,4 @@
-"""Attention at given positions on this CPU, relative to full causal attention: in parts, and masked block by block.
+"""Times attention at given positions on this CPU against full causal attention: in parts, and masked by blocks.
 
 python benchmarks/attention_blocks.py [--tokens N] [--heads N] [--kv-heads N] [--ratio R] [--threads N] [--repeat N]
 

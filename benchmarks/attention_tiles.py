@@ -1,4 +1,4 @@
-"""What attention of selected tokens computes on a GPU: each run a request of its own, or scattered tokens sharing tiles. Counted.
+"""Counts what attention of selected tokens computes on a GPU: each run a request, or tokens sharing tiles.
 
 python benchmarks/attention_tiles.py [--chunks N] [--chunk N] [--question N] [--heads N] [--kv-heads N] [--dim N] [--run TOKENS]
 

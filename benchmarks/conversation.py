@@ -1,4 +1,4 @@
-"""Ten turns of a conversation over new notes each: prompt tokens computed in each, and the time to first token.
+"""Measures ten turns of a conversation over new notes each: tokens computed, and the time to first token.
 
 python benchmarks/conversation.py [--engine vllm] [--turns 10] [--chunks 2] [--ratio R]
 

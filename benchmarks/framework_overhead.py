@@ -1,4 +1,4 @@
-"""What LangChain and this package add to an engine call: ``python benchmarks/framework_overhead.py [chunks] [calls]``.
+"""Measures what LangChain adds to an engine call: ``python benchmarks/framework_overhead.py [chunks] [calls]``.
 
 The engine answers at once, so that what is left is tokenising the prompt. It is called directly with the finished prompt, and
 through ``ChatCacheBlend`` with messages in which six chunks of 512 tokens must be found by content among all that are

@@ -1,4 +1,4 @@
-"""What LlamaIndex and this package add to an engine call.
+"""Measures what LlamaIndex and this package add to an engine call.
 
     python benchmarks/framework_overhead_llamaindex.py [chunks] [calls]
 

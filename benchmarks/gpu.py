@@ -1,4 +1,4 @@
-"""Every measurement that needs a GPU, one after another, each in a process of its own: `make bench-gpu`.
+"""Runs every measurement that needs a GPU, one after another, each in a process of its own: `make bench-gpu`.
 
 python benchmarks/gpu.py [--engine transformers|vllm|all] [--only NAME ...] [--within SECONDS] [--out DIR] [--again] [--list]
 

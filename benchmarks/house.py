@@ -43,7 +43,7 @@ class Module:
 
     @property
     def package(self) -> tuple[str, ...]:
-        """What its relative imports start from."""
+        """Return what its relative imports start from."""
         return ("cacheblend_rag", *self.file.relative_to(PACKAGE).parent.parts)
 
 
@@ -71,7 +71,7 @@ def imported_names(node: ast.AST, package: tuple[str, ...]) -> list[str]:
 
 @dataclass
 class Imports:
-    """Which modules of the package each module imports, by when: at once, in a function, for the type checker alone."""
+    """Holds which modules each module imports, by when: at once, in a function, for the type checker alone."""
 
     at_once: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     in_functions: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))

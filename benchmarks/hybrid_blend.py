@@ -1,4 +1,4 @@
-"""Blending a model with recurrent layers, tried on random weights: the way called ``attention`` in ``hybrid_cost.py``.
+"""Blends a model with recurrent layers on random weights: the way called ``attention`` in ``hybrid_cost.py``.
 
 python benchmarks/hybrid_blend.py [--hidden N] [--blocks N] [--chunks N] [--tokens N] [--ratios R ...] [--threads N] [--repeat N]
 

@@ -1,4 +1,4 @@
-"""What blending would save in a model with recurrent layers, and what MLA's latent costs: counted on published shapes.
+"""Counts what blending would save with recurrent layers, and what MLA's latent costs, on published shapes.
 
 python benchmarks/hybrid_cost.py [--chunks N ...] [--tokens N] [--question N] [--ratios R ...]
 

@@ -1,4 +1,4 @@
-"""How long finding registered chunks in a prompt takes: ``python benchmarks/match_rate.py [chunks] [prompt characters]``."""
+"""Times finding registered chunks in a prompt: ``python benchmarks/match_rate.py [chunks] [prompt characters]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packed vectors find of the nearest passages of real text: `python benchmarks/packed_recall.py PASSAGES QUESTIONS`.
+"""Measures recall of packed vectors on real text: `python benchmarks/packed_recall.py PASSAGES QUESTIONS`.
 
 PASSAGES is a JSON list of objects with a "text"; QUESTIONS are JSON lines, or a list, of objects with a "question". A real index
 is packed from 100,000 vectors on; this one whatever its size.

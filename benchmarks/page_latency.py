@@ -1,4 +1,4 @@
-"""How soon the page of `cacheblend ui` shows what the engine has said: `python benchmarks/page_latency.py [--json]`.
+"""Times how soon the page of `cacheblend ui` shows an answer: `python benchmarks/page_latency.py [--json]`.
 
 The bundled model answers the bundled questions; a real Chromium notes when each piece of an answer is on the page. Needs
 `make browser`, and the extras `ui` and `dev`.

@@ -1,4 +1,4 @@
-"""The one figure of docs/results.md: agreement with full recompute, against compute and against the speed-up that it buys.
+"""Draws the one figure of docs/results.md: agreement with full recompute against compute and speed-up.
 
 python benchmarks/plot_policies.py docs/policies.png --answers report/*/answers-*.jsonl --ttft benchmarks/results/ttft-*.json
 

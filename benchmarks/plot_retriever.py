@@ -1,4 +1,4 @@
-"""The picture of a tuned retriever: recall while it learned, and what it holds of one question's chunks before and after.
+"""Draws a tuned retriever: recall while it learned, and one question's chunks before and after.
 
 cacheblend tune-retriever --demo --json > benchmarks/results/tune-retriever-demo.json
 python benchmarks/plot_retriever.py benchmarks/results/tune-retriever-demo.json docs/images/retriever.png

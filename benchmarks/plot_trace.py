@@ -1,4 +1,4 @@
-"""The picture of a trace: when each layer was loaded, waited for and computed.
+"""Draws a trace: when each layer was loaded, waited for and computed.
 
 cacheblend ask "..." --store DIR --trace out.json
 python benchmarks/plot_trace.py out.json docs/images/trace.png
@@ -15,7 +15,7 @@ COLOURS = {"loading": "#0072B2", "computing": "#D55E00", "wait and place": "#222
 
 
 def kind_of(event: dict[str, Any]) -> str | None:
-    """What an event of one layer shows; None for those of whole passes."""
+    """Return what an event of one layer shows; None for those of whole passes."""
     if "layer" not in event["args"]:
         return None
     placing = event["cat"] == "computing" and "pass" not in event["args"]

@@ -1,4 +1,4 @@
-"""Quality over several runs of `cacheblend eval`, one for each seed, as one table with 95% intervals.
+"""Pools runs of `cacheblend eval`, one for each seed, into one table with 95% intervals.
 
 for seed in 101 102 103 104 105; do
     cacheblend eval --seed $seed --limit 100 --methods full,reuse,hkvd@0.05@2,static@0.05,static-query@0.05 --out report/$seed

@@ -1,4 +1,4 @@
-"""What tuning a retriever gains on several worlds: runs of `cacheblend tune-retriever --demo`, one for each seed, as one table.
+"""Pools runs of `cacheblend tune-retriever --demo`, one for each seed, into one table of what tuning gains.
 
 for seed in 101 102 103 104 105; do
     cacheblend tune-retriever --demo --seed $seed --json > retriever-$seed.json

@@ -1,4 +1,4 @@
-"""What a prompt should cost on a GPU, predicted from counted launches, bytes and FLOPs. Nothing here is measured on one.
+"""Predicts a prompt's cost on a GPU from counted launches, bytes and FLOPs. Nothing here is measured on one.
 
 python benchmarks/predict.py [--shape llama-3.1-8b] [--chunks N] [--flops F] [--memory B] [--bus B] [--launch-us T] [--json]
 
@@ -47,7 +47,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Device:
-    """What the device and its host can do; rates per second."""
+    """Says what the device and its host can do; rates per second."""
 
     flops: float
     memory: float
@@ -57,7 +57,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one prompt up to its first token; ``limit`` names what decides."""
+    """Holds the time of one prompt up to its first token; ``limit`` names what decides."""
 
     computed_tokens: int
     flops: float
@@ -130,7 +130,7 @@ def _extrapolate(at_two: int, at_four: int, layers: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama-like model, in numbers per token and layer."""
+    """Holds the sizes of a Llama-like model, in numbers per token and layer."""
 
     layers: int
     layer_weights: int

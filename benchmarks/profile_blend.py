@@ -1,4 +1,4 @@
-"""Where the time of a blend goes: kernels, launches and how busy the device is, beside a full prefill of the same prompt.
+"""Shows where the time of a blend goes: kernels, launches, how busy the device is, beside a full prefill.
 
 python benchmarks/profile_blend.py [--random-weights SHAPE | --model DIR] [--device D] [--dtype T] [--chunks N]
     [--policy P] [--ratio R] [--trace FILE] [--json]

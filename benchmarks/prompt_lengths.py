@@ -1,4 +1,4 @@
-"""Whether blending gains with a prompt's length: CPU time and peak memory against full recompute, chunk count by chunk count.
+"""Measures blending against a prompt's length: CPU time and peak memory against full recompute.
 
 python benchmarks/prompt_lengths.py [--engine vllm] [--counts 2,6,12,24,48] [--methods full,prefix,blend] [--policy P]
     [--ratio R] [--model llama:8x256] [--repeat N]

@@ -1,4 +1,4 @@
-"""What a million chunks cost: `python benchmarks/scale.py --chunks N --json`. Nothing here needs a model.
+"""Measures what a million chunks cost: `python benchmarks/scale.py --chunks N --json`. Nothing here needs a model.
 
 Chunks of 2,000 characters are registered in the file that a server keeps them in. Then a process of its own opens it, as a
 server does when it starts, and is measured: its memory by what the operating system counts, with the file's pages left out.

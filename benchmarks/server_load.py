@@ -1,4 +1,4 @@
-"""What one tenant can do to a server and to the others: slow connections, and registrations beyond its quota.
+"""Tries what one tenant can do to a server and to the others: slow connections, registrations beyond its quota.
 
     python benchmarks/server_load.py connections --count 1000
     python benchmarks/server_load.py registrations --count 1000000

@@ -1,4 +1,4 @@
-"""How fast the disk tier reads and writes, encrypted and not, against plain reads and writes of as many bytes.
+"""Times how fast the disk tier reads and writes, encrypted and not, against plain reads and writes.
 
     python benchmarks/store_rate.py [--json]
 

@@ -1,4 +1,4 @@
-"""What a ratio leaves out in texts of several kinds, and the ratio that `auto` gives them: does the statistic tell them apart?
+"""Measures what a ratio leaves out in texts of several kinds, and the ratio that `auto` gives them.
 
 python benchmarks/text_kinds.py --data DIR --limit 8 demo musique samsum
 
@@ -18,7 +18,7 @@ from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_hea
 
 
 def static_deviations(engine: TransformersEngine, name: str, data: Path | None, limit: int) -> list[torch.Tensor]:
-    """That of the tokens with stale KV of one prompt of each context."""
+    """Return that of the tokens with stale KV of one prompt of each context."""
     samples = load_data_set(name, data, 8 * limit if name == "demo" else limit, 11, engine.tokenizer).samples
     first = list({sample.group or sample.id: sample for sample in reversed(samples)}.values())[::-1][:limit]
     set_header(engine, samples)

@@ -1,4 +1,4 @@
-"""What OpenTelemetry costs a request where no SDK is set up: all the spans of a question over an index.
+"""Measures what OpenTelemetry costs a request where no SDK is set up: all the spans of a question over an index.
 
 python benchmarks/tracing_overhead.py
 """
@@ -14,7 +14,7 @@ REQUESTS = 20_000
 
 
 def request() -> None:
-    """What `RagPipeline.ask` and an engine do, without what they do it for."""
+    """Open the spans that `RagPipeline.ask` and an engine open, without what they do inside."""
     asked = spans.begin("cacheblend.ask")
     with spans.current(asked), spans.span("cacheblend.retrieve") as told:
         told.set_attribute("cacheblend.hits", 6)

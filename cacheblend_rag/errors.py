@@ -1,4 +1,4 @@
-"""The errors a user can meet. Their message is shown as it is: what was wrong, and what to do about it."""
+"""Defines the errors a user can meet; their message is shown as it is: what was wrong, and what to do about it."""
 
 from __future__ import annotations
 

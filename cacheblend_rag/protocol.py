@@ -36,7 +36,7 @@ class SpanBody(BaseModel):
 
 
 class NamedChunks(BaseModel):
-    """Which chunks a request names, and where they stand.
+    """Says which chunks a request names, and where they stand.
 
     Attributes:
         chunk_ids: Registered chunks. Those whose text does not stand in the prompt are put in front of the last user message
@@ -52,7 +52,7 @@ class NamedChunks(BaseModel):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request asks for beside OpenAI's fields: the ``cacheblend`` field and ``chunk_ids``. All of it is optional.
+    """Holds what a request asks for beside OpenAI's fields: ``cacheblend`` and ``chunk_ids``. All of it is optional.
 
     Attributes:
         settings: The blend options (:class:`~cacheblend_rag.blending.settings.BlendSettings`).
@@ -153,7 +153,7 @@ def read_query(model: type[Q], query: Mapping[str, str]) -> Q:
 
 
 class ModelInfo(BaseModel):
-    """What a client must know of the model: the ``model`` field of ``GET /v1/chunks/stats``.
+    """Tells a client what it must know of the model: the ``model`` field of ``GET /v1/chunks/stats``.
 
     Attributes:
         name: What the server's operator called it.

@@ -1,4 +1,4 @@
-"""What OpenTelemetry is told of a request: spans, through the API's global tracer.
+"""Tells OpenTelemetry of a request: spans, through the API's global tracer.
 
 Where no SDK is set up nothing is recorded, and a span costs microseconds. None holds what a document, a prompt, an answer or an
 error says: they have numbers, names of tiers and policies, and reasons in our own words.

@@ -1,1 +1,1 @@
-"""Making the bundled model and corpus: generation, tokenizer, training, evaluation. Not part of the wheel."""
+"""Makes the bundled model and corpus: generation, tokenizer, training, evaluation. Not part of the wheel."""

@@ -1,4 +1,4 @@
-"""Causal attention in blocks of queries, for training on CPUs whose matrix products are fast in bf16.
+"""Computes causal attention in blocks of queries, for training on CPUs whose matrix products are fast in bf16.
 
 PyTorch's fused kernel reads less memory and multiplies at less than the rate that plain products reach there; at the
 lengths of the demo's prompts these take two thirds of its time, and the memory is there.

@@ -1,4 +1,4 @@
-"""Average a finished model with one it began from: `python -m training.average MODEL OTHER --share 0.4 --out FOLDER`.
+"""Averages a model with one it began from: `python -m training.average MODEL OTHER --share 0.4 --out FOLDER`.
 
 What training on has taught, and what it has made the model forget, both grow with the distance between the two; somewhere in
 between most of the one is there and little of the other.

@@ -1,4 +1,4 @@
-"""Training batches: contexts in a prompt skeleton, packed questions, loss weights and binding targets."""
+"""Makes training batches: contexts in a prompt skeleton, packed questions, loss weights and binding targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blended prefill on the training model: a small, independent yardstick for the demo model's answers.
+"""Blends on the training model: a small, independent yardstick for the demo model's answers.
 
 Batch size 1 throughout. A KV cache is a list with one (keys, values) pair a layer, each (1, kv_heads, tokens,
 head_dim); the keys are rotated.
@@ -35,7 +35,7 @@ class Prompt:
 
     @property
     def ids(self) -> list[int]:
-        """All ids in order."""
+        """Return all ids in order."""
         ids = list(self.header)
         for index, chunk in enumerate(self.chunks):
             ids += [*(self.gap if index else ()), *chunk]

@@ -1,4 +1,4 @@
-"""The model card of the bundled model, written from an evaluation's real output."""
+"""Writes the model card of the bundled model from an evaluation's real output."""
 
 from __future__ import annotations
 

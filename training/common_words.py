@@ -1,4 +1,4 @@
-"""Common English words that are worth a token each, so that ordinary documents do not fall apart into letters."""
+"""Lists common English words that are worth a token each, so that documents do not fall apart into letters."""
 
 from __future__ import annotations
 

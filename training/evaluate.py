@@ -1,4 +1,4 @@
-"""Evaluate the bundled model on held-out names: `python -m training.evaluate`.
+"""Evaluates the bundled model on held-out names: `python -m training.evaluate`.
 
 Exact match of whole answers under full recompute, full KV reuse and blends with different check layers and ratios, pooled
 over seeds, with 95% intervals that take the questions of one context as one group.

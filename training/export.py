@@ -1,4 +1,4 @@
-"""Export a training checkpoint as a Hugging Face model directory (also as `python -m` of this module)."""
+"""Exports a training checkpoint as a Hugging Face model directory (also as `python -m` of this module)."""
 
 from __future__ import annotations
 

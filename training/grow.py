@@ -1,4 +1,4 @@
-"""A model with more to learn with that computes what a finished one computes, to train on from there."""
+"""Grows a finished model into one with more to learn that computes the same, to train on from there."""
 
 from __future__ import annotations
 

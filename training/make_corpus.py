@@ -1,4 +1,4 @@
-"""Write the demo's corpus and questions: `python -m training.make_corpus`.
+"""Writes the demo's corpus and questions: `python -m training.make_corpus`.
 
 Every name in the corpus is held out: the bundled model never saw it in training. A question's kind follows from where the
 library's own chunker cuts the files. Only questions that get all their chunks from the library's default retrieval are

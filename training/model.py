@@ -1,4 +1,4 @@
-"""A minimal Llama for training on CPU: bf16 residual stream, one fused attention call a layer, transformers' names."""
+"""Defines a minimal Llama for training on CPU: bf16 residual stream, one fused attention call a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text around chunks and questions in training: the native prompt, and what other frameworks write."""
+"""Writes the text around chunks and questions in training: the native prompt, and other frameworks'."""
 
 from __future__ import annotations
 

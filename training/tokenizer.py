@@ -1,4 +1,4 @@
-"""The tokenizer of the bundled model: BPE in which a word is the same token wherever it stands.
+"""Trains the bundled model's tokenizer: BPE in which a word is the same token wherever it stands.
 
 A word at a text's start, after a line break and after a space gets the same leading marker, so texts can be tokenised
 apart and their ids concatenated. Every line break is a token of its own. Anything outside the vocabulary falls back to

@@ -1,4 +1,4 @@
-"""Train the bundled model from scratch: `python -m training.train`.
+"""Trains the bundled model from scratch: `python -m training.train`.
 
 Data-parallel over CPU processes with averaged gradients. Every random choice follows from the seed, the step and the
 process, so an interrupted run resumes from its last checkpoint with the same batches. The recipe: answers'
@@ -72,7 +72,7 @@ class Stage:
 
     @property
     def verdict_weight(self) -> float:
-        """Of the tokens that say which of two years is earlier, against other tokens of answers: many in exercises, else few."""
+        """Return the weight of tokens that say which year is earlier: many in exercises, else few."""
         return 2.0 if self.lessons else 8.0
 
 
@@ -102,7 +102,7 @@ DECAY = 0.5
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with every checkpoint."""
+    """Holds where a run stands; saved with every checkpoint."""
 
     step: int = 0
     stage: int = 0

@@ -1,4 +1,4 @@
-"""`cacheblend ask` and `chat`."""
+"""Runs `cacheblend ask` and `chat`."""
 
 from __future__ import annotations
 

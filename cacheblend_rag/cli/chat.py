@@ -1,4 +1,4 @@
-"""The conversation of `cacheblend chat`."""
+"""Holds the conversation of `cacheblend chat`."""
 
 from __future__ import annotations
 

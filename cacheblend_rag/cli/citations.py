@@ -1,4 +1,4 @@
-"""How an answer's sources and the reuse behind it are worded for a person."""
+"""Words an answer's sources and the reuse behind it for a person."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cacheblend demo`."""
+"""Runs `cacheblend demo`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def demo(
 
 
 class _Screen:
-    """What a reader sees: the four methods explained, a few questions in full, the totals over all."""
+    """Shows the four methods explained, a few questions in full, the totals over all."""
 
     def __init__(self, pipeline: RagPipeline, report: IndexReport):
         from rich.console import Console

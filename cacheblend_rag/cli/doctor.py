@@ -1,4 +1,4 @@
-"""`cacheblend doctor`."""
+"""Runs `cacheblend doctor`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALIBRATION = "Calibration"
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What to calibrate on, to which standard, and where the result goes."""
+    """Groups the options that say what to calibrate on, to which standard, and where the result goes."""
 
     prompts: Annotated[
         Path | None,

@@ -1,4 +1,4 @@
-"""What `cacheblend doctor` prints."""
+"""Prints what `cacheblend doctor` found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cacheblend documents`."""
+"""Runs `cacheblend documents`."""
 
 from __future__ import annotations
 

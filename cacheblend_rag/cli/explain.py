@@ -1,4 +1,4 @@
-"""How an answer came about: `cacheblend ask --explain`."""
+"""Explains how an answer came about: `cacheblend ask --explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cacheblend index`."""
+"""Runs `cacheblend index`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def index(
 
 
 class _Shown:
-    """What a user is told while documents are indexed: how much there is to do, once that is known, and how far it is."""
+    """Tells a user how much there is to index, once that is known, and how far it is."""
 
     def __init__(self) -> None:
         self.show: Callable[[float, int, str], None] = lambda done, total, at: None

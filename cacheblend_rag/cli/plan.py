@@ -1,4 +1,4 @@
-"""`cacheblend store plan`."""
+"""Runs `cacheblend store plan`."""
 
 from __future__ import annotations
 

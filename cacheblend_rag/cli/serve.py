@@ -1,4 +1,4 @@
-"""`cacheblend serve`."""
+"""Runs `cacheblend serve`."""
 
 from __future__ import annotations
 

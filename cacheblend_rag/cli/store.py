@@ -1,4 +1,4 @@
-"""`cacheblend store`."""
+"""Runs `cacheblend store`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cacheblend ui`."""
+"""Runs `cacheblend ui`."""
 
 from __future__ import annotations
 

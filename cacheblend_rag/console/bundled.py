@@ -1,4 +1,4 @@
-"""What a user is told who asks the bundled model about documents it was not made for."""
+"""Tells a user who asks the bundled model about documents that it was not made for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening engines and pipelines with the options of a command."""
+"""Opens engines and pipelines with the options of a command."""
 
 from __future__ import annotations
 

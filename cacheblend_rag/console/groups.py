@@ -1,4 +1,4 @@
-"""Groups of options that several commands take, each as one parameter: ``model: ModelOptions``."""
+"""Groups options that several commands take, each as one parameter: ``model: ModelOptions``."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class EngineOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class BlendOptions:
-    """How stored KV is treated."""
+    """Groups the options that say how stored KV is treated."""
 
     ratio: options.BlendRatio = None
     policy: options.Policy = None
@@ -110,7 +110,7 @@ class BlendOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """Where the store keeps its KV, and how much of it."""
+    """Groups the options that say where the store keeps its KV, and how much of it."""
 
     kv: options.KV = None
     ram_budget: options.RamBudget = None
@@ -156,7 +156,7 @@ class BudgetOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How an answer is decoded."""
+    """Groups the options that say how an answer is decoded."""
 
     max_tokens: options.MaxTokens = 128
     temperature: options.Temperature = 0.0
@@ -176,7 +176,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """Where questions are answered from, and how."""
+    """Groups the options that say where questions are answered from, and how."""
 
     store: options.Store = None
     model: EngineOptions = field(default_factory=EngineOptions)

@@ -1,4 +1,4 @@
-"""What commands print: JSON on stdout, tables for people, progress on stderr."""
+"""Prints what commands say: JSON on stdout, tables for people, progress on stderr."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The bundled demo: a small model, a fictional corpus, and a comparison of all methods on it."""
+"""Bundles a small model, a fictional corpus, and a comparison of all methods on it."""

@@ -1,4 +1,4 @@
-"""The bundled corpus and its questions."""
+"""Loads the bundled corpus and its questions."""
 
 from __future__ import annotations
 

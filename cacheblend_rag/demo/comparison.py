@@ -1,4 +1,4 @@
-"""The demo: the bundled questions, each answered by four methods from the same retrieved chunks."""
+"""Answers the bundled questions by four methods, each from the same retrieved chunks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DemoRow:
 
     @property
     def telling(self) -> bool:
-        """Whether it shows what its kind is about."""
+        """Return whether it shows what its kind is about."""
         if not self.answers["full recompute"].right:
             return False
         return self.question.kind == "single" or not self.answers["full KV reuse"].right

@@ -1,4 +1,4 @@
-"""What `cacheblend doctor` finds out about a model on a machine, and the calibration of its blend settings."""
+"""Finds out what a model does on a machine, and calibrates its blend settings."""
 
 from __future__ import annotations
 

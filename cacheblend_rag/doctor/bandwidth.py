@@ -1,4 +1,4 @@
-"""How fast this machine moves KV: within RAM, from the disk, to the device. Bytes per second, medians."""
+"""Measures how fast this machine moves KV: within RAM, from the disk, to the device. Bytes per second, medians."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibrating a model: the least compute whose answers agree with full recompute, and a profile that says so.
+"""Calibrates a model: finds the least compute whose answers agree with full recompute, and writes the profile.
 
 1. *Layers*: on the first prompts the KV deviation of every layer is compared with that of all layers. Check layers are offered
    where they are shallow enough to pay, find clearly more than the layers before them, and see enough tokens deviate at all.
@@ -83,7 +83,7 @@ class MeasuredCandidate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured and what follows.
+    """Holds what was measured and what follows.
 
     Attributes:
         profile: What to use from now on.

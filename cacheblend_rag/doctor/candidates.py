@@ -1,4 +1,4 @@
-"""What calibration chooses from: policies, ratios and check layers, by what they compute."""
+"""Lists what calibration chooses from: policies, ratios and check layers, by what they compute."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Candidate:
 
     @property
     def options(self) -> FuseOptions:
-        """What the fusor is told."""
+        """Return what the fusor is told."""
         return FuseOptions(policy(self.policy), self.ratio, self.schedule)
 
     @property
     def measures_deviation(self) -> bool:
-        """Whether its check layers are used; they are spare where its policy ranks tokens otherwise."""
+        """Return whether its check layers are used; they are spare where its policy ranks tokens otherwise."""
         return policy(self.policy).needs_deviation
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ def in_words(name: str, ratio: float, check_layers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class LayerFinding:
-    """What a layer says as a check layer.
+    """Says what a layer is worth as a check layer.
 
     Attributes:
         layer: The layer.

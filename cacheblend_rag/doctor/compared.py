@@ -1,4 +1,4 @@
-"""What calibration measures on one prompt."""
+"""Compares one prompt's blend with its full recompute, for calibration."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class PromptMeasurement:
 
     @property
     def stale(self) -> list[tuple[int, int]]:
-        """Where each chunk with stale KV begins and ends: the candidates, in order."""
+        """Return where each chunk with stale KV begins and ends: the candidates, in order."""
         return [(span.start, span.end) for span in self._plan.stale]
 
     def _greedy(self, target: BlendTarget, end_token: int | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What computing costs on this machine: prefills of a few lengths and a blend, timed, and the cost that explains them."""
+"""Measures what computing costs on this machine: times prefills and a blend, and fits the cost that explains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loading and computing cost here, measured for the loading controller: ``cacheblend store calibrate``."""
+"""Measures what loading and computing cost here, for the loading controller: ``cacheblend store calibrate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `cacheblend doctor` finds out about a model on a machine: is it blended, how, and what would that gain."""
+"""Diagnoses a model on a machine for `cacheblend doctor`: is it blended, how, and what would that gain."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything `doctor` prints. Bandwidths in bytes per second; ``prefill_s`` has seconds by number of tokens.
+    """Holds all that `doctor` prints. Bandwidths in bytes per second; ``prefill_s`` has seconds by number of tokens.
 
     ``codecs`` has what each KV codec that changes numbers moves the model's predictions by, in nats; ``codec_limit`` are allowed.
     """

@@ -1,4 +1,4 @@
-"""What `cacheblend doctor --engine vllm` finds out: how vLLM runs a model here, is it blended, and where a blend's time goes."""
+"""Diagnoses a model inside vLLM for `cacheblend doctor --engine vllm`: is it blended, where does a blend's time go."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BlendCost:
 
 @dataclass(frozen=True)
 class VLLMDiagnosis:
-    """Everything `doctor --engine vllm` prints.
+    """Holds all that `doctor --engine vllm` prints.
 
     Attributes:
         vllm: Its version.

@@ -1,4 +1,4 @@
-"""What every measurement needs: rounds, peak memory, an empty page cache, and a description of the machine."""
+"""Gives every measurement rounds, peak memory, an empty page cache, and a description of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a calibration: agreement with full recompute against compute."""
+"""Plots a calibration: agreement with full recompute against compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where to keep a corpus's KV, and what that costs a month: what ``cacheblend store plan`` prints (paper section 5.2)."""
+"""Says where to keep a corpus's KV, and what a month costs: ``cacheblend store plan`` (paper section 5.2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOUR_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class TierPrice:
-    """What a tier costs, in any currency.
+    """Says what a tier costs, in any currency.
 
     Attributes:
         gib_month: Keeping 2^30 bytes for a month.
@@ -53,7 +53,7 @@ class TierPrice:
 
 @dataclass(frozen=True)
 class Prices:
-    """What tiers cost, and computing.
+    """Says what tiers cost, and computing.
 
     Attributes:
         tiers: By name.
@@ -66,7 +66,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is to be kept, and how often it is asked.
+    """Says what is to be kept, and how often it is asked.
 
     Attributes:
         chunks: Number of chunks.
@@ -105,7 +105,7 @@ class PricedTier:
 
     @property
     def delays(self) -> bool:
-        """Whether loading takes longer than recomputing."""
+        """Return whether loading takes longer than recomputing."""
         return self.load_s > self.recompute_s
 
     @property
@@ -116,7 +116,7 @@ class PricedTier:
 
 @dataclass(frozen=True)
 class PricePlan:
-    """Where to keep a corpus's KV.
+    """Says where to keep a corpus's KV.
 
     Attributes:
         tiers: Each that has a price, cheapest first.

@@ -1,4 +1,4 @@
-"""The search for the least compute that holds a standard.
+"""Searches for the least compute that holds a standard.
 
 Candidates are tried from the least compute on. Each is first *looked* at on the same few prompts; those that could still hold
 go on, a few side by side, because a prompt costs more than its blends. A candidate is given up as soon as it could no longer
@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def compute(self) -> float:
-        """What its blends computed, as a share of the prompt's tokens through all layers, mean over prompts."""
+        """Return what its blends computed, as a share of the prompt's tokens through all layers, mean over prompts."""
         return float(np.mean([compared.compute for _, compared in self.fair_results]))
 
     @property
@@ -91,7 +91,7 @@ class Search:
 
     @property
     def enough_prompts(self) -> bool:
-        """Whether there are enough prompts to show that a candidate holds."""
+        """Return whether there are enough prompts to show that a candidate holds."""
         return len(set(self._groups)) >= self._standard.needed
 
     def run(self) -> Trial | None:

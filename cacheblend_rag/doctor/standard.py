@@ -1,4 +1,4 @@
-"""When a blend counts as good enough: the bound that must hold, and how many prompts it takes to show it."""
+"""Says when a blend is good enough: the bound that must hold, and how many prompts it takes to show it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Standard:
-    """What a blend must reach.
+    """Says what a blend must reach.
 
     Attributes:
         agreement: Least agreement with full recompute.
@@ -58,14 +58,14 @@ class Standard:
 
     @property
     def needed(self) -> int:
-        """How many prompts without common chunks it takes to show that it holds, if no token disagrees."""
+        """Return how many prompts without common chunks it takes to show that it holds, if no token disagrees."""
         if self.by == "likelihood":
             return MIN_RESAMPLED
         return math.ceil(math.log(1 - self.confidence) / math.log(self.agreement))
 
     @property
     def usual(self) -> int:
-        """How many prompts to calibrate on: of :attr:`needed` one wholly wrong answer would decide, and luck with it."""
+        """Return how many prompts to calibrate on: of :attr:`needed` a single wrong answer would decide by luck."""
         return max(_FEWEST, 2 * self.needed)
 
     @property

@@ -1,4 +1,4 @@
-"""Where KV may lie without delaying the first token, by measured costs: what ``cacheblend store calibrate`` prints."""
+"""Says where KV may lie without delaying the first token, by measured costs: ``cacheblend store calibrate``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUESTION: Final = 32
 
 @dataclass(frozen=True)
 class TierPlan:
-    """What to expect of a typical prompt whose KV lies in one tier.
+    """Says what to expect of a typical prompt whose KV lies in one tier.
 
     Attributes:
         tier: The tier's name.
@@ -36,7 +36,7 @@ class TierPlan:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """Where a typical prompt's KV may lie (paper section 5.1).
+    """Says where a typical prompt's KV may lie (paper section 5.1).
 
     Attributes:
         least: The lowest recompute ratio that the model needs.

@@ -1,4 +1,4 @@
-"""The model, the store and the random chunks that a measurement runs on."""
+"""Sets up the model, the store and the random chunks that a measurement runs on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EngineName = Literal["transformers", "vllm"]
 
 @dataclass(frozen=True)
 class BenchModel:
-    """Which model to measure.
+    """Says which model to measure.
 
     Attributes:
         model: Directory or hub name; None for the bundled one.
@@ -94,7 +94,7 @@ class Workbench:
 
     @property
     def kv(self) -> KVPlace:
-        """Where stored KV lies."""
+        """Return where stored KV lies."""
         return "ram" if self.directory is None else "disk"
 
     @property

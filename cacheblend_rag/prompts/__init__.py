@@ -1,1 +1,1 @@
-"""Prompts made of text and chunks: chunks, templates, token ids, and finding known chunks in plain text."""
+"""Makes prompts of text and chunks: chunks, templates, token ids, and known chunks found in plain text."""

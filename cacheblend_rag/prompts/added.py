@@ -1,4 +1,4 @@
-"""The chunks that a registry keeps itself."""
+"""Keeps the chunks that a registry holds itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chunk: the unit of retrieval and of KV reuse, named by its content."""
+"""Defines a chunk: the unit of retrieval and of KV reuse, named by its content."""
 
 from __future__ import annotations
 

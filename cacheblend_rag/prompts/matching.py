@@ -1,4 +1,4 @@
-"""Which of a million known texts may stand where in a prompt, by hashes alone: 20 bytes a text, whatever its length.
+"""Finds which of a million texts may stand where in a prompt, by hashes alone: 20 bytes a text of any length.
 
 A text's hash is a polynomial of its code points modulo 2^64, so that the hash of any part of a prompt is one subtraction and
 one multiplication of prefix sums. A text is filed under the hash of its *opening*: its first 16, 128 or 1024 characters,

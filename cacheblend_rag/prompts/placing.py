@@ -1,4 +1,4 @@
-"""Known chunks in a rendered prompt: in what users and documents say, never in what the chat template writes.
+"""Places known chunks in a rendered prompt: in what users and documents say, never in what the template writes.
 
 A chunk's text is searched for in each message's content, before it is rendered. Where the template puts the contents is seen by
 rendering the messages once more with a stand-in for each: what stands between the stand-ins is the template's, and what stands in

@@ -1,4 +1,4 @@
-"""Prompts made of text and chunks: built with the model's chat template, turned into token ids."""
+"""Builds prompts of text and chunks with the model's chat template, and turns them into token ids."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BlendPrompt:
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """Where a chunk stands in a tokenised prompt: positions ``start`` (inclusive) to ``end`` (exclusive)."""
+    """Says where a chunk stands in a tokenised prompt: positions ``start`` (inclusive) to ``end`` (exclusive)."""
 
     chunk: Chunk
     start: int

@@ -1,4 +1,4 @@
-"""The chunks that an engine knows while it runs, found by id and by content; nothing of it is kept on disk."""
+"""Knows an engine's chunks while it runs, found by id and by content; nothing of it is kept on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class ChunkSource(Protocol):
-    """Where chunks are kept outside the registry, such as a file; the registry has their signatures alone."""
+    """Keeps chunks outside the registry, such as in a file; the registry has their signatures alone."""
 
     @property
     def generation(self) -> Hashable:

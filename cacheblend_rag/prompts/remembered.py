@@ -1,4 +1,4 @@
-"""What is made of a tokenizer once, and kept for as long as the tokenizer is."""
+"""Remembers what was made of a tokenizer for as long as the tokenizer lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks in an order that an ordinary prefix cache hits: the lossless rival of blending (the idea of ContextPilot, MLSys '26).
+"""Orders chunks so that an ordinary prefix cache hits: the lossless rival of blending (ContextPilot, MLSys '26).
 
 A prefix cache reuses KV only up to the first chunk that stood elsewhere before. Requests that share chunks can be made to share
 prefixes: of what was served before, the longest sequence whose chunks are all wanted goes first. The KV is then exact, and what
@@ -49,7 +49,7 @@ class ReorderedPrompts:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens the cache holds."""
+        """Return how many tokens the cache holds."""
         return self._total
 
     def order(self, chunks: Iterable[Chunk]) -> list[Chunk]:

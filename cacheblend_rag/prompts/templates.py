@@ -1,4 +1,4 @@
-"""Messages to text with the model's own chat template, or a plain one for models without."""
+"""Turns messages into text with the model's own chat template, or a plain one for models without."""
 
 from __future__ import annotations
 

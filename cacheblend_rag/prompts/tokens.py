@@ -1,4 +1,4 @@
-"""Text to token ids, independent of the mutable state that a Hugging Face tokenizer shares between its callers."""
+"""Turns text into token ids, apart from the state that a Hugging Face tokenizer shares between its callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the earlier turns of a conversation end in a prompt: right where the model's template lets an answer begin."""
+"""Finds where a conversation's earlier turns end in a prompt: where the model's template lets an answer begin."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Retrieval joined with an engine: index documents, ask questions."""
+"""Joins retrieval with an engine: indexes documents, asks questions."""

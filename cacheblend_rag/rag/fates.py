@@ -1,4 +1,4 @@
-"""What became of a prompt's tokens: of each chunk's KV, and of the prompt as a whole."""
+"""Works out what became of a prompt's tokens: of each chunk's KV, and of the prompt as a whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Fate = Literal["exact", "reused", "recomputed", "missing"]
 
 @dataclass(frozen=True)
 class ChunkFate:
-    """What became of one chunk in a prompt.
+    """Says what became of one chunk in a prompt.
 
     Attributes:
         id: The chunk's id.
@@ -41,7 +41,7 @@ class ChunkFate:
 
 @dataclass(frozen=True)
 class PromptFate:
-    """What became of a prompt's tokens. The five counts add up to the prompt.
+    """Counts what became of a prompt's tokens. The five counts add up to the prompt.
 
     Attributes:
         exact: Tokens of the exact prefix.

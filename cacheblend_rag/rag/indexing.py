@@ -1,4 +1,4 @@
-"""Bringing an index and the KV store up to date with files."""
+"""Brings an index and the KV store up to date with files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class IndexProgress:
-    """Where indexing stands.
+    """Says how far indexing is.
 
     Attributes:
         path: The document at hand.
@@ -44,7 +44,7 @@ class IndexProgress:
 
 @dataclass
 class IndexReport:
-    """What indexing did. Paths are absolute.
+    """Says what indexing did. Paths are absolute.
 
     Attributes:
         added: Documents that are new.

@@ -1,4 +1,4 @@
-"""Looking inside one prompt: KV deviation of its tokens, and the question's attention under any way to treat stored KV."""
+"""Looks inside one prompt: its tokens' KV deviation, the question's attention, for any treatment of stored KV."""
 
 from __future__ import annotations
 

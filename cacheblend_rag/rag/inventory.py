@@ -1,4 +1,4 @@
-"""What a store directory holds, chunk by chunk, without loading a model: the index and the KV store joined by key."""
+"""Lists what a store directory holds, chunk by chunk, without a model: the index and the KV store joined by key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class InventoryItem:
 
 @dataclass(frozen=True)
 class RemovedDocument:
-    """What went with a document.
+    """Says what went with a document.
 
     Attributes:
         path: The document.
@@ -64,7 +64,7 @@ class RemovedDocument:
 
 @dataclass(frozen=True)
 class PinnedDocuments:
-    """What was pinned with some documents, or is no longer.
+    """Says what was pinned with some documents, or is no longer.
 
     Attributes:
         chunks: Their distinct chunks.

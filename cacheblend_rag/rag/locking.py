@@ -1,4 +1,4 @@
-"""One run at a time indexes into a directory: two would compute everything twice."""
+"""Lets one run at a time index into a directory: two would compute everything twice."""
 
 from __future__ import annotations
 

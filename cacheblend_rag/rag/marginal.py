@@ -1,4 +1,4 @@
-"""Answers by the sum over chunks of p(y|z, x) p(z|x), each chunk alone in its prompt (REALM equation 1; RAG-Sequence)."""
+"""Answers by the sum over chunks of p(y|z, x) p(z|x), each chunk alone in its prompt (REALM equation 1)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPERATURE: Final = 0.05
 
 @dataclass(frozen=True)
 class Marginal:
-    """What each chunk alone made of a question.
+    """Holds what each chunk alone made of a question.
 
     Attributes:
         generations: What the engine reports of each prompt, in their order.
@@ -41,7 +41,7 @@ class Marginal:
 
     @property
     def generation(self) -> Generation:
-        """That of the first prompt which gave the likeliest answer."""
+        """Return that of the first prompt which gave the likeliest answer."""
         return next(done for done in self.generations if done.text.strip() == self.best)
 
 

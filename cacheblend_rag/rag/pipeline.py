@@ -1,4 +1,4 @@
-"""RAG without a framework: an index and an engine."""
+"""Answers questions by an index and an engine, without a framework."""
 
 from __future__ import annotations
 

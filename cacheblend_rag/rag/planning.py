@@ -1,4 +1,4 @@
-"""What an indexing run has before it: which documents must be indexed, and how much KV that takes."""
+"""Plans an indexing run: which documents must be indexed, and how much KV that takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_KEPT = 32 << 20
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """How much there is to index, known before all but one chunk of it is computed.
+    """Says how much there is to index, known before all but one chunk of it is computed.
 
     Attributes:
         documents: Documents that are new or changed.
@@ -37,7 +37,7 @@ class IndexPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the budget has room for all of it, as far as that is known."""
+        """Return whether the budget has room for all of it, as far as that is known."""
         return self.kv_bytes is None or self.room_bytes is None or self.kv_bytes <= self.room_bytes
 
 

@@ -1,4 +1,4 @@
-"""What goes into a pipeline and comes out of it: turns of a conversation, sources, answers."""
+"""Holds what goes into a pipeline and comes out of it: turns of a conversation, sources, answers."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Source:
 
     @property
     def place(self) -> str:
-        """Where in the document it stands, in words: its pages, else the number of the chunk."""
+        """Return where in the document it stands, in words: its pages, else the number of the chunk."""
         return self.pages or f"chunk {self.ordinal}"
 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What a question brought up: chunks, best first, hits followed by their continuations; and the seconds it took."""
+    """Holds a question's chunks, best first, hits followed by their continuations; and the seconds it took."""
 
     hits: tuple[Hit, ...]
     seconds: float

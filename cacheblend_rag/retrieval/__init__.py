@@ -1,1 +1,1 @@
-"""From files to the chunks nearest to a question: extraction, chunking, embedding, the index."""
+"""Finds the chunks nearest to a question: extracts text from files, cuts it, embeds chunks, keeps the index."""

@@ -1,4 +1,4 @@
-"""Split documents into chunks of the LLM's own tokens."""
+"""Splits documents into chunks of the LLM's own tokens."""
 
 from __future__ import annotations
 

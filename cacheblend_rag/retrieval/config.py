@@ -1,4 +1,4 @@
-"""What an index was made with: kept in its file, and compared with what it is opened for."""
+"""Says how an index was made: kept in its file, and compared with what it is opened for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.store.kv import ModelFingerprint
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """What an index was made with; opening it with anything else is refused.
+    """Says how an index was made; opening it with anything else is refused.
 
     Attributes:
         model: The LLM whose tokens the chunks are made of.

@@ -1,4 +1,4 @@
-"""The tables of an index: the single source of truth about documents, chunks and vectors. ``index.py`` says what for."""
+"""Keeps an index's documents, chunks and vectors in tables, their single source of truth; see ``index.py``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _METADATA_OF_CHUNK = (
 
 
 class IndexDatabase(SQLiteFile):
-    """What :class:`~cacheblend_rag.retrieval.index.ChunkIndex` keeps, as rows; "row" is a chunk's number in its table.
+    """Keeps :class:`~cacheblend_rag.retrieval.index.ChunkIndex` in rows; "row" is a chunk's number in its table.
 
     Methods that change something need a transaction around them.
 

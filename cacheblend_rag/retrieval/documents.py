@@ -1,4 +1,4 @@
-"""Documents as text: which files there are, and what is in each."""
+"""Reads documents as text: which files there are, and what is in each."""
 
 from __future__ import annotations
 

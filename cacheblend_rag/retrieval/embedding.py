@@ -1,4 +1,4 @@
-"""Texts to vectors with sentence-transformers, the embedded default's weights coming with a package."""
+"""Turns texts into vectors with sentence-transformers; the default model's weights come with a package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the bytes of a file to its text."""
+"""Turns the bytes of a file into its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kind of file system a directory lies on."""
+"""Tells on what kind of file system a directory lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index: documents, their chunks and embeddings, searched by meaning and kept in one file beside the KV store."""
+"""Keeps documents, their chunks and embeddings in one file beside the KV store, and searches them by meaning."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class IndexStats:
 
 
 class ChunkIndex:
-    """What was indexed in one directory: documents, chunks, vectors, but no KV.
+    """Keeps what was indexed in one directory: documents, chunks, vectors, but no KV.
 
     Thread-safe; any number of processes may use it at once. The embedding model and FAISS are loaded by the first call that
     needs them. The search follows what other processes change.
@@ -104,7 +104,7 @@ class ChunkIndex:
 
     @property
     def config(self) -> IndexConfig:
-        """What the index was made with."""
+        """Return the settings that the index was made with."""
         return self._database.config()
 
     @property

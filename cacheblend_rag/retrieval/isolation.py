@@ -28,7 +28,7 @@ _ADVICE: Final = "convert it to text"
 
 @dataclass(frozen=True)
 class ParserLimits:
-    """What parsing one file may take. Sizes in bytes, times in seconds.
+    """Limits what parsing one file may take. Sizes in bytes, times in seconds.
 
     Attributes:
         cpu_s: Time of computing, and

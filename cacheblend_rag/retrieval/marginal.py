@@ -1,4 +1,4 @@
-"""p(y|x) = Σ p(y|z,x) p(z|x) over the candidates, and what its gradient tells a retriever (REALM, arXiv 2002.08909)."""
+"""Computes p(y|x) = Σ p(y|z,x) p(z|x) over candidates, and its gradient for a retriever (REALM, arXiv 2002.08909)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Word and PowerPoint files as text; python-docx and python-pptx, which read them, come with the extra `documents`."""
+"""Reads Word and PowerPoint files as text; python-docx and python-pptx come with the extra `documents`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed vectors: a quarter of their size, in a file that is mapped, not read, and of which a search looks at a small part.
+"""Packs vectors into a quarter of their size, in a mapped file of which a search reads a small part.
 
 FAISS does it: an inverted file of 8-bit scalars. What it finds are candidates, whose similarities are computed from the vectors
 as they are in the index. The file can always be made again.

@@ -1,4 +1,4 @@
-"""The process that parses files which nobody vouches for: it has limits, no secrets, and can be killed.
+"""Parses files which nobody vouches for, in a process that has limits, no secrets, and can be killed.
 
 :mod:`~cacheblend_rag.retrieval.isolation` starts it. On its standard input come, again and again, a line of JSON
 (:class:`Task`) and the bytes of a file; on its standard output goes a line of JSON for each: the text and what is known of it,
@@ -36,7 +36,7 @@ _MOST_WARNINGS, _LONGEST_WARNING = 20, 500
 
 
 class Task(NamedTuple):
-    """What a file may take. Sizes in bytes, times in seconds.
+    """Limits what a file may take. Sizes in bytes, times in seconds.
 
     Attributes:
         suffix: Its type, among :data:`PARSERS`.

@@ -1,4 +1,4 @@
-"""The SQLite file of the chunks registered with a server over HTTP, of any number of models and tenants."""
+"""Keeps the chunks registered with a server over HTTP in SQLite, for any number of models and tenants."""
 
 from __future__ import annotations
 

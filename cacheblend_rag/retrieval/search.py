@@ -1,4 +1,4 @@
-"""Nearest-neighbour search over the vectors of an index: packed in a file from 100,000 on, those added since in memory."""
+"""Finds the vectors nearest to a question: packed in a file from 100,000 on, those added since in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class VectorSearch:
-    """What is nearest to a question, following the database. Use :meth:`search` inside a transaction, whose lock it relies on."""
+    """Finds what is nearest to a question, following the database; :meth:`search` relies on a transaction's lock."""
 
     def __init__(self, database: IndexDatabase):
         """Follow ``database``; nothing is read before the first search."""

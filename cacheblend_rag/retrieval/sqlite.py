@@ -1,4 +1,4 @@
-"""What the library's SQLite files share: opening, transactions, errors a user can act on, and how a chunk is stored.
+"""Holds what the library's SQLite files share: opening, transactions, errors a user can act on, a chunk's row.
 
 The tables are in the modules of the two files: ``database.py`` (the index) and ``registered.py`` (the server's chunks).
 """

@@ -1,4 +1,4 @@
-"""Tables and JSON as text."""
+"""Reads tables and JSON as text."""
 
 from __future__ import annotations
 

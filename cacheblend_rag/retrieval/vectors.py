@@ -1,4 +1,4 @@
-"""The table of vectors, by their ids: these grow, and none is used twice, so an id says whether a vector is new."""
+"""Keeps the table of vectors by their ids: these grow, and none is used twice, so a higher id is a newer vector."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKED_TABLE = (
 
 @dataclass(frozen=True)
 class PackedVectors:
-    """What is known of a file of packed vectors (``packed.py``).
+    """Describes a file of packed vectors (``packed.py``).
 
     Attributes:
         file: Its name, in the index's directory.

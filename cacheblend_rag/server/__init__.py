@@ -1,1 +1,1 @@
-"""The server: vLLM's own OpenAI server on a blending engine, with routes for chunks."""
+"""Serves OpenAI's API: vLLM's own server on a blending engine, with routes for chunks."""

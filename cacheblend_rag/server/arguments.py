@@ -1,4 +1,4 @@
-"""From the command line to what vLLM's server is started with."""
+"""Turns the command line into what vLLM's server is started with."""
 
 from __future__ import annotations
 

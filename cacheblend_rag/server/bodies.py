@@ -1,4 +1,4 @@
-"""The limits on a request's body: bytes, values, and the time it may take to come."""
+"""Limits a request's body: bytes, values, and the time it may take to come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a server's chunks come from: the index in its store directory, registration over HTTP, and prompts."""
+"""Keeps a server's chunks in step with the index in its store directory, registration over HTTP, and prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes of ``/v1/chunks`` do, without HTTP: between a request and the catalogue, registry and KV store."""
+"""Does the work of ``/v1/chunks`` without HTTP: between a request and the catalogue, registry and KV store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ConflictError(InputError):
 
 
 class Wanted(NamedTuple):
-    """What a request wants registered, and for whom."""
+    """Says what a request wants registered, and for whom."""
 
     chunks: list[Chunk]
     holder: str

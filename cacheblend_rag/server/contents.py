@@ -1,4 +1,4 @@
-"""What a request's messages say, apart from how the chat template writes it."""
+"""Reads what a request's messages say, apart from how the chat template writes it."""
 
 from __future__ import annotations
 

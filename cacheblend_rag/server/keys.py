@@ -1,4 +1,4 @@
-"""Who may ask a server what: API keys with roles and tenants, given one by one or in a file."""
+"""Decides who may ask a server what: API keys with roles and tenants, given one by one or in a file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Key:
 
     @property
     def operator(self) -> bool:
-        """Whether it is good for what is not one tenant's."""
+        """Return whether it is good for what is not one tenant's."""
         return self.role == "admin" and self.tenant == DEFAULT_NAME
 
 

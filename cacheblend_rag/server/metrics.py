@@ -1,4 +1,4 @@
-"""Prometheus metrics of reuse, beside vLLM's own on ``/metrics``."""
+"""Counts reuse in Prometheus metrics, beside vLLM's own on ``/metrics``."""
 
 from __future__ import annotations
 

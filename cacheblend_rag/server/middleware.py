@@ -1,4 +1,4 @@
-"""What stands before every route: the API key, the tenant's quota, and (``bodies.py``) the limits on a request's body.
+"""Stands before every route: checks API key, tenant's quota, and (``bodies.py``) the limits on a request's body.
 
 vLLM adds middleware by name and without arguments, so these read theirs from the application's ``state.limits``.
 """
@@ -38,7 +38,7 @@ _NO_LIMIT = Admission()
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Who may send how much.
+    """Says who may send how much.
 
     Attributes:
         keys: API keys; none: everybody may do everything.

@@ -1,4 +1,4 @@
-"""Chunks that a request names: by ``chunk_ids``, by the id of a text block, or by marking a block as worth caching."""
+"""Finds the chunks that a request names: by ``chunk_ids``, a text block's id, or a block's mark to cache it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator sees of requests besides the counters: spans, refusals, and log lines with tenant and trace."""
+"""Shows an operator requests besides the counters: spans, refusals, and log lines with tenant and trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` and ``/docs`` say of the routes of ``/v1/chunks``: their bodies, queries, answers and errors."""
+"""Describes ``/v1/chunks`` for ``/openapi.json`` and ``/docs``: bodies, queries, answers and errors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Flushed(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What was wrong, and what to do about it."""
+    """Says what was wrong, and what to do about it."""
 
     message: str
     type: str

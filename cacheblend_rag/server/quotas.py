@@ -1,4 +1,4 @@
-"""How much a tenant may have stored, and how much it may ask: limits, and who is let in."""
+"""Limits how much a tenant may have stored and how much it may ask, and lets its requests in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import ceil
 
 @dataclass(frozen=True)
 class Quota:
-    """What a tenant may use of one server; None sets no limit.
+    """Limits what a tenant may use of one server; None sets no limit.
 
     Attributes:
         max_chunks: How many chunks it may have registered; None: as many as ``--max-chunks`` says.

@@ -1,4 +1,4 @@
-"""From a request to the engine's input: chunks are found in what vLLM has rendered, and bring their own token ids.
+"""Makes the engine's input of a request: chunks found in what vLLM has rendered bring their own token ids.
 
 vLLM's renderer does all of its own work first: templates, tools, limits, errors. Only the token ids of a prompt that holds
 chunks are replaced, because a chunk's tokens must be those its KV was computed for.

@@ -1,4 +1,4 @@
-"""How a prompt was handled goes into ``usage``, whole answers and streams alike."""
+"""Adds how a prompt was handled to ``usage``, of whole answers and streams alike."""
 
 from __future__ import annotations
 

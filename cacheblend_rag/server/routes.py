@@ -1,4 +1,4 @@
-"""The HTTP routes of ``/v1/chunks``: precompute, list, inspect and delete chunks. What they do is in ``chunks.py``."""
+"""Routes ``/v1/chunks``: precompute, list, inspect and delete chunks. What they do is in ``chunks.py``."""
 
 from __future__ import annotations
 

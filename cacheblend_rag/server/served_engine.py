@@ -1,4 +1,4 @@
-"""The engine as vLLM's handlers see it: every prompt of every route passes here."""
+"""Shows vLLM's handlers an engine that blends: every prompt of every route passes here."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TokensUsed:
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return self._prompt + self._answers.total()
 
 

@@ -1,4 +1,4 @@
-"""Who asks, and what of the server is theirs: every tenant has a client and a catalogue of its own."""
+"""Tells who asks, and what of the server is theirs: every tenant has a client and a catalogue of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose key a request carries.
+    """Says whose key a request carries.
 
     Attributes:
         tenant: The key's tenant.
@@ -96,7 +96,7 @@ class StandIn:
 
 
 class ServedTenants(ByTenant[Served]):
-    """All tenants of a server."""
+    """Holds all tenants of a server."""
 
     @classmethod
     def open(
@@ -135,17 +135,17 @@ class ServedTenants(ByTenant[Served]):
 
     @property
     def alone(self) -> bool:
-        """Whether there is only one tenant."""
+        """Return whether there is only one tenant."""
         return len(self.each) == 1
 
     @property
     def known(self) -> int:
-        """How many chunks are known, of all tenants together."""
+        """Return how many chunks are known, of all tenants together."""
         return sum(len(served.client.registry) for served in self.each.values())
 
     @property
     def warnings(self) -> list[str]:
-        """What the operator should know."""
+        """Return what the operator should know."""
         return [warning for served in self.each.values() for warning in served.catalogue.warnings]
 
     def watch(self) -> None:

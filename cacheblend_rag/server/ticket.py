@@ -1,4 +1,4 @@
-"""What a prompt carries from the renderer, through vLLM's handlers, to the engine and back to the report."""
+"""Carries a prompt's plan from the renderer, through vLLM's handlers, to the engine and back to the report."""
 
 from __future__ import annotations
 

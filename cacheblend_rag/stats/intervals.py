@@ -1,4 +1,4 @@
-"""95% intervals of shares, means and quantiles; none where a sample is too small, or too uniform, to say anything."""
+"""Computes 95% intervals of shares, means and quantiles; none where a sample is too small or too uniform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an answer is scored: exact match and token F1 as in SQuAD, F1 over the model's tokens, Rouge-L, first-token KL."""
+"""Scores answers: exact match and token F1 as in SQuAD, F1 over the model's tokens, Rouge-L, first-token KL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How plots look: one colour and marker per method everywhere, readable in print and without colour."""
+"""Styles plots: one colour and marker per method everywhere, readable in print and without colour."""
 
 from __future__ import annotations
 

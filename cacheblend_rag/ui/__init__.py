@@ -1,1 +1,1 @@
-"""A chat over documents in the browser: a page on Gradio, thin over `RagPipeline`."""
+"""Shows a chat over documents in the browser: a page on Gradio, thin over `RagPipeline`."""

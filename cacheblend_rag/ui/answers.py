@@ -1,4 +1,4 @@
-"""The part of the page that shows what an answer rests on: its sources, the methods compared, and why."""
+"""Shows what an answer rests on: its sources, the methods compared, and why."""
 
 from __future__ import annotations
 

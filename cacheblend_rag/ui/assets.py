@@ -1,4 +1,4 @@
-"""The page's own style sheet and scripts, which lie beside this file."""
+"""Loads the page's own style sheet and scripts, which lie beside this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the page where questions are asked and answers are written."""
+"""Builds the part of the page where questions are asked and answers are written."""
 
 from __future__ import annotations
 

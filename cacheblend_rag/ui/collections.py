@@ -1,4 +1,4 @@
-"""Collections: store directories whose documents are asked about, one at a time."""
+"""Keeps collections: store directories whose documents are asked about, one at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = Literal["waiting", "indexing", "done", "unchanged", "skipped", "removed"
 
 @dataclass(frozen=True)
 class FileState:
-    """Where one file stands while documents are indexed: its name, how far it is, and what to say of it."""
+    """Says how far one file is while documents are indexed: its name, its state, and what to say of it."""
 
     name: str
     state: State = "waiting"

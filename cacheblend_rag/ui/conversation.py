@@ -1,4 +1,4 @@
-"""Conversations: what each tab has asked, what was answered, and where the answers come from."""
+"""Keeps conversations: what each tab has asked, what was answered, and where the answers come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the page where collections are chosen and documents are added and deleted."""
+"""Builds the part of the page where collections are chosen and documents are added and deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serving the page on this machine."""
+"""Serves the page on this machine."""
 
 from __future__ import annotations
 

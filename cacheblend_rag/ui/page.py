@@ -1,4 +1,4 @@
-"""The page: documents at the side, the conversation in the middle, what answers rest on beside it."""
+"""Lays out the page: documents at the side, the conversation in the middle, what answers rest on beside it."""
 
 from __future__ import annotations
 

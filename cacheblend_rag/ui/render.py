@@ -1,4 +1,4 @@
-"""An answer's numbers and sources as HTML. Whatever comes from documents or models is escaped here."""
+"""Writes an answer's numbers and sources as HTML. Whatever comes from documents or models is escaped here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The panel that shows why: a prompt's chunks, coloured by KV deviation, with the recomputed tokens marked."""
+"""Shows why: a prompt's chunks, coloured by KV deviation, with the recomputed tokens marked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEVELS = 5
 
 @dataclass(frozen=True)
 class Deviations:
-    """How far tokens' stored KV is from what the prompt makes of it.
+    """Measures how far tokens' stored KV is from what the prompt makes of it.
 
     Attributes:
         of: By position in the prompt.

@@ -1,4 +1,4 @@
-"""What all tabs of one page share: the model, loaded while the page is already there, and the collections."""
+"""Holds what all tabs of one page share: the model, loaded while the page is already there, and the collections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOADING = "Loading the model…"
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line has chosen for the page.
+    """Holds what the command line has chosen for the page.
 
     Attributes:
         load_engine: Loads the model in front of a store directory; called once, in a thread.
@@ -66,7 +66,7 @@ class Workspace:
 
     @property
     def ready(self) -> bool:
-        """Whether the model is loaded."""
+        """Return whether the model is loaded."""
         return self._collections is not None
 
     @property
