@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from cacheblend_rag.lab.bench import drop_page_cache
-from cacheblend_rag.store import ChunkKV, DiskStore, Keyring, KVKey, LayerKV
+from cacheblend_rag.store import ChunkKV, DiskStore, EntryFormat, Keyring, KVKey, LayerKV
 
 
 def write_plain(file: Path, data: list[memoryview]) -> None:
@@ -54,7 +54,10 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, object]:
     kv = ChunkKV([LayerKV(*torch.randn(2, *shape).to(dtype).clone().unbind()) for _ in range(args.layers)], start=0)
     blocks = [tensor.contiguous().view(torch.uint8).numpy().data for layer in kv.layers for tensor in layer]
     ring = Keyring({"default": os.urandom(32)}, root / "keys")
-    stores = {"store": DiskStore(root / "store"), "encrypted": DiskStore(root / "encrypted", keys=ring)}
+    stores = {
+        "store": DiskStore(root / "store"),
+        "encrypted": DiskStore(root / "encrypted", format=EntryFormat(keys=ring)),
+    }
     keys = [KVKey(f"{index:040x}") for index in range(args.entries)]
     seconds: dict[str, list[float]] = defaultdict(list)
 

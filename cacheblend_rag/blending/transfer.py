@@ -1,4 +1,4 @@
-"""Between host memory and the device while it computes: the only place that knows of streams, events and pinned buffers."""
+"""Between host memory and the device while it computes: the only place that knows of streams, events and page-locked buffers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from cacheblend_rag.store.block import flat, laid_out, nbytes_of, packed, plain, unflat
 from cacheblend_rag.store.kv import LayerKV
-from cacheblend_rag.store.pinned import PinnedMemory, can_pin
+from cacheblend_rag.store.pagelocked import PageLockedMemory, can_page_lock
 
-# Buffers for what does not lie in pinned memory: a chunk's layer of a large model in each (512 tokens of 8 KV heads of 128,
+# Buffers for what does not lie in page-locked memory: a chunk's layer of a large model in each (512 tokens of 8 KV heads of 128,
 # in 16 bits, are 2 MiB), enough of them for a few threads to read while the device copies.
 BUFFER_BYTES = 8 << 20
 _BUFFERS = 8
@@ -57,8 +57,8 @@ class Staged:
 class Transfer:
     """Copies from and to one device on streams of its own, so that copying and computing go on side by side.
 
-    Thread-safe. What lies in pinned memory is copied from where it is, at once and without a thread; what does not passes
-    through pinned buffers, which the calling thread fills.
+    Thread-safe. What lies in page-locked memory is copied from where it is, at once and without a thread; what does not passes
+    through page-locked buffers, which the calling thread fills.
     """
 
     def __init__(self, device: torch.device):
@@ -66,15 +66,15 @@ class Transfer:
         self._device = device
         self._module = torch.get_device_module(device)
         self._up, self._down = self._module.Stream(device), self._module.Stream(device)
-        self._buffers = PinnedMemory(device, _BUFFERS * BUFFER_BYTES)
+        self._buffers = PageLockedMemory(device, _BUFFERS * BUFFER_BYTES)
         self._has_buffers = self._buffers.grow(_BUFFERS * BUFFER_BYTES)
         self._lock = threading.Lock()
         self._in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return memory to read into before :meth:`stage`, as a :data:`~cacheblend_rag.store.block.Take` (blocking).
+        """Return memory to read into before :meth:`stage`, as a :data:`~cacheblend_rag.store.kv.Take` (blocking).
 
-        It is a pinned buffer where one is large enough.
+        It is a page-locked buffer where one is large enough.
         """
         if nbytes > BUFFER_BYTES or not self._has_buffers:
             return plain(nbytes)
@@ -206,7 +206,7 @@ def _arrive(ready: Any, shapes: Sequence[LayerKV], memory: torch.Tensor) -> list
 
 def transfer_to(device: torch.device) -> Transfer | None:
     """Return the transfer to ``device``, one for the whole process; None for a CPU and for devices without streams."""
-    if not can_pin(device):
+    if not can_page_lock(device):
         return None
     index = torch.get_device_module(device).current_device() if device.index is None else device.index
     return _transfer_to(torch.device(device.type, index))
@@ -221,12 +221,12 @@ def fetch(layers: Sequence[LayerKV], room: Callable[[int], torch.Tensor | None])
     """Begin to copy an entry's layers to host memory, where each is one block. The caller does not wait for it.
 
     From a device: one gather on the caller's stream, so that the layers may be overwritten by what comes next on it, and one
-    copy beside it into pinned memory; without such memory the copy is left to the :data:`Arrival`. From a CPU all is left to
+    copy beside it into page-locked memory; without such memory the copy is left to the :data:`Arrival`. From a CPU all is left to
     it, and the layers must stay as they are until then.
 
     Args:
         layers: Of one dtype, each ``[kv_heads, tokens, head_dim]``.
-        room: Gives pinned memory for so many bytes, or None; see :meth:`KVStore.room`.
+        room: Gives page-locked memory for so many bytes, or None; see :func:`~cacheblend_rag.store.base.room_in`.
     """
     transfer = transfer_to(layers[0].k.device)
     if transfer is None:

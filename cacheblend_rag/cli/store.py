@@ -17,7 +17,7 @@ from cacheblend_rag.console.output import print_json, progress, seconds, size, s
 
 if TYPE_CHECKING:
     from cacheblend_rag.doctor.storage import StoragePlan
-    from cacheblend_rag.rag.inventory import TierUse
+    from cacheblend_rag.rag.inventory import Inventory, TierUse
     from cacheblend_rag.store import StoreStats
 
 store = typer.Typer(
@@ -41,6 +41,7 @@ def stats(directory: options.Store = None, tenant: options.Tenant = "default", a
         kv, index = inventory.stats()
         tiers = inventory.tiers(kv)
         pins = len(inventory.store.pins())
+        _say_unlisted(inventory)
     kept_in = recorded_tiers(place)
     if as_json:
         shown = [_tier_json(tier) for tier in tiers]
@@ -58,7 +59,7 @@ def stats(directory: options.Store = None, tenant: options.Tenant = "default", a
     rows = [["tier", "codec", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading", "hidden"]]
     for tier in tiers:
         found, counted = tier.stats, tier.activity
-        held = found is not None and not found.out
+        held = found is not None and found.listed and not found.out
         rows.append(
             [
                 tier.name,
@@ -79,13 +80,23 @@ def stats(directory: options.Store = None, tenant: options.Tenant = "default", a
             typer.echo(f"\nThe {tier.name} tier does not answer: {tier.stats.out}")
 
 
+def _say_unlisted(inventory: Inventory) -> None:
+    """Say on stderr of which tiers a listing knows nothing."""
+    for name in inventory.store.unlisted:
+        typer.echo(
+            f"The {name} tier cannot be listed: what it alone holds is neither counted nor checked here, and of it only the KV "
+            "of indexed chunks is shown.",
+            err=True,
+        )
+
+
 def _codec(tier: StoreStats | None) -> str | None:
     return None if tier is None else tier.codec.replace("raw", "none")  # as addresses say it
 
 
 def _tier_json(tier: TierUse) -> dict[str, Any]:
     found, counted = tier.stats, tier.activity
-    held = found if found is not None and not found.out else None
+    held = found if found is not None and found.listed and not found.out else None
     return {
         "tier": tier.name,
         "codec": _codec(found),
@@ -126,6 +137,7 @@ def ls(directory: options.Store = None, tenant: options.Tenant = "default", as_j
 
     with Inventory(options.store_directory(directory), tenant) as inventory:
         items = inventory.items()
+        _say_unlisted(inventory)
     if as_json:
         print_json([asdict(item) for item in items])
         return
@@ -269,6 +281,7 @@ def verify(
 
     with Inventory(options.store_directory(directory)) as inventory, status("Verifying"):
         report = inventory.store.verify(repair=not keep)
+        _say_unlisted(inventory)
     if as_json:
         found = {"checked": report.checked, "damaged": report.damaged, "removed": bool(report.damaged) and not keep}
         print_json({**found, "unreadable": report.unreadable})

@@ -25,7 +25,7 @@ def measure_ram_copy() -> float:
 
 
 def measure_device_copy(device: torch.device) -> float:
-    """Return the rate of copying 256 MiB of pinned memory to a CUDA device."""
+    """Return the rate of copying 256 MiB of page-locked memory to a CUDA device."""
     source = torch.ones(_BLOCK, dtype=torch.uint8).pin_memory()
     target = torch.empty(_BLOCK, dtype=torch.uint8, device=device)
 

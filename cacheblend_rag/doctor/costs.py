@@ -39,7 +39,7 @@ def measure_costs(place: Workbench, store: Path, progress: Callable[[str], None]
     """Measure a model on its device, and the tiers of the store at ``store``; takes seconds.
 
     Disks are read with an empty page cache: what the controller reckons with is what holds on a bad day, and runs correct it.
-    Of a tier on another machine an entry of 8 MiB is put and read, and removed again; one that does not answer is left out.
+    Of any other tier an entry of 8 MiB is put and read, and removed again; one that does not answer is left out.
     """
     say = progress or (lambda line: None)
     say("computing")
@@ -53,16 +53,15 @@ def measure_costs(place: Workbench, store: Path, progress: Callable[[str], None]
                 say(tier.tier)
                 if (rate := measure_disk_read(tier.root, cold=True)) is not None:
                     tiers[tier.tier] = TierCost(measure_disk_latency(tier.root), rate)
-            elif tier.remote:
-                (name,) = tier.activity()
-                say(name)
+            elif tier.lasts:
+                say(tier.tier)
                 if (cost := measure_remote(tier)) is not None:
-                    tiers[name] = cost
+                    tiers[tier.tier] = cost
     return Costs(place.engine.num_layers, compute, tiers)
 
 
 def measure_remote(tier: KVStore) -> TierCost | None:
-    """Return what reading layers from a tier on another machine costs; None where it does not answer, or has no room."""
+    """Return what reading layers from a tier that is no directory costs; None where it does not answer, or has no room."""
     # Of numbers that no codec makes smaller.
     layer = LayerKV(*torch.randint(256, (2, 1, _PROBE_TOKENS, _PROBE_DIM), dtype=torch.uint8))
     probe = ChunkKV([layer] * _PROBE_LAYERS, 0)

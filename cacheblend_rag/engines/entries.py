@@ -11,8 +11,8 @@ import torch
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
-from cacheblend_rag.store.block import Take, plain
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, kv_key
+from cacheblend_rag.store.block import plain
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, Take, kv_key
 from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 

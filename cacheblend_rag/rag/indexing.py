@@ -13,6 +13,7 @@ from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, file_digest, find_documents, load_document
 from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store.base import stats_of
 
 _BATCH = 64
 
@@ -150,7 +151,7 @@ class _IndexRun:
         if entries is None:
             return
         lasting = entries.lasting()
-        stats = lasting.store.stats()
+        stats = stats_of(lasting.store)
         self.report.kv_bytes = max(
             tier.nbytes for tier in stats.tiers or (stats,)
         )  # the largest keeps all, others copies

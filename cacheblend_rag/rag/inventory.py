@@ -12,7 +12,8 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError, UnknownChunkError
 from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
-from cacheblend_rag.store import StoreStats, TieredStore, open_store, recorded_tiers
+from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
+from cacheblend_rag.store.base import Evicting
 from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.tally import StoreTally
@@ -122,7 +123,7 @@ class Inventory:
             for chunk in index.chunks() if index is not None else ():
                 assert own is not None
                 key = own.own_key(chunk.token_ids)
-                entry = entries.pop(key, None)
+                entry = entries.pop(key, None) or (self.store.entry(key) if self.store.unlisted else None)
                 path = str(chunk.metadata.get("source", ""))
                 nbytes, used = (entry.nbytes, entry.last_used) if entry is not None else (None, None)
                 found.append(InventoryItem(chunk.id, path, len(chunk.token_ids), key, nbytes, used))
@@ -160,15 +161,17 @@ class Inventory:
         """
         if tier is None:
             return self.store.evict(to_bytes)
-        tiers = self.store.tiers if isinstance(self.store, TieredStore) else (self.store,)
-        by_name = {name: each for each in tiers for name in each.activity()}
+        by_name = {each.tier: each for each in self.store.tiers}
         if tier not in by_name:
             raise InputError(f"This store has no tier {tier!r} to evict from; it has {', '.join(by_name)}.")
-        return by_name[tier].evict(to_bytes)
+        if not isinstance(found := by_name[tier], Evicting):
+            raise InputError(
+                f"The tier {tier} evicts nothing: its package does not offer that. `cacheblend store rm` removes."
+            )
+        return found.evict(to_bytes)
 
     def sync(self, on_step: Callable[[int, int], None]) -> SyncReport:
         """See :meth:`TieredStore.sync`."""
-        assert isinstance(self.store, TieredStore)  # as any directory's
         self._need_every_tier()
         return self.store.sync(on_step)
 

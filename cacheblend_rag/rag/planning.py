@@ -10,6 +10,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.chunking import iter_chunks
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
+from cacheblend_rag.store.base import stats_of
 
 _MOST_KEPT = 32 << 20
 """Characters of text whose chunks are kept until their turn comes; further documents are read and cut once more then."""
@@ -118,13 +119,12 @@ class Planner:
         if entries is None or not stored.token_ids:
             return plan
         lasting = entries.lasting()
-        keys = set(lasting.keys(stored.token_ids))
-        sizes = {entry.key: entry.nbytes for entry in lasting.store.entries()}
-        size = sum(nbytes for key, nbytes in sizes.items() if key in keys)
+        found = (lasting.store.entry(key) for key in lasting.keys(stored.token_ids))
+        size = sum(entry.nbytes for entry in found if entry is not None)
         if not size:
             return plan
         expected = size * plan.tokens // len(stored.token_ids)
         # The chunk itself counts as room: it is part of what is expected.
         budget = lasting.store.budget
-        room = None if budget is None else max(0, budget - sum(sizes.values()) + size)
+        room = None if budget is None else max(0, budget - stats_of(lasting.store).nbytes + size)
         return IndexPlan(plan.documents, plan.chunks, plan.missing, plan.tokens, expected, room)

@@ -37,6 +37,7 @@ from cacheblend_rag.server.openapi import (
     page_query,
 )
 from cacheblend_rag.server.tenants import calling
+from cacheblend_rag.store.base import stats_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.server.metrics import ReuseMetrics
@@ -148,7 +149,7 @@ class ChunkRoutes:
         await asyncio.to_thread(served.catalogue.refresh)
         # The store is all tenants': its counters would tell one what the others do.
         seen = self._tenants.alone or calling.get().operator
-        held = asdict(await asyncio.to_thread(served.client.store.stats)) if seen else None
+        held = asdict(await asyncio.to_thread(stats_of, served.client.store)) if seen else None
         return JSONResponse(
             {"chunks": len(served.client.registry), "kv": held, "model": self._model.model_dump(mode="json")}
         )

@@ -1,16 +1,21 @@
-"""KV stores: one canonical, immutable copy of each chunk's KV cache, in RAM, on disk, in Redis, in an object store."""
+"""Stores KV: one canonical, immutable copy of each chunk's KV cache, in RAM, on disk, in Redis, in an object store."""
 
-from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, TierOptions, VerifyReport
 from cacheblend_rag.store.disk import DiskStore
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.keyring import Keyring, make_key
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.opening import open_store, record_tiers, recorded_tiers
+from cacheblend_rag.store.source import BytesSource
 from cacheblend_rag.store.tiered import TieredStore
+from cacheblend_rag.store.urls import TierURL
 
 __all__ = [
+    "BytesSource",
     "ChunkKV",
     "DiskStore",
+    "EntryFormat",
     "EntryInfo",
     "KVKey",
     "KVStore",
@@ -18,6 +23,9 @@ __all__ = [
     "LayerKV",
     "MemoryStore",
     "StoreStats",
+    "StoredKV",
+    "TierOptions",
+    "TierURL",
     "TieredStore",
     "VerifyReport",
     "make_key",

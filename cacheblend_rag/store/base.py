@@ -1,19 +1,27 @@
-"""The contract of a KV store. See docs/architecture.md for who calls what when."""
+"""States what every tier of a KV store must do, and, in interfaces of their own, what some can do besides.
+
+Whoever needs what only some can asks with ``isinstance``. See docs/architecture.md for who calls what when.
+"""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypedDict
 
-from cacheblend_rag.store.codec import RAW
-from cacheblend_rag.store.events import Activity, TierReads
-from cacheblend_rag.store.keyring import KeyName, Keyring
-from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
+from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
+from cacheblend_rag.store.events import Activity, Events, TierReads
+from cacheblend_rag.store.format import PLAIN, EntryFormat
+from cacheblend_rag.store.kv import ChunkKV, KeyName, KVKey, StoredKV
+from cacheblend_rag.store.kvfile import KVFile
+from cacheblend_rag.store.source import LayerSource
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger(__name__)
 
 Writes = Literal["through", "back", "demoted"]
 """When a slower tier of several is given an entry: at once, and the put waits for it; a little later, by a thread; when a faster
@@ -25,7 +33,7 @@ TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """The KV of one key, as :meth:`KVStore.entries` lists it. Sizes in bytes, times in seconds since the epoch."""
+    """Describes the KV of one key. Sizes in bytes, times in seconds since the epoch; 0 where a tier keeps no times."""
 
     key: KVKey
     nbytes: int
@@ -35,7 +43,7 @@ class EntryInfo:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counters since the store was opened, and its present contents. Sizes in bytes.
+    """Counts what happened since the store was opened, and its present contents. Sizes in bytes.
 
     Attributes:
         tier: Name of the tier; ``"tiered"`` for several.
@@ -43,6 +51,7 @@ class StoreStats:
         out: Why the tier is not used at the moment, in words; empty if it is. Its contents are then unknown, and counted as 0.
         codec: How a tier encodes what it is given from now on; empty of several tiers.
         tiers: Each tier's own.
+        listed: Whether it can tell what it holds; else its contents are counted as 0.
     """
 
     tier: str
@@ -58,11 +67,12 @@ class StoreStats:
     out: str = ""
     codec: str = ""
     tiers: tuple[StoreStats, ...] = field(default=())
+    listed: bool = True
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a full check found. Damaged entries have been removed when ``repair`` was asked for.
+    """Says what a full check found. Damaged entries have been removed when ``repair`` was asked for.
 
     Attributes:
         checked: How many entries were looked at.
@@ -74,31 +84,65 @@ class VerifyReport:
     damaged: tuple[KVKey, ...]
     unreadable: tuple[KVKey, ...] = ()
 
+    @classmethod
+    def of(cls, keys: Iterable[KVKey], opened: Callable[[KVKey], KVFile | None]) -> VerifyReport:
+        """Check every entry that ``opened`` opens; one for which it returns None is gone, and not counted."""
+        checked, damaged, unreadable = 0, list[KVKey](), list[KVKey]()
+        for key in keys:
+            try:
+                if (found := opened(key)) is None:
+                    continue
+                found.verify()
+            except DamagedKVError:
+                damaged.append(key)
+            except (StoreUnavailableError, OSError):
+                unreadable.append(key)
+            checked += 1
+        return cls(checked, tuple(damaged), tuple(unreadable))
+
+
+class TierOptions(TypedDict, total=False):
+    """What any tier can be told when it is opened; see :class:`KVStore`."""
+
+    tier: str
+    format: EntryFormat
+    writes: Writes
+
 
 class KVStore(ABC):
-    """One canonical, immutable copy of KV per key.
+    """Keeps one canonical, immutable copy of KV per key: what every tier must do.
 
     All methods may be called from several threads. ``put`` is atomic: a reader sees a whole entry or none. A damaged or
     missing entry is a miss, never a wrong answer; so is one that cannot be read now, and nothing is removed for that.
 
     Attributes:
+        tier: Its name in statistics and costs.
         budget: Bytes that :meth:`put` stays within; None: no limit.
+        format: How entries become bytes.
+        writes: When it is given entries, as a tier of several.
         lasts: Whether entries outlast the process.
         remote: Whether a look-up goes to another machine, and may take its time.
-        codecs: How its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`).
-        keys: What entries are encrypted with where they are written; None for not at all.
-        writes: When it is given entries, as a tier of several.
-        on_evict: Called, if set, with each entry before it is evicted, which waits for it; of tiers with ``tells_evictions``.
     """
 
-    budget: int | None = None
     lasts: bool = True
     remote: bool = False
-    codecs: tuple[str, ...] = (RAW,)
-    keys: Keyring | None = None
-    writes: Writes = "through"
-    tells_evictions: bool = False
-    on_evict: Callable[[KVKey, StoredKV], None] | None = None
+
+    def __init__(
+        self, budget: int | None = None, *, tier: str, format: EntryFormat = PLAIN, writes: Writes = "through"
+    ):
+        """Take what any tier is told; see the class."""
+        self.budget, self.tier, self.format, self.writes = budget, tier, format, writes
+        self._events = Events()
+
+    @property
+    def formats(self) -> tuple[EntryFormat, ...]:
+        """The formats of all its tiers."""
+        return (self.format,)
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """How its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`)."""
+        return tuple(dict.fromkeys(each.codec.name for each in self.formats))
 
     def key_name(self, tenant: str) -> KeyName | None:
         """Return what the keys of a tenant's entries must hold (:func:`~cacheblend_rag.store.kv.kv_key`): the encryption's part.
@@ -106,7 +150,7 @@ class KVStore(ABC):
         Raises:
             InputError: Entries are encrypted, and the tenant has no key.
         """
-        return None if self.keys is None else self.keys.name(tenant)
+        return next((each.keys.name(tenant) for each in self.formats if each.keys is not None), None)
 
     @abstractmethod
     def get(self, key: KVKey) -> StoredKV | None:
@@ -119,7 +163,7 @@ class KVStore(ABC):
         A key that is present is only marked as used, or with ``replace`` gets the new entry in one step (to add what an
         older entry lacks).
 
-        False means that it is larger than what the budget leaves beside pinned entries.
+        False means that it is larger than what the budget leaves beside what must stay.
 
         Raises:
             StoreError: The medium refuses (disk full, read-only) or does not answer. Existing entries are untouched.
@@ -139,18 +183,82 @@ class KVStore(ABC):
             StoreError: The medium refuses, or does not answer.
         """
 
-    def touch(self, key: KVKey) -> None:  # noqa: B027 - not every tier has a cheap way
-        """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
+    @abstractmethod
+    def entry(self, key: KVKey) -> EntryInfo | None:
+        """Describe one entry; None where there is none. It does not count as a use."""
 
-    def pin_for(self, device: torch.device) -> None:  # noqa: B027 - only tiers in memory have something to pin
-        """Hold entries where ``device`` reads them by itself; engines say so of the store they read. Nothing on a CPU."""
+    def close(self) -> None:  # noqa: B027 - not every tier holds something open
+        """Release handles. The store must not be used afterwards."""
 
-    def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-        """Return memory ``[nbytes]``, uint8, in which an entry that is put needs no copy; None if any memory is as good.
+    def __enter__(self) -> Self:
+        """Use as a context manager that closes."""
+        return self
 
-        Least recently used entries are evicted for it. With ``wait`` memory may be pinned for it, which takes long.
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def _stats(self, entries: int, nbytes: int, out: str = "") -> StoreStats:
+        """Return what was counted, beside the contents."""
+        reads, codec = self._events.reads.taken(), self.format.codec.name
+        return StoreStats(
+            self.tier, entries, nbytes, self.budget, **self._events.counts(), reads=reads, out=out, codec=codec
+        )
+
+    def _found(
+        self,
+        key: KVKey,
+        source: LayerSource | None,
+        on_damage: Callable[[KVFile, DamagedKVError], object],
+        at_once: int = 1,
+    ) -> KVFile | None:
+        """Return the entry whose bytes ``source`` has, and count a hit; None, and a miss, where it cannot be read."""
+        found = None
+        try:
+            if source is not None:
+                found = self.format.open(source, key, self.tier, on_damage, self._events, at_once)
+        except (UnknownCodecError, UnknownKeyError) as error:
+            _log.warning("%s", str(error))
+        except (DamagedKVError, StoreUnavailableError):  # told already
+            pass
+        self._events.add("misses" if found is None else "hits")
+        return found
+
+
+class Listing(ABC):
+    """Is offered by a tier that can tell what it holds."""
+
+    @abstractmethod
+    def entries(self) -> Iterator[EntryInfo]:
+        """List what is stored, least recently used first.
+
+        Raises:
+            StoreUnavailableError: A remote tier does not answer.
         """
-        return None
+
+    @abstractmethod
+    def verify(self, repair: bool = True) -> VerifyReport:
+        """Read every entry against its checksums; with ``repair``, remove the damaged ones.
+
+        Raises:
+            StoreUnavailableError: A remote tier does not answer.
+        """
+
+
+class Evicting(ABC):
+    """Is offered by a tier that makes room by evicting what was used least recently, and can be told what must stay."""
+
+    @abstractmethod
+    def evict(self, to_bytes: int) -> int:
+        """Evict least recently used entries until at most ``to_bytes`` remain, or only pinned ones. Return the bytes freed.
+
+        Raises:
+            StoreError: The medium refuses, or does not answer.
+        """
+
+    @abstractmethod
+    def touch(self, key: KVKey) -> None:
+        """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
 
     @abstractmethod
     def pin(self, keys: Iterable[KVKey]) -> None:
@@ -176,53 +284,64 @@ class KVStore(ABC):
             StoreError: It cannot be read.
         """
 
-    @abstractmethod
-    def entry(self, key: KVKey) -> EntryInfo | None:
-        """Return what :meth:`entries` would list of one key, without listing; it does not count as a use."""
+
+class TellsEvictions(ABC):
+    """Is offered by a tier behind which another one can be given what it evicts."""
 
     @abstractmethod
-    def entries(self) -> Iterator[EntryInfo]:
-        """List what is stored, least recently used first.
+    def tell_evictions(self, listener: Callable[[KVKey, StoredKV], None]) -> None:
+        """Call ``listener`` with each entry before it is evicted, which waits for it."""
 
-        Raises:
-            StoreUnavailableError: A remote tier does not answer.
-        """
 
-    @abstractmethod
-    def evict(self, to_bytes: int) -> int:
-        """Evict least recently used entries until at most ``to_bytes`` remain, or only pinned ones. Return the bytes freed.
-
-        Raises:
-            StoreError: The medium refuses, or does not answer.
-        """
+class Reporting(ABC):
+    """Is offered by a tier that counts what happens in it."""
 
     @abstractmethod
     def stats(self) -> StoreStats:
         """Return counters and contents."""
 
+    @abstractmethod
+    def activity(self) -> dict[str, Activity]:
+        """Return what this process has counted, by tier: the counters of :meth:`stats` without looking at the contents."""
+
     def out(self) -> dict[str, bool]:
         """Return of each remote tier whether it is not used at the moment, since it failed or was late."""
         return {}
 
-    def activity(self) -> dict[str, Activity]:
-        """Return what this process has counted, by tier: the counters of :meth:`stats` without looking at the contents."""
-        return {}
+
+class PageLocking(ABC):
+    """Is offered by a tier whose memory can be page-locked, so that a device copies from it by itself."""
 
     @abstractmethod
-    def verify(self, repair: bool = True) -> VerifyReport:
-        """Read every entry against its checksums; with ``repair``, remove the damaged ones.
+    def page_lock_for(self, device: torch.device) -> None:
+        """Hold entries where ``device`` reads them by itself. Nothing on a CPU."""
 
-        Raises:
-            StoreUnavailableError: A remote tier does not answer.
+    @abstractmethod
+    def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
+        """Return memory ``[nbytes]``, uint8, in which an entry that is put needs no copy; None if any memory is as good.
+
+        Least recently used entries are evicted for it. With ``wait`` memory may be page-locked for it, which takes long.
         """
 
-    def close(self) -> None:  # noqa: B027 - not every tier holds something open
-        """Release handles. The store must not be used afterwards."""
 
-    def __enter__(self) -> Self:
-        """Use as a context manager that closes."""
-        return self
+def stats_of(store: KVStore) -> StoreStats:
+    """Return the stats of a store; of a tier that reports none its name, budget and codec."""
+    if isinstance(store, Reporting):
+        return store.stats()
+    return StoreStats(store.tier, 0, 0, store.budget, codec=store.format.codec.name, listed=False)
 
-    def __exit__(self, *exc: object) -> None:
-        """Close."""
-        self.close()
+
+def out_of(store: KVStore) -> dict[str, bool]:
+    """See :meth:`Reporting.out`; nothing of a tier that reports none."""
+    return store.out() if isinstance(store, Reporting) else {}
+
+
+def page_lock_for(store: KVStore, device: torch.device) -> None:
+    """See :meth:`PageLocking.page_lock_for`; engines say so of the store they read. Nothing where it cannot."""
+    if isinstance(store, PageLocking):
+        store.page_lock_for(device)
+
+
+def room_in(store: KVStore, nbytes: int, wait: bool = False) -> torch.Tensor | None:
+    """See :meth:`PageLocking.room`; None where it cannot."""
+    return store.room(nbytes, wait) if isinstance(store, PageLocking) else None

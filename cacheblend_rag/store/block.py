@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from cacheblend_rag.store.kv import LayerKV
-
-Take = Callable[[int], torch.Tensor]
-"""Gives host memory for so many bytes: a tensor ``[nbytes]``, uint8, that nobody else uses while it, or a view of it, lives."""
+from cacheblend_rag.store.kv import LayerKV, Take
 
 ALIGNMENT = 64
 """Bytes to which layers are aligned that are read into one block in any order."""

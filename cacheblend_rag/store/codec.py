@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.block import Take, laid_out, nbytes_of, plain
+from cacheblend_rag.store.block import laid_out, nbytes_of, plain
 from cacheblend_rag.store.eightbits import FP8, INT8, EightBits, Quantised, decode
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.kv import LayerKV, Take
 
 RAW: Final = "raw"
 """The codec that stores keys and values as they are; ``none`` in addresses."""

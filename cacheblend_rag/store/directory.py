@@ -14,12 +14,8 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
-from cacheblend_rag.errors import InputError, StoreError
-from cacheblend_rag.store.faults import explained
-from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import KVKey, checked_key, is_key
 from cacheblend_rag.store.private import create_file, file_mode, make_inside, open_file, write_text
-from cacheblend_rag.store.tenants import DEFAULT_NAME
 
 LOCK_TIMEOUT_S = 60.0
 _USAGE = struct.Struct("<qq")
@@ -72,49 +68,26 @@ class EntryDirectory:
     def _lock(self) -> FileLock:
         return FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_S, mode=file_mode(self.path), poll_interval=0.005)
 
-    def check_keys(self, keys: Keyring | None) -> None:
-        """See that these are the keys of the entries, and note in an empty directory that they are from now on.
+    def noted_key(self) -> str | None:
+        """Return the id of the key that :meth:`note_key` has noted; None where entries are not encrypted.
 
         Raises:
-            InputError: The keys lie in the store.
-            StoreError: They are encrypted with others, or not at all, or are and there are no ``keys``; or it cannot be noted.
+            OSError: It cannot be read.
         """
-        with explained(self.path.parent, LOCK_TIMEOUT_S):
-            noted = self._encrypted_by()
-            if keys is None:
-                if noted is not None:
-                    raise StoreError(
-                        f"The KV in {self.path} is encrypted: name the directory of its keys, by --encrypt KEYS or in the "
-                        "address, as file:///kv?encrypt=KEYS."
-                    )
-                return
-            if keys.directory.resolve().is_relative_to(self.path.parent.resolve()):
-                raise InputError(
-                    f"The keys in {keys.directory} would lie in the store that they encrypt, and who has it would have them. "
-                    "Move them elsewhere."
-                )
-            own = keys.name(DEFAULT_NAME).id
-            if noted is None:
-                with self.exclusive():
-                    if self.scan():
-                        raise StoreError(
-                            f"{self.path} holds KV that is not encrypted, and would stay so. Delete that directory (KV is "
-                            "computed anew, documents stay indexed), or give another one."
-                        )
-                    write_text(self._encrypted, f"{own}\n")
-            elif noted != own:
-                raise StoreError(
-                    f"The KV in {self.path} is encrypted by the key {noted}, and {keys.directory} holds the key {own}. Name the "
-                    "directory with the right one; if it is lost, delete the KV, which is computed anew."
-                )
-
-    def _encrypted_by(self) -> str | None:
         try:
             fd = open_file(self._encrypted, os.O_RDONLY)
         except FileNotFoundError:
             return None
         with os.fdopen(fd, encoding="ascii", errors="replace") as file:
             return file.read(100).strip()
+
+    def note_key(self, key_id: str) -> None:
+        """Note which key the entries are encrypted by. Locked.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        write_text(self._encrypted, f"{key_id}\n")
 
     def file(self, key: KVKey) -> Path:
         """Return the path of ``key``'s file, whether or not it exists.

@@ -1,23 +1,33 @@
-"""The disk tier. Its format and what it guarantees are described in ``docs/store.md``."""
+"""Keeps entries in files. Their format and what the tier guarantees are described in ``docs/store.md``."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal, Unpack
 
 from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
-from cacheblend_rag.store import kvfile
-from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
-from cacheblend_rag.store.codec import RAW, get_codec
+from cacheblend_rag.store.base import (
+    EntryInfo,
+    Evicting,
+    KVStore,
+    Listing,
+    Reporting,
+    StoreStats,
+    TellsEvictions,
+    TierOptions,
+    VerifyReport,
+)
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, EntryFile, Evicted, sync
-from cacheblend_rag.store.events import Activity, Events
+from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.faults import explain, explained
-from cacheblend_rag.store.keyring import Keyring
-from cacheblend_rag.store.kv import ChunkKV, KVKey
+from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
+from cacheblend_rag.store.kvfile import KVFile
 from cacheblend_rag.store.private import file_mode, make_inside, make_root
 from cacheblend_rag.store.source import FileSource
 from cacheblend_rag.store.spool import Spool
@@ -26,49 +36,40 @@ _log = logging.getLogger(__name__)
 _SILENT_S = 60
 
 
-class DiskStore(KVStore):
-    """KV entries in files under one directory, which any number of processes may use at once.
+class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
+    """Keeps KV entries in files under one directory, which any number of processes may use at once.
 
     Readers take no lock. Budgets count whole files; a process keeps the shared total within its own budget.
     Entries being written count once they are complete.
     """
 
-    tells_evictions = True
-
-    def __init__(
-        self,
-        root: Path | str,
-        budget: int | None = None,
-        codec: str = RAW,
-        tier: str = "disk",
-        keys: Keyring | None = None,
-    ):
+    def __init__(self, root: Path | str, budget: int | Literal["half"] | None = None, **options: Unpack[TierOptions]):
         """Open the store at ``root``, creating the directory where it is missing.
 
         Args:
             root: The store's directory. One that cannot be written to can still be read.
-            budget: Bytes on disk to stay within when putting (None: no limit).
-            codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); others are read all the same.
-            tier: What it is called in statistics and costs, where there are several disks.
-            keys: What entries are encrypted with; None for not at all. A directory is encrypted with the same keys from its first
-                entry on, or never.
+            budget: Bytes on disk to stay within when putting (None: no limit; half: of what the disk has free besides what the
+                store holds).
+            options: See :class:`KVStore`. A directory is encrypted with the same keys from its first entry on, or never.
 
         Raises:
-            InputError: There is no such codec, or the package that it takes is missing.
-            StoreError: ``root`` is not a directory or cannot be made, or holds KV that is encrypted otherwise than by ``keys``.
+            InputError: The keys lie in the store.
+            StoreError: ``root`` is not a directory or cannot be made, or holds KV that is encrypted by other keys, or not.
         """
+        options.setdefault("tier", "disk")
+        super().__init__(None if budget == "half" else budget, **options)
         self.root = Path(root)
-        self.budget, self.tier = budget, tier
-        self._codec = get_codec(codec)
-        self.codecs, self.keys = (self._codec.name,), keys
         self._directory = EntryDirectory(self.root / "kv")
         self._spool = Spool(self.root / "tmp")
-        self._events = Events()
+        self._on_evict: Callable[[KVKey, StoredKV], None] | None = None
         self._condemned: set[tuple[KVKey, int]] = set()
         self._silent_until = 0.0
         self._prepare()
+        if budget == "half":  # what it holds counts as free: the budget is the same however full the store is
+            held = sum(file.nbytes for file in self._directory.scan())
+            self.budget = (shutil.disk_usage(self.root).free + held) // 2
 
-    def get(self, key: KVKey) -> kvfile.KVFile | None:
+    def get(self, key: KVKey) -> KVFile | None:
         """See :meth:`KVStore.get`. The handle keeps its file open; it stays whole when the entry is evicted."""
         path = self._directory.file(key)
         found = self._open(path, key)
@@ -83,11 +84,11 @@ class DiskStore(KVStore):
         if not replace and self.contains(key):
             self._directory.touch(path)
             return True
-        encoded = kvfile.encode(key, kv, self._codec)
+        encoded = self.format.encode(key, kv)
         if not self._fits(encoded.nbytes):
             return False
         with self._writing(), self._temporary() as temporary:
-            kvfile.write(encoded, temporary, self.keys)
+            self.format.write(encoded, temporary)
             # The library makes files private; who may use the directory may use what is in it.
             temporary.chmod(file_mode(self.root))
             sync(temporary)
@@ -115,20 +116,20 @@ class DiskStore(KVStore):
             return self._directory.remove(key) is not None
 
     def pin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`KVStore.pin`; for all processes that use the directory."""
+        """See :meth:`Evicting.pin`; for all processes that use the directory."""
         self._change_pins(lambda pins: pins | frozenset(keys))
 
     def unpin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`KVStore.unpin`; for all processes that use the directory."""
+        """See :meth:`Evicting.unpin`; for all processes that use the directory."""
         self._change_pins(lambda pins: pins - frozenset(keys))
 
     def pins(self) -> frozenset[KVKey]:
-        """See :meth:`KVStore.pins`."""
+        """See :meth:`Evicting.pins`."""
         with self._writing():
             return self._directory.pins()
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`KVStore.touch`."""
+        """See :meth:`Evicting.touch`."""
         self._directory.touch(self._directory.file(key))
 
     def entry(self, key: KVKey) -> EntryInfo | None:
@@ -137,12 +138,12 @@ class DiskStore(KVStore):
         return file and EntryInfo(file.key, file.nbytes, self.tier, file.mtime_ns / 1e9)
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`KVStore.entries`; sizes are those of the files."""
+        """See :meth:`Listing.entries`; sizes are those of the files."""
         for file in self._directory.scan():
             yield EntryInfo(file.key, file.nbytes, self.tier, file.mtime_ns / 1e9)
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`KVStore.evict`.
+        """See :meth:`Evicting.evict`.
 
         Raises:
             StoreError: Entries cannot be removed.
@@ -157,34 +158,30 @@ class DiskStore(KVStore):
                     return freed
                 self._offer(evicted.held_back, offered)
 
+    def tell_evictions(self, listener: Callable[[KVKey, StoredKV], None]) -> None:
+        """See :meth:`TellsEvictions.tell_evictions`."""
+        self._on_evict = listener
+
     def stats(self) -> StoreStats:
-        """See :meth:`KVStore.stats`; the contents are what all processes have put."""
-        files = self._directory.scan()
-        nbytes = sum(file.nbytes for file in files)
-        counted = self._events.counts()
-        reads = self._events.reads.taken()
-        return StoreStats(self.tier, len(files), nbytes, self.budget, **counted, reads=reads, codec=self._codec.name)
+        """See :meth:`Reporting.stats`; the contents are what all processes have put."""
+        sizes = [file.nbytes for file in self._directory.scan()]
+        return self._stats(len(sizes), sum(sizes))
 
     def activity(self) -> dict[str, Activity]:
-        """See :meth:`KVStore.activity`."""
+        """See :meth:`Reporting.activity`."""
         return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """See :meth:`KVStore.verify`."""
-        checked = 0
-        damaged, unreadable = [], []
-        for file in self._directory.scan():
-            checked += 1
-            path = self._directory.file(file.key)
+        """See :meth:`Listing.verify`."""
+        on_damage = self._discard if repair else lambda *_: None
+
+        def opened(key: KVKey) -> KVFile | None:
             try:
-                self._file(path, file.key, self._discard if repair else lambda *_: None).verify()
-            except FileNotFoundError:
-                checked -= 1  # evicted meanwhile
-            except DamagedKVError:
-                damaged.append(file.key)
-            except (StoreUnavailableError, OSError):
-                unreadable.append(file.key)
-        return VerifyReport(checked, tuple(damaged), tuple(unreadable))
+                return self._file(self._directory.file(key), key, on_damage)
+            except FileNotFoundError:  # evicted meanwhile
+                return None
+
+        return VerifyReport.of((file.key for file in self._directory.scan()), opened)
 
     def close(self) -> None:
         """Remove this writer's temporary directory. Handles stay readable."""
@@ -204,12 +201,12 @@ class DiskStore(KVStore):
                 next(entries.iterdir(), None)  # a store that cannot be read must not look like an empty one
         except OSError as error:
             raise explain(error, self.root, "open") from error
-        self._directory.check_keys(self.keys)
+        self.format.claim(self._directory)
         with suppress(OSError), self._directory.exclusive():
             self._spool.sweep()
             self._directory.recount()
 
-    def _open(self, path: Path, key: KVKey) -> kvfile.KVFile | None:
+    def _open(self, path: Path, key: KVKey) -> KVFile | None:
         try:
             found = self._file(path, key, self._discard)
         except (FileNotFoundError, DamagedKVError):
@@ -232,10 +229,8 @@ class DiskStore(KVStore):
                 _SILENT_S,
             )
 
-    def _file(
-        self, path: Path, key: KVKey, on_damage: Callable[[kvfile.KVFile, DamagedKVError], None]
-    ) -> kvfile.KVFile:
-        return kvfile.KVFile(self._source(path), key, self.tier, on_damage, self._events, keys=self.keys)
+    def _file(self, path: Path, key: KVKey, on_damage: Callable[[KVFile, DamagedKVError], None]) -> KVFile:
+        return self.format.open(self._source(path), key, self.tier, on_damage, self._events)
 
     def _source(self, path: Path) -> FileSource:
         return FileSource(path)
@@ -295,7 +290,7 @@ class DiskStore(KVStore):
 
     def _evict(self, to_bytes: int, offered: set[EntryFile]) -> Evicted:
         """Evict what was offered, or all that is wanted where nobody is told. Locked."""
-        everything = self.on_evict is None
+        everything = self._on_evict is None
         evicted = self._directory.evict(to_bytes, lambda entry: everything or entry in offered)
         self._events.add("evictions", len(evicted.freed))
         return evicted
@@ -304,11 +299,11 @@ class DiskStore(KVStore):
         """Show entries to whoever wants to know of evictions. Without the lock: it may take as long as another tier does."""
         for entry in entries:
             found = self._open(self._directory.file(entry.key), entry.key)
-            if found is not None and self.on_evict is not None:
-                self.on_evict(entry.key, found)
+            if found is not None and self._on_evict is not None:
+                self._on_evict(entry.key, found)
             offered.add(entry)
 
-    def _discard(self, entry: kvfile.KVFile, damage: DamagedKVError) -> None:
+    def _discard(self, entry: KVFile, damage: DamagedKVError) -> None:
         """Remove a damaged entry, unless another file has taken its place already."""
         self._events.add("damaged")
         # As text: a record that somebody keeps would keep the exception, and with its frames the open file.
@@ -324,6 +319,6 @@ class DiskStore(KVStore):
             self._condemned.add((entry.key, file.inode))
 
 
-def _file_of(entry: kvfile.KVFile) -> FileSource:
+def _file_of(entry: KVFile) -> FileSource:
     assert isinstance(entry.source, FileSource)
     return entry.source

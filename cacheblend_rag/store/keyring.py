@@ -7,31 +7,17 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.kv import KeyName, KVKey
 from cacheblend_rag.store.private import make_root
 from cacheblend_rag.store.tenants import DEFAULT_NAME, Tenant
-
-if TYPE_CHECKING:
-    from cacheblend_rag.store.kv import KVKey
 
 _ENDING: Final = ".key"
 _KEY: Final = re.compile(r"[0-9a-fA-F]{64}")
 _KEY_BYTES: Final = 32
 _ID_DIGITS: Final = 16
-
-
-class KeyName(NamedTuple):
-    """What a key gives to the names of the entries that it encrypts.
-
-    Attributes:
-        id: 16 hex digits that tell the key from others; every such name ends with them.
-        secret: Goes into the hash in front of them: without the key nobody can tell whether a text that he knows is stored.
-    """
-
-    id: str
-    secret: str
 
 
 class Keyring:

@@ -6,20 +6,16 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType
+from typing import Any, NamedTuple, NewType
 
 import torch
 import xxhash
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
-from cacheblend_rag.store.keyring import KeyName
 from cacheblend_rag.store.tenants import DEFAULT_NAME
-
-if TYPE_CHECKING:
-    from cacheblend_rag.store.block import Take
 
 KVKey = NewType("KVKey", str)
 """Hex digest that names one stored entry; see :func:`kv_key`."""
@@ -44,6 +40,10 @@ def checked_key(key: KVKey) -> KVKey:
     if not is_key(key):
         raise InputError(f"{key!r} is not the id of a KV entry: ids are hex digits, see `cacheblend store ls`")
     return key
+
+
+Take = Callable[[int], torch.Tensor]
+"""Gives host memory for so many bytes: a tensor ``[nbytes]``, uint8, that nobody else uses while it, or a view of it, lives."""
 
 
 class LayerKV(NamedTuple):
@@ -205,6 +205,18 @@ def _digest(config: Mapping[str, Any], weights: str, dtype: torch.dtype) -> str:
     kept = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG}
     text = json.dumps({"config": kept, "weights": weights, "dtype": str(dtype)}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class KeyName(NamedTuple):
+    """What a key gives to the names of the entries that it encrypts.
+
+    Attributes:
+        id: 16 hex digits that tell the key from others; every such name ends with them.
+        secret: Goes into the hash in front of them: without the key nobody can tell whether a text that he knows is stored.
+    """
+
+    id: str
+    secret: str
 
 
 def kv_key(

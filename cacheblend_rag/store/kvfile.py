@@ -9,21 +9,18 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from safetensors.torch import save, save_file
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
-from cacheblend_rag.store.block import Take, plain
+from cacheblend_rag.store.block import plain
 from cacheblend_rag.store.codec import Codec, get_codec
 from cacheblend_rag.store.events import Events
-from cacheblend_rag.store.keyring import Keyring
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
-from cacheblend_rag.store.sealed import MAGIC, SealedSource, seal
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, Take
+from cacheblend_rag.store.sealed import MAGIC
 from cacheblend_rag.store.source import LayerSource
 
 _log = logging.getLogger(__name__)
@@ -100,31 +97,7 @@ def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
     return EncodedKV(tensors, metadata)
 
 
-def write(encoded: EncodedKV, path: Path, keys: Keyring | None = None) -> None:
-    """Write ``encoded`` to ``path``, encrypted where there are ``keys``; neither atomic nor synced.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    if keys is None:
-        save_file(encoded.tensors, path, encoded.metadata)
-    else:
-        with path.open("wb") as file:
-            for piece in _sealed(encoded, keys):
-                file.write(piece)
-
-
-def serialized(encoded: EncodedKV, keys: Keyring | None = None) -> bytes:
-    """Return the bytes that :func:`write` would write."""
-    return save(encoded.tensors, encoded.metadata) if keys is None else b"".join(map(bytes, _sealed(encoded, keys)))
-
-
-def _sealed(encoded: EncodedKV, keys: Keyring) -> Iterator[memoryview]:
-    data = save(encoded.tensors, encoded.metadata)
-    return seal(data, _seams(data), KVKey(encoded.metadata["key"]), keys)
-
-
-def _seams(data: bytes) -> list[int]:
+def parts_of(data: bytes) -> list[int]:
     """Return where the parts of a file end that are read alone: its header, each layer's tensors that lie together, the rest."""
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
@@ -158,10 +131,10 @@ class KVFile(StoredKV):
         source: LayerSource,
         key: KVKey,
         tier: str,
-        on_damage: Callable[[KVFile, DamagedKVError], None],
+        on_damage: Callable[[KVFile, DamagedKVError], object],
         events: Events | None = None,
         at_once: int = 1,
-        keys: Keyring | None = None,
+        unseal: Callable[[], LayerSource] | None = None,
     ):
         """Read and check everything but the layers.
 
@@ -172,19 +145,20 @@ class KVFile(StoredKV):
             on_damage: Called with the handle and the error, here or from :meth:`layer`, before the error is raised.
             events: Where to count reads of layers.
             at_once: See :class:`StoredKV`.
-            keys: Those that the entry is encrypted with; None for one that is not.
+            unseal: Opens an encrypted entry: returns the bytes in it, and raises as this does or ValueError; None for one that is
+                not encrypted.
 
         Raises:
             DamagedKVError: These bytes are not a whole entry of ``key``.
             StoreUnavailableError: They cannot be read now.
             UnknownCodecError: They are encoded in a way that is not known here.
-            UnknownKeyError: They are encrypted by another key, or are and there are no ``keys``.
+            UnknownKeyError: They are encrypted by another key, or are and there is no ``unseal``.
         """
         self.source, self.key, self.tier, self.at_once = source, key, tier, at_once
         self._on_damage = on_damage
         self._clock = (events or Events()).reads
         try:
-            self._data: LayerSource = source if keys is None else SealedSource(source, key, keys)
+            self._data: LayerSource = source if unseal is None else unseal()
             metadata, places = self._parse()
             self._codec = get_codec(metadata["codec"])
             self.num_layers = int(metadata["layers"])

@@ -7,15 +7,25 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
-from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.base import (
+    EntryInfo,
+    Evicting,
+    KVStore,
+    Listing,
+    PageLocking,
+    Reporting,
+    StoreStats,
+    TierOptions,
+    VerifyReport,
+)
 from cacheblend_rag.store.block import ALIGNMENT, Pieces, flat, nbytes_of, packed
-from cacheblend_rag.store.codec import RAW
-from cacheblend_rag.store.events import Activity, Events
+from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV
-from cacheblend_rag.store.pinned import PinnedMemory, can_pin
+from cacheblend_rag.store.pagelocked import PageLockedMemory, can_page_lock
 
 
 @dataclass
@@ -24,52 +34,53 @@ class _Held:
     last_used: float
 
 
-class MemoryStore(KVStore):
-    """KV entries in host memory under a byte budget, least recently used out first.
+class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
+    """Keeps KV entries in host memory under a byte budget, least recently used out first.
 
-    Every layer is one contiguous block. Where a device reads them (:meth:`pin_for`), the blocks are pinned.
-
-    Attributes:
-        on_change: Called, if set, with a key and the bytes held of it from now on, 0 for none; it must not use the store.
+    Every layer is one contiguous block. Where a device reads them (:meth:`page_lock_for`), the blocks are page-locked.
     """
 
     lasts = False
 
-    def __init__(self, budget: int | None = None):
+    def __init__(self, budget: int | None = None, **options: Unpack[TierOptions]):
         """Open an empty store that holds at most ``budget`` bytes of keys and values (None: no limit)."""
-        self.budget = budget
+        options.setdefault("tier", "ram")
+        super().__init__(budget, **options)
         self._lock = threading.Lock()
         self._held: OrderedDict[KVKey, _Held] = OrderedDict()
         self._nbytes = 0
-        self._events = Events()
-        self._pinned: PinnedMemory | None = None
+        self._page_locked: PageLockedMemory | None = None
         self._pins: set[KVKey] = set()
-        self.on_change: Callable[[KVKey, int], None] | None = None
+        self._on_change: Callable[[KVKey, int], None] = lambda key, nbytes: None
 
-    def pin_for(self, device: torch.device) -> None:
-        """See :meth:`KVStore.pin_for`. Pinned memory never exceeds the budget; what finds none lies in ordinary memory."""
-        if self._pinned is not None or not can_pin(device):
+    def tell_changes(self, listener: Callable[[KVKey, int], None]) -> None:
+        """Call ``listener`` with a key and the bytes held of it from now on, 0 for none; it must not use the store."""
+        self._on_change = listener
+
+    def page_lock_for(self, device: torch.device) -> None:
+        """See :meth:`PageLocking.page_lock_for`. It never exceeds the budget; what finds no room lies in ordinary memory."""
+        if self._page_locked is not None or not can_page_lock(device):
             return
-        self._pinned = PinnedMemory(device, self.budget)
+        self._page_locked = PageLockedMemory(device, self.budget)
         with self._lock:
             held = list(self._held.items())
         for key, entry in held:
             if (room := self.room(nbytes_of(entry.kv.layers), wait=True)) is not None:
                 layers = packed(entry.kv.layers, Pieces(room))
                 self.put(key, ChunkKV(layers, entry.kv.start, static=entry.kv.static_deviation()), replace=True)
-        self._pinned.grow_ahead()
+        self._page_locked.grow_ahead()
 
     def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-        """See :meth:`KVStore.room`."""
-        if self._pinned is None or not self._fits(nbytes):
+        """See :meth:`PageLocking.room`."""
+        if self._page_locked is None or not self._fits(nbytes):
             return None
-        block = self._pinned.take(nbytes)
-        if block is None and wait and self._pinned.grow(nbytes):
-            block = self._pinned.take(nbytes)
-        self._pinned.grow_ahead()
+        block = self._page_locked.take(nbytes)
+        if block is None and wait and self._page_locked.grow(nbytes):
+            block = self._page_locked.take(nbytes)
+        self._page_locked.grow_ahead()
         with self._lock:
-            while block is None and self._pinned.is_full_for(nbytes) and self._evict(self._nbytes - 1):
-                block = self._pinned.take(nbytes)
+            while block is None and self._page_locked.is_full_for(nbytes) and self._evict(self._nbytes - 1):
+                block = self._page_locked.take(nbytes)
         return block
 
     def get(self, key: KVKey) -> ChunkKV | None:
@@ -97,8 +108,7 @@ class MemoryStore(KVStore):
                 self._evict(self.budget - owned.nbytes)
             self._held[key] = _Held(owned, time.time())
             self._nbytes += owned.nbytes
-            if self.on_change is not None:
-                self.on_change(key, owned.nbytes)
+            self._on_change(key, owned.nbytes)
         self._events.add("puts")
         return True
 
@@ -114,22 +124,22 @@ class MemoryStore(KVStore):
             return self._remove(key) is not None
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`KVStore.touch`."""
+        """See :meth:`Evicting.touch`."""
         with self._lock:
             self._use(key)
 
     def pin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`KVStore.pin`."""
+        """See :meth:`Evicting.pin`."""
         with self._lock:
             self._pins.update(keys)
 
     def unpin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`KVStore.unpin`."""
+        """See :meth:`Evicting.unpin`."""
         with self._lock:
             self._pins.difference_update(keys)
 
     def pins(self) -> frozenset[KVKey]:
-        """See :meth:`KVStore.pins`."""
+        """See :meth:`Evicting.pins`."""
         with self._lock:
             return frozenset(self._pins)
 
@@ -137,27 +147,27 @@ class MemoryStore(KVStore):
         """See :meth:`KVStore.entry`."""
         with self._lock:
             held = self._held.get(key)
-            return None if held is None else EntryInfo(key, held.kv.nbytes, "ram", held.last_used)
+            return None if held is None else EntryInfo(key, held.kv.nbytes, self.tier, held.last_used)
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`KVStore.entries`; a snapshot."""
+        """See :meth:`Listing.entries`; a snapshot."""
         with self._lock:
-            snapshot = [EntryInfo(key, held.kv.nbytes, "ram", held.last_used) for key, held in self._held.items()]
+            snapshot = [EntryInfo(key, held.kv.nbytes, self.tier, held.last_used) for key, held in self._held.items()]
         return iter(snapshot)
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`KVStore.evict`."""
+        """See :meth:`Evicting.evict`."""
         with self._lock:
             return self._evict(to_bytes)
 
     def stats(self) -> StoreStats:
-        """See :meth:`KVStore.stats`."""
+        """See :meth:`Reporting.stats`."""
         with self._lock:
-            return StoreStats("ram", len(self._held), self._nbytes, self.budget, codec=RAW, **self._events.counts())
+            return self._stats(len(self._held), self._nbytes)
 
     def activity(self) -> dict[str, Activity]:
-        """See :meth:`KVStore.activity`."""
-        return {"ram": self._events.activity()}
+        """See :meth:`Reporting.activity`."""
+        return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
         """Count the entries; memory carries no checksums, so none of them can be found damaged."""
@@ -175,7 +185,7 @@ class MemoryStore(KVStore):
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in kv.layers for x in layer}
         in_blocks = all(layer.k.device.type == "cpu" and flat(layer) is not None for layer in kv.layers)
         alone = in_blocks and sum(storages.values()) <= kv.nbytes + len(kv.layers) * ALIGNMENT
-        if alone and (self._pinned is None or all(self._pinned.holds(layer.k) for layer in kv.layers)):
+        if alone and (self._page_locked is None or all(self._page_locked.holds(layer.k) for layer in kv.layers)):
             return kv.layers
         room = self.room(
             nbytes_of(kv.layers)
@@ -204,8 +214,7 @@ class MemoryStore(KVStore):
         held = self._held.pop(key, None)
         if held:
             self._nbytes -= held.kv.nbytes
-            if self.on_change is not None:
-                self.on_change(key, 0)
+            self._on_change(key, 0)
         return held
 
     def _evict(self, to_bytes: int) -> int:

@@ -1,11 +1,12 @@
-"""The tier in an object store: S3 and its kin."""
+"""Keeps entries in an object store: S3 and its kin."""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
-from typing import Any, Final, Protocol
+from collections.abc import Mapping
+from typing import Any, Final, Protocol, Unpack
 
 from obstore.exceptions import BaseError, PreconditionError
 from obstore.store import from_url
@@ -13,10 +14,8 @@ from obstore.store import from_url
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo
 from cacheblend_rag.store.calls import WRITE_FACTOR
-from cacheblend_rag.store.codec import RAW
-from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import KVKey, is_key
-from cacheblend_rag.store.remote import Head, RemoteStore, Written
+from cacheblend_rag.store.remote import Head, RemoteOptions, RemoteStore, Written
 
 _FOLDER, _ENDING = "kv", ".safetensors"
 _PINS = f"{_FOLDER}/pins"
@@ -44,7 +43,7 @@ class Bucket(Protocol):
 
 
 class ObjectStore(RemoteStore):
-    """KV entries as the objects ``kv/<first 2 hex digits>/<key>.safetensors`` of a bucket.
+    """Keeps KV entries as the objects ``kv/<first 2 hex digits>/<key>.safetensors`` of a bucket.
 
     An object store knows no times of use, and counts nothing. So recency is what this client has seen, and the time of the put
     for all else; and a client with a budget lists the bucket before its first put and before it evicts, and adds up its own
@@ -57,29 +56,21 @@ class ObjectStore(RemoteStore):
         budget: int | None = None,
         *,
         writer: Bucket | None = None,
-        tier: str = "s3",
         where: str = "",
-        ttl_s: float | None = None,
-        timeout_s: float = TIMEOUT_S,
-        codec: str = RAW,
-        keys: Keyring | None = None,
+        **options: Unpack[RemoteOptions],
     ):
         """Use ``bucket``, one of obstore's stores, which is connected to when it is first needed. See :meth:`at`.
 
         Args:
             bucket: Where entries are read.
-            budget: See :class:`RemoteStore`.
+            budget: See :class:`KVStore`.
             writer: The same for calls that may take long; None for ``bucket``.
-            tier: See :class:`RemoteStore`.
             where: See :class:`RemoteStore`.
-            ttl_s: See :class:`RemoteStore`. What is older counts as missing, and goes when the bucket is listed for room.
-            timeout_s: See :class:`RemoteStore`.
-            codec: See :class:`RemoteStore`.
-            keys: See :class:`RemoteStore`.
+            options: See :class:`RemoteStore`. What is older than ``ttl_s`` counts as missing, and goes when the bucket is listed
+                for room.
         """
-        super().__init__(
-            tier, where or type(bucket).__name__, (BaseError, OSError), budget, ttl_s, timeout_s, codec, keys
-        )
+        options.setdefault("tier", "s3")
+        super().__init__(where or type(bucket).__name__, (BaseError, OSError), budget, **options)
         self._bucket, self._writer = bucket, writer or bucket
         self._room, self._pinning = threading.Lock(), threading.Lock()
         self._seen_used: dict[KVKey, float] = {}
@@ -90,29 +81,21 @@ class ObjectStore(RemoteStore):
         cls,
         url: str,
         budget: int | None = None,
-        *,
-        tier: str = "s3",
-        ttl_s: float | None = None,
-        timeout_s: float = TIMEOUT_S,
-        codec: str = RAW,
-        keys: Keyring | None = None,
-        **config: str,
+        config: Mapping[str, str] | None = None,
+        **options: Unpack[RemoteOptions],
     ) -> ObjectStore:
         """Return the tier at ``url``: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://account/container/prefix``.
 
         Args:
             url: See above. Credentials come from the environment, as the provider's own tools take them.
-            budget: See :class:`RemoteStore`.
-            tier: See :class:`RemoteStore`.
-            ttl_s: See :class:`RemoteStore`.
-            timeout_s: See :class:`RemoteStore`.
-            codec: See :class:`RemoteStore`.
-            keys: See :class:`RemoteStore`.
+            budget: See :class:`KVStore`.
             config: Of obstore, by name: ``endpoint``, ``region``...
+            options: See :class:`RemoteStore`.
 
         Raises:
-            InputError: ``url`` or ``config`` is none that obstore knows, or ``codec`` no codec.
+            InputError: ``url`` or ``config`` is none that obstore knows.
         """
+        config, timeout_s = config or {}, options.get("timeout_s", TIMEOUT_S)
 
         def bucket(timeout_s: float) -> Any:
             return opened(
@@ -131,8 +114,7 @@ class ObjectStore(RemoteStore):
             reader, writer = bucket(timeout_s), bucket(timeout_s * WRITE_FACTOR)
         except (BaseError, ValueError, TypeError) as error:
             raise InputError(f"{url!r} is no address of an object store: {error}") from error
-        common: Any = {"tier": tier, "ttl_s": ttl_s, "timeout_s": timeout_s, "codec": codec, "keys": keys}
-        return cls(reader, budget, writer=writer, where=url, **common)
+        return cls(reader, budget, writer=writer, where=url, **options)
 
     def _head(self, key: KVKey, nbytes: int, use: bool = True) -> Head | None:
         try:

@@ -1,21 +1,33 @@
-"""Opening a store: a directory, with the tiers that are recorded in it, or a list of tiers."""
+"""Opens a store: a directory, with the tiers that are recorded in it, or a list of tiers."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
-from cacheblend_rag.errors import InputError, StoreError
-from cacheblend_rag.store.base import KVStore
+from cacheblend_rag.errors import CacheBlendError, InputError, StoreError
+from cacheblend_rag.store.base import KVStore, TierOptions
 from cacheblend_rag.store.disk import DiskStore
+from cacheblend_rag.store.format import EntryFormat
+from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.private import make_root, write_text
 from cacheblend_rag.store.tally import StoreTally
 from cacheblend_rag.store.tiered import TieredStore
-from cacheblend_rag.store.urls import is_urls, open_tier, parse_tiers, password_in, with_keys
+from cacheblend_rag.store.urls import (
+    OBJECTS,
+    REDIS,
+    TIERS_GROUP,
+    TierURL,
+    is_urls,
+    parse_tiers,
+    password_in,
+    plugged_in,
+    with_keys,
+)
 
 _RECORD = "tiers"
 _USUAL = "ram://,file://"
@@ -24,6 +36,22 @@ _USUAL = "ram://,file://"
 def default_ram_budget(processes: int = 1) -> int:
     """Return how many bytes of KV each of ``processes`` on this machine may hold in RAM: together a quarter of its memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // processes
+
+
+@overload
+def open_store(where: None = None, ram_budget: int | None = None, *, processes: int = 1) -> MemoryStore: ...
+
+
+@overload
+def open_store(
+    where: Path | str, ram_budget: int | None = None, disk_budget: int | None = None, processes: int = 1
+) -> TieredStore: ...
+
+
+@overload
+def open_store(
+    where: Path | str | None, ram_budget: int | None = None, disk_budget: int | None = None, processes: int = 1
+) -> KVStore: ...
 
 
 def open_store(
@@ -62,18 +90,70 @@ def _opened(
     names: Counter[str] = Counter()
     for tier in parse_tiers(urls):
         given = {"ram": ram_budget, "file": disk_budget}.get(tier.scheme)
-        if given != 0 or tier.scheme != "ram":
-            names[tier.name] += 1
-            name = tier.name + (str(names[tier.name]) if names[tier.name] > 1 else "")
-            opened = open_tier(tier, name, home, partial(default_ram_budget, processes), _default_disk_budget)
-            opened.budget = opened.budget if given is None else given
-            tiers.append(opened)
+        if given == 0 and tier.scheme == "ram":
+            continue
+        names[tier.name] += 1
+        name = tier.name + (str(names[tier.name]) if names[tier.name] > 1 else "")
+        usual = default_ram_budget(processes) if tier.scheme == "ram" and tier.budget is None else tier.budget
+        tiers.append(_open_tier(replace(tier, budget=usual if given is None else given), name, home))
     return tiers
 
 
-def _default_disk_budget(disk: DiskStore) -> int:
-    # Counting what it holds as free keeps the budget the same however full the store is.
-    return (shutil.disk_usage(disk.root).free + disk.stats().nbytes) // 2
+def _open_tier(tier: TierURL, name: str, home: Path | None) -> KVStore:
+    """Open one tier, called ``name``; ``home`` is the directory that ``file://`` without a path means.
+
+    Raises:
+        InputError: The address or its keys cannot be used, or a package is missing.
+        StoreError: A directory cannot be used.
+    """
+    if tier.scheme == "ram":
+        return MemoryStore(tier.budget)
+    keys = Keyring.read(tier.encrypt) if tier.encrypt else None
+    options: TierOptions = {"tier": name, "format": EntryFormat(tier.codec, keys), "writes": tier.write}
+    if tier.scheme == "file":
+        if not tier.place and home is None:
+            raise InputError("file:// without a path means a store's own directory, and there is none; add the path.")
+        root = Path(tier.place).expanduser() if tier.place else home or Path()
+        return DiskStore(root, "half" if tier.budget is None else tier.budget, **options)
+    if tier.scheme not in (*REDIS, *OBJECTS):
+        return _open_plugged_in(tier, options)
+    extra = "redis" if tier.scheme in REDIS else "s3"
+    try:
+        # What is imported here takes packages that not everybody has.
+        if extra == "redis":
+            from cacheblend_rag.store.redis import RedisStore
+
+            return RedisStore(tier.url, tier.budget, ttl_s=tier.ttl_s, timeout_s=tier.timeout_s, **options)
+        from cacheblend_rag.store.objects import ObjectStore
+    except ImportError as error:
+        raise InputError(
+            f"A {tier.scheme}:// tier needs a package that is missing ({error}): pip install 'cacheblend-rag[{extra}]'"
+        ) from error
+    return ObjectStore.at(
+        tier.url, tier.budget, dict(tier.config), ttl_s=tier.ttl_s, timeout_s=tier.timeout_s, **options
+    )
+
+
+def _open_plugged_in(tier: TierURL, options: TierOptions) -> KVStore:
+    """Open a tier of another package; raises as :func:`_open_tier`."""
+    found = plugged_in(tier.scheme)
+    assert found is not None  # as parse_tiers has seen
+    package = found.dist.name if found.dist is not None else found.value
+    try:
+        store = found.load()(tier, **options)
+    except CacheBlendError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"The tier {tier.url} cannot be opened by the package {package}, whose it is: {error!r}; update the package, or "
+            "leave the tier out."
+        ) from error
+    if not isinstance(store, KVStore):
+        raise InputError(
+            f"The package {package} opens {tier.scheme}:// as a {type(store).__name__}, which is no KVStore: its entry point in "
+            f"the group {TIERS_GROUP} must return one."
+        )
+    return store
 
 
 def record_tiers(directory: Path, urls: str | None, encrypt: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""An entry that moves up into faster tiers as it is read."""
+"""Moves an entry up into faster tiers as it is read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
-from cacheblend_rag.store.base import KVStore
-from cacheblend_rag.store.block import ALIGNMENT, Pieces, Take, plain
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.base import KVStore, room_in
+from cacheblend_rag.store.block import ALIGNMENT, Pieces, plain
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, Take
 
 _log = logging.getLogger(__name__)
 
 
 class Promotion(StoredKV):
-    """A handle that keeps the layers read through it and, once it has all, puts them into the faster tiers.
+    """Keeps the layers read through it and, once it has all, puts them into the faster tiers.
 
     So a promotion costs no read of its own, and no copy where a tier gives it room to read into. What unfinished
     promotions hold together is bounded by the faster tier's budget: of a prompt larger than that, the rest is read through.
@@ -81,7 +81,7 @@ class Promotion(StoredKV):
 
     def _room(self) -> Take:
         nbytes = self.nbytes + self.num_layers * ALIGNMENT
-        rooms = (tier.room(nbytes) for tier in self._targets)
+        rooms = (room_in(tier, nbytes) for tier in self._targets)
         room = next((room for room in rooms if room is not None), None)
         return plain if room is None else Pieces(room)
 

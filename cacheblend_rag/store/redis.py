@@ -1,11 +1,11 @@
-"""The Redis tier; Valkey is the same."""
+"""Keeps entries in Redis, or Valkey, which is the same."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import redis
 from redis.backoff import NoBackoff
@@ -14,10 +14,8 @@ from redis.retry import Retry
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo
 from cacheblend_rag.store.calls import WRITE_FACTOR
-from cacheblend_rag.store.codec import RAW
-from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import KVKey
-from cacheblend_rag.store.remote import Head, RemoteStore, Written
+from cacheblend_rag.store.remote import Head, RemoteOptions, RemoteStore, Written
 
 PASSWORD_VARIABLE: Final = "REDISCLI_AUTH"  # what redis-cli and valkey-cli read
 _UNPUBLISHED_S: Final = 300
@@ -131,7 +129,7 @@ return 1
 
 
 class RedisStore(RemoteStore):
-    """KV entries in a Redis or Valkey server, budget and order of eviction shared by all clients.
+    """Keeps KV entries in a Redis or Valkey server, budget and order of eviction shared by all clients.
 
     The server's own persistence decides whether entries outlast it. One server or a primary with replicas: the scripts touch keys
     of several slots, which a Redis Cluster refuses.
@@ -142,29 +140,22 @@ class RedisStore(RemoteStore):
         url: str,
         budget: int | None = None,
         *,
-        tier: str = "redis",
-        ttl_s: float | None = None,
-        timeout_s: float = TIMEOUT_S,
-        codec: str = RAW,
-        keys: Keyring | None = None,
         prefix: str = "cacheblend:",
+        **options: Unpack[RemoteOptions],
     ):
         """Use the server at ``url``; it is connected to when it is first needed.
 
         Args:
             url: ``redis://host:6379/0``, ``rediss://`` for TLS, ``unix://``. A password that it does not name is taken from the
                 environment (``REDISCLI_AUTH``, as for redis-cli).
-            budget: See :class:`RemoteStore`.
-            tier: See :class:`RemoteStore`.
-            ttl_s: See :class:`RemoteStore`.
-            timeout_s: See :class:`RemoteStore`.
-            codec: See :class:`RemoteStore`.
-            keys: See :class:`RemoteStore`.
+            budget: See :class:`KVStore`.
             prefix: What all its keys begin with.
+            options: See :class:`RemoteStore`.
 
         Raises:
-            InputError: ``url`` is no address, or ``codec`` no codec.
+            InputError: ``url`` is no address.
         """
+        timeout_s = options.get("timeout_s", TIMEOUT_S)
 
         def client(timeout_s: float) -> redis.Redis:
             return redis.Redis.from_url(
@@ -182,7 +173,8 @@ class RedisStore(RemoteStore):
         except ValueError as error:
             raise InputError(f"{url!r} is no address of a Redis server: {error}") from error
         failures = (redis.exceptions.RedisError, OSError)
-        super().__init__(tier, without_password(url), failures, budget, ttl_s, timeout_s, codec, keys)
+        options.setdefault("tier", "redis")
+        super().__init__(without_password(url), failures, budget, **options)
         self._prefix = prefix
         self._scripts = {name: self._client.register_script(_PRELUDE + text) for name, text in _SCRIPTS.items()}
 

@@ -1,23 +1,31 @@
-"""What the tiers on other machines have in common: each adds how it reads and writes the bytes of an entry."""
+"""Does what the tiers on other machines have in common: each adds how it reads and writes the bytes of an entry."""
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, Unpack
 
 import numpy as np
 import torch
 
-from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
-from cacheblend_rag.store import kvfile
-from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
+from cacheblend_rag.store.base import (
+    TIMEOUT_S,
+    EntryInfo,
+    Evicting,
+    KVStore,
+    Listing,
+    Reporting,
+    StoreStats,
+    TierOptions,
+    VerifyReport,
+)
 from cacheblend_rag.store.calls import AT_ONCE, RemoteCalls
-from cacheblend_rag.store.codec import get_codec
-from cacheblend_rag.store.events import Activity, Events
-from cacheblend_rag.store.keyring import Keyring
+from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import ChunkKV, KVKey, checked_key
+from cacheblend_rag.store.kvfile import KVFile
 
 _log = logging.getLogger(__name__)
 
@@ -56,14 +64,25 @@ class Written(NamedTuple):
     evicted: int
 
 
-class RemoteStore(KVStore):
-    """A tier on another machine, which any number of clients share. Entries have the bytes of the disk tier's files.
+class RemoteOptions(TierOptions, total=False):
+    """What a tier on another machine can be told besides.
+
+    Attributes:
+        ttl_s: Seconds after which an entry that was put is gone; None, which it is if nothing is said: never.
+        timeout_s: Seconds that a look-up, or the read of a layer, may take.
+    """
+
+    ttl_s: float | None
+    timeout_s: float
+
+
+class RemoteStore(KVStore, Listing, Evicting, Reporting):
+    """Is a tier on another machine, which any number of clients share. Entries have the bytes of the disk tier's files.
 
     A subclass gives the calls that begin with an underscore. They run in threads, raise what the constructor calls failures
     where the tier is to blame, and may take as long as they like: :class:`RemoteCalls` gives up waiting.
 
     Attributes:
-        tier: Its name in statistics and costs.
         where: Its address, without secrets.
     """
 
@@ -71,59 +90,43 @@ class RemoteStore(KVStore):
 
     def __init__(
         self,
-        tier: str,
         where: str,
         failures: tuple[type[Exception], ...],
         budget: int | None,
-        ttl_s: float | None,
-        timeout_s: float,
-        codec: str,
-        keys: Keyring | None = None,
+        *,
+        ttl_s: float | None = None,
+        timeout_s: float = TIMEOUT_S,
+        **options: Unpack[TierOptions],
     ):
         """Connect when it is first needed.
 
         Args:
-            tier: See the class.
             where: See the class.
             failures: See :class:`RemoteCalls`.
-            budget: Bytes to stay within when putting; None: no limit.
-            ttl_s: Seconds after which an entry that was put is gone; None: never.
-            timeout_s: Seconds that a look-up, or the read of a layer, may take.
-            codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); others are read all the same.
-            keys: What entries are encrypted with; None for not at all. Others are not read.
-
-        Raises:
-            InputError: There is no such codec, or the package that it takes is missing.
+            budget: See :class:`KVStore`; so of the options.
+            ttl_s: See :class:`RemoteOptions`.
+            timeout_s: See :class:`RemoteOptions`.
+            options: See above.
         """
-        self.tier, self.where, self.budget = tier, where, budget
-        self._ttl_s = ttl_s
-        self._calls = RemoteCalls(f"{tier} tier {where}", failures, timeout_s)
-        self._events = Events()
-        self._codec = get_codec(codec)
-        self.codecs, self.keys = (self._codec.name,), keys
+        super().__init__(budget, **options)
+        self.where, self._ttl_s = where, ttl_s
+        self._calls = RemoteCalls(f"{self.tier} tier {where}", failures, timeout_s)
 
-    def get(self, key: KVKey) -> kvfile.KVFile | None:
+    def get(self, key: KVKey) -> KVFile | None:
         """See :meth:`KVStore.get`."""
         checked_key(key)
-        found = None
         try:
-            if (head := self._calls(lambda: self._head(key, HEAD_BYTES))) is not None:
-                source = _RemoteSource(self, key, head)
-                found = kvfile.KVFile(source, key, self.tier, self._discard, self._events, AT_ONCE, self.keys)
-        except (UnknownCodecError, UnknownKeyError) as error:
-            _log.warning("%s", str(error))
-        except (DamagedKVError, StoreUnavailableError):  # told already
-            pass
-        self._events.add("misses" if found is None else "hits")
-        return found
+            head = self._calls(lambda: self._head(key, HEAD_BYTES))
+        except StoreUnavailableError:  # told already
+            head = None
+        return self._found(key, head and _RemoteSource(self, key, head), self._discard, AT_ONCE)
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
         """See :meth:`KVStore.put`."""
         checked_key(key)
         if not replace and self._calls(lambda: self._use(key)):
             return True
-        encoded = kvfile.encode(key, kv, self._codec)
-        data = kvfile.serialized(encoded, self.keys)
+        data = self.format.serialized(self.format.encode(key, kv))
         if self.budget is not None and len(data) > self.budget:
             return False
         written = self._patiently(lambda: self._write(key, data, replace))
@@ -145,21 +148,21 @@ class RemoteStore(KVStore):
         return self._calls(lambda: self._remove(key, None))
 
     def pin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`KVStore.pin`; for all clients."""
+        """See :meth:`Evicting.pin`; for all clients."""
         wanted = [checked_key(key) for key in keys]
         self._calls(lambda: self._pin(wanted, True))
 
     def unpin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`KVStore.unpin`; for all clients."""
+        """See :meth:`Evicting.unpin`; for all clients."""
         wanted = [checked_key(key) for key in keys]
         self._calls(lambda: self._pin(wanted, False))
 
     def pins(self) -> frozenset[KVKey]:
-        """See :meth:`KVStore.pins`."""
+        """See :meth:`Evicting.pins`."""
         return self._calls(self._pins)
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`KVStore.touch`; nobody waits for it."""
+        """See :meth:`Evicting.touch`; nobody waits for it."""
         self._touch(checked_key(key))
 
     def entry(self, key: KVKey) -> EntryInfo | None:
@@ -168,53 +171,41 @@ class RemoteStore(KVStore):
         return self._calls(lambda: self._info(key))
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`KVStore.entries`; a snapshot."""
+        """See :meth:`Listing.entries`; a snapshot."""
         return iter(sorted(self._patiently(self._list), key=lambda entry: entry.last_used))
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`KVStore.evict`."""
+        """See :meth:`Evicting.evict`."""
         freed, evicted = self._patiently(lambda: self._evict(to_bytes))
         self._events.add("evictions", evicted)
         return freed
 
     def stats(self) -> StoreStats:
-        """See :meth:`KVStore.stats`; the contents are what all clients have put."""
+        """See :meth:`Reporting.stats`; the contents are what all clients have put."""
         out, entries, nbytes = "", 0, 0
         try:
             entries, nbytes = self._patiently(self._size)
         except StoreUnavailableError as error:
             out = self._calls.out or str(error)
-        counted, reads = self._events.counts(), self._events.reads.taken()
-        codec = self._codec.name
-        return StoreStats(self.tier, entries, nbytes, self.budget, **counted, reads=reads, out=out, codec=codec)
+        return self._stats(entries, nbytes, out)
 
     def out(self) -> dict[str, bool]:
-        """See :meth:`KVStore.out`."""
+        """See :meth:`Reporting.out`."""
         return {self.tier: bool(self._calls.out)}
 
     def activity(self) -> dict[str, Activity]:
-        """See :meth:`KVStore.activity`."""
+        """See :meth:`Reporting.activity`."""
         return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """See :meth:`KVStore.verify`."""
-        checked = 0
-        damaged, unreadable = [], []
-        for entry in self.entries():
-            checked += 1
-            try:
-                head = self._calls(lambda key=entry.key: self._head(key, HEAD_BYTES, use=False))  # type: ignore[misc]
-                if head is None:
-                    checked -= 1  # evicted meanwhile
-                    continue
-                report = self._discard if repair else lambda *_: None
-                source = _RemoteSource(self, entry.key, head)
-                kvfile.KVFile(source, entry.key, self.tier, report, keys=self.keys).verify()
-            except DamagedKVError:
-                damaged.append(entry.key)
-            except StoreUnavailableError:
-                unreadable.append(entry.key)
-        return VerifyReport(checked, tuple(damaged), tuple(unreadable))
+        """See :meth:`Listing.verify`."""
+        on_damage = self._discard if repair else lambda *_: None
+
+        def opened(key: KVKey) -> KVFile | None:
+            head = self._calls(lambda: self._head(key, HEAD_BYTES, use=False))
+            return head and self.format.open(_RemoteSource(self, key, head), key, self.tier, on_damage)
+
+        return VerifyReport.of((entry.key for entry in self.entries()), opened)
 
     def close(self) -> None:
         """Let go of connections; a call that still runs ends by itself."""
@@ -237,7 +228,7 @@ class RemoteStore(KVStore):
         self._calls(lambda: self._has(_NOBODY))
         return self._calls(function, long=True)
 
-    def _discard(self, entry: kvfile.KVFile, damage: DamagedKVError) -> None:
+    def _discard(self, entry: KVFile, damage: DamagedKVError) -> None:
         """Remove a damaged entry, unless another one has taken its place already."""
         self._events.add("damaged")
         _log.warning("%s", damage)
@@ -317,7 +308,7 @@ class _RemoteSource:
         self.place = f"{store.where}, {key}"
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See :meth:`Source.read`."""
+        """See :meth:`LayerSource.read`."""
         end = offset + len(into)
         data = self._head[offset:end]
         if end > len(self._head):

@@ -102,7 +102,7 @@ class SealedSource:
         self._decrypt(0, self._opening)
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See :meth:`Source.read`; what is a part goes where it shall lie and nowhere else."""
+        """See :meth:`LayerSource.read`; what is a part goes where it shall lie and nowhere else."""
         end = offset + len(into)
         if not 0 <= offset <= end <= self.nbytes:
             raise ValueError("the entry ends too early")

@@ -1,4 +1,4 @@
-"""Where the bytes of an entry are read from."""
+"""Reads the bytes of an entry from where they lie."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from cacheblend_rag.errors import StoreUnavailableError
@@ -14,7 +15,7 @@ from cacheblend_rag.store.private import open_file
 
 
 class LayerSource(Protocol):
-    """The bytes of one entry, wherever they lie; read from any thread.
+    """Is the bytes of one entry, wherever they lie; read from any thread.
 
     Attributes:
         nbytes: How many there are.
@@ -33,8 +34,22 @@ class LayerSource(Protocol):
         """
 
 
+class BytesSource:
+    """Holds an entry's bytes in memory."""
+
+    def __init__(self, data: bytes, place: str):
+        """Hold ``data``, which came from ``place``."""
+        self._data, self.nbytes, self.place = np.frombuffer(data, np.uint8), len(data), place
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """See :meth:`LayerSource.read`."""
+        if offset + len(into) > self.nbytes:
+            raise ValueError("the entry ends too early")
+        into.numpy()[:] = self._data[offset : offset + len(into)]
+
+
 class FileSource:
-    """An open file. It keeps its bytes readable when the entry is evicted meanwhile, by this process or another.
+    """Keeps a file open, so that its bytes can be read when the entry is evicted meanwhile, by this process or another.
 
     Read with ``preadv`` into memory that the reader gives: a mapped file would turn an unreadable sector or a truncation into a
     crash, and could change after it was checked.
@@ -58,7 +73,7 @@ class FileSource:
         self.inode, self.nbytes = status.st_ino, status.st_size
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See :meth:`Source.read`."""
+        """See :meth:`LayerSource.read`."""
         view = into.numpy().data
         done = 0
         while done < len(view):

@@ -1,4 +1,4 @@
-"""Several tiers as one store."""
+"""Combines several tiers into one store."""
 
 from __future__ import annotations
 
@@ -13,30 +13,46 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError
-from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
+from cacheblend_rag.store.base import (
+    EntryInfo,
+    Evicting,
+    KVStore,
+    Listing,
+    PageLocking,
+    Reporting,
+    StoreStats,
+    TellsEvictions,
+    VerifyReport,
+    page_lock_for,
+    room_in,
+    stats_of,
+)
 from cacheblend_rag.store.behind import WriteQueue
-from cacheblend_rag.store.events import Activity, Events
+from cacheblend_rag.store.events import Activity
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV, read_whole
 from cacheblend_rag.store.promotion import Promotion
 from cacheblend_rag.store.tally import StoreTally
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
+_Tier = TypeVar("_Tier")
+_Done = TypeVar("_Done")
 
 
 class SyncReport(NamedTuple):
-    """What :meth:`TieredStore.sync` did: entries looked at, copies made, entries that could not be read."""
+    """Counts what :meth:`TieredStore.sync` did: entries looked at, copies made, entries that could not be read."""
 
     entries: int
     copied: int
     unreadable: int
 
 
-class TieredStore(KVStore):
-    """Tiers, fastest first. Puts go to every tier; what is read whole from a slower tier moves up into the faster ones.
+class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
+    """Combines tiers, fastest first. Puts go to every tier; what is read whole from a slower tier moves up into the faster ones.
 
     A slower tier may be given entries later (:attr:`KVStore.writes`): by a thread, or when the tier in front evicts them.
-    Any :class:`KVStore` can be a tier. While one does not answer, the others go on without it.
+    Any :class:`KVStore` can be a tier; what only some can do is done by those that can. While one does not answer, the others go
+    on without it.
     """
 
     def __init__(self, tiers: Sequence[KVStore], tally: StoreTally | None = None):
@@ -52,14 +68,14 @@ class TieredStore(KVStore):
         """
         if not tiers:
             raise InputError("a tiered KV store needs at least one tier")
-        rings = [tier.keys for tier in tiers if tier.keys is not None]
-        if len({ring.directory.resolve() for ring in rings}) > 1:
-            raise InputError("The tiers of a store are encrypted with different keys; give all of them the same.")
-        self.keys = rings[0] if rings else None
+        super().__init__(tier="tiered")
         self.tiers = tuple(tiers)
+        if len({each.keys.directory.resolve() for each in self.formats if each.keys is not None}) > 1:
+            raise InputError("The tiers of a store are encrypted with different keys; give all of them the same.")
+        self._listing = [tier for tier in tiers if isinstance(tier, Listing)]
+        self._evicting = [tier for tier in tiers if isinstance(tier, Evicting)]
+        self._reporting = [tier for tier in tiers if isinstance(tier, Reporting)]
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
-        self.codecs = tuple(dict.fromkeys(name for tier in tiers for name in tier.codecs))
-        self._events = Events()
         self._lock = threading.RLock()  # reentrant: a handle can end by garbage collection while it is held
         self._promoting = 0
         self._tally = tally
@@ -70,6 +86,16 @@ class TieredStore(KVStore):
         self._wire_demotions()
         self._share_pins()
 
+    @property
+    def formats(self) -> tuple[EntryFormat, ...]:
+        """The formats of all tiers."""
+        return tuple(each for tier in self.tiers for each in tier.formats)
+
+    @property
+    def unlisted(self) -> tuple[str, ...]:
+        """The tiers that cannot tell what they hold, by name; listings lack what they alone have."""
+        return tuple(tier.tier for tier in self.tiers if not isinstance(tier, Listing))
+
     def get(self, key: KVKey) -> StoredKV | None:
         """See :meth:`KVStore.get`. The fastest tier that has the entry serves it; the use counts in all of them."""
         for level, tier in enumerate(self.tiers):
@@ -77,7 +103,8 @@ class TieredStore(KVStore):
             if found is None:
                 continue
             for slower in self.tiers[level + 1 :]:
-                slower.touch(key)
+                if isinstance(slower, Evicting):
+                    slower.touch(key)
             self._events.add("hits")
             return self._promoted(key, found, self.tiers[:level])
         self._events.add("misses")
@@ -125,13 +152,13 @@ class TieredStore(KVStore):
         for level, tier in enumerate(self.tiers):
             if tier.writes != "demoted":
                 continue
-            front = next((each for each in reversed(self.tiers[:level]) if each.tells_evictions), None)
+            front = next((each for each in reversed(self.tiers[:level]) if isinstance(each, TellsEvictions)), None)
             if front is None:
                 raise InputError(
                     "A tier with write=demoted is given what the tier in front of it evicts, which must be a directory: "
                     "put file:// in front of it, or leave write=demoted out."
                 )
-            front.on_evict = partial(self._demote, tier)
+            front.tell_evictions(partial(self._demote, tier))
 
     def _demote(self, tier: KVStore, key: KVKey, entry: StoredKV) -> None:
         """Give ``tier`` what another one is about to evict; where it does not take it, it is evicted all the same."""
@@ -148,7 +175,7 @@ class TieredStore(KVStore):
             queue.flush()
 
     def sync(self, on_step: Callable[[int, int], None] = lambda *_: None) -> SyncReport:
-        """Give each tier that lasts what it lacks and another one has, but for those that are given what is evicted.
+        """Give each tier that lasts what it lacks and another one lists, but for those that are given what is evicted.
 
         Args:
             on_step: Called with the entries looked at, and how many there are.
@@ -159,12 +186,12 @@ class TieredStore(KVStore):
         """
         self.flush()
         wanting = [tier for tier in self.tiers if tier.lasts and tier.writes != "demoted"]
-        lists = {tier: {entry.key for entry in tier.entries()} for tier in self.tiers}
+        lists = {tier: {entry.key for entry in tier.entries()} for tier in self._listing}
         keys = set().union(*lists.values())
         copied = unreadable = 0
         for done, key in enumerate(sorted(keys)):
             on_step(done, len(keys))
-            lacking = [tier for tier in wanting if key not in lists[tier]]
+            lacking = [each for each in wanting if not (key in lists[each] if each in lists else each.contains(key))]
             if not lacking:
                 continue
             found = next((entry for tier in self.tiers if (entry := tier.get(key)) is not None), None)
@@ -189,62 +216,49 @@ class TieredStore(KVStore):
     def delete(self, key: KVKey) -> bool:
         """See :meth:`KVStore.delete`; from every tier, also where one refuses."""
         waiting = [queue.cancel(key) for queue in self._behind.values()]
-        return any(self._of_each(lambda tier: tier.delete(key))) or any(waiting)
-
-    def _of_each(self, act: Callable[[KVStore], _T]) -> list[_T]:
-        """Do the same with every tier; a tier's error is raised when all others are done."""
-        done: list[_T] = []
-        failure: StoreError | None = None
-        for tier in self.tiers:
-            try:
-                done.append(act(tier))
-            except StoreError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return done
+        return any(_of_each(self.tiers, lambda tier: tier.delete(key))) or any(waiting)
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`KVStore.touch`."""
-        for tier in self.tiers:
+        """See :meth:`Evicting.touch`."""
+        for tier in self._evicting:
             tier.touch(key)
 
     def pin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`KVStore.pin`; in every tier, also where one refuses."""
+        """See :meth:`Evicting.pin`; in every tier, also where one refuses."""
         wanted = tuple(keys)
-        self._of_each(lambda tier: tier.pin(wanted))
+        _of_each(self._evicting, lambda tier: tier.pin(wanted))
 
     def unpin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`KVStore.unpin`; in every tier, also where one refuses."""
+        """See :meth:`Evicting.unpin`; in every tier, also where one refuses."""
         wanted = tuple(keys)
-        self._of_each(lambda tier: tier.unpin(wanted))
+        _of_each(self._evicting, lambda tier: tier.unpin(wanted))
 
     def pins(self) -> frozenset[KVKey]:
-        """See :meth:`KVStore.pins`; those of any tier, of tiers that answer."""
+        """See :meth:`Evicting.pins`; those of any tier, of tiers that answer."""
         found: set[KVKey] = set()
-        for tier in self.tiers:
+        for tier in self._evicting:
             with suppress(StoreUnavailableError):  # the tier has said so itself
                 found |= tier.pins()
         return frozenset(found)
 
     def _share_pins(self) -> None:
         """Tell the tiers that forget of those that last, unless these must be asked over a network."""
-        for tier in self.tiers:
+        for tier in self._evicting:
             if tier.lasts and not tier.remote:
                 with suppress(StoreError):  # eviction will tell
                     known = tier.pins()
-                    for other in self.tiers:
+                    for other in self._evicting:
                         if not other.lasts:
                             other.pin(known)
 
-    def pin_for(self, device: torch.device) -> None:
-        """See :meth:`KVStore.pin_for`; every tier that can."""
+    def page_lock_for(self, device: torch.device) -> None:
+        """See :meth:`PageLocking.page_lock_for`; every tier that can."""
         for tier in self.tiers:
-            tier.pin_for(device)
+            page_lock_for(tier, device)
 
     def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-        """See :meth:`KVStore.room`; the first tier's that has any."""
-        return next((room for tier in self.tiers if (room := tier.room(nbytes, wait)) is not None), None)
+        """See :meth:`PageLocking.room`; the first tier's that has any."""
+        return next((room for tier in self.tiers if (room := room_in(tier, nbytes, wait)) is not None), None)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
         """See :meth:`KVStore.entry`, of the fastest tier that has it; of tiers that answer."""
@@ -255,9 +269,9 @@ class TieredStore(KVStore):
         return None
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`KVStore.entries`. Each key once, as the fastest tier that has it lists it; of tiers that answer."""
+        """See :meth:`Listing.entries`. Each key once, as the fastest tier that has it lists it; of tiers that can and answer."""
         merged: dict[KVKey, EntryInfo] = {}
-        for tier in self.tiers:
+        for tier in self._listing:
             try:
                 for entry in tier.entries():
                     merged.setdefault(entry.key, entry)
@@ -266,16 +280,16 @@ class TieredStore(KVStore):
         return iter(sorted(merged.values(), key=lambda entry: entry.last_used))
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`KVStore.evict`; every tier is brought down to ``to_bytes``."""
+        """See :meth:`Evicting.evict`; every tier that can is brought down to ``to_bytes``."""
         self.flush()
-        return sum(self._of_each(lambda tier: tier.evict(to_bytes)))
+        return sum(_of_each(self._evicting, lambda tier: tier.evict(to_bytes)))
 
     def stats(self) -> StoreStats:
-        """See :meth:`KVStore.stats`. Entries are counted once, bytes in every tier; the tiers' own stats are nested."""
-        tiers = tuple(tier.stats() for tier in self.tiers)
+        """See :meth:`Reporting.stats`. Entries are counted once, bytes in every tier; the tiers' own stats are nested."""
+        tiers = tuple(map(stats_of, self.tiers))
         counts = self._events.counts()
         return StoreStats(
-            tier="tiered",
+            tier=self.tier,
             entries=sum(1 for _ in self.entries()),
             nbytes=sum(stats.nbytes for stats in tiers),
             budget=self.budget,
@@ -288,16 +302,16 @@ class TieredStore(KVStore):
         )
 
     def out(self) -> dict[str, bool]:
-        """See :meth:`KVStore.out`."""
-        return {name: is_out for tier in self.tiers for name, is_out in tier.out().items()}
+        """See :meth:`Reporting.out`."""
+        return {name: is_out for tier in self._reporting for name, is_out in tier.out().items()}
 
     def activity(self) -> dict[str, Activity]:
-        """See :meth:`KVStore.activity`."""
-        return {name: counted for tier in self.tiers for name, counted in tier.activity().items()}
+        """See :meth:`Reporting.activity`."""
+        return {name: counted for tier in self._reporting for name, counted in tier.activity().items()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """See :meth:`KVStore.verify`; every copy is checked."""
-        reports = self._of_each(lambda tier: tier.verify(repair))
+        """See :meth:`Listing.verify`; every copy is checked that a tier lists."""
+        reports = _of_each(self._listing, lambda tier: tier.verify(repair))
         return VerifyReport(
             sum(report.checked for report in reports),
             tuple(dict.fromkeys(key for report in reports for key in report.damaged)),
@@ -329,3 +343,17 @@ class TieredStore(KVStore):
     def _promotion_ended(self, nbytes: int) -> None:
         with self._lock:
             self._promoting -= nbytes
+
+
+def _of_each(tiers: Iterable[_Tier], act: Callable[[_Tier], _Done]) -> list[_Done]:
+    """Do the same with every tier; a tier's error is raised when all others are done."""
+    done: list[_Done] = []
+    failure: StoreError | None = None
+    for tier in tiers:
+        try:
+            done.append(act(tier))
+        except StoreError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return done

@@ -1,26 +1,27 @@
-"""A store by the addresses of its tiers: ``ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix``."""
+"""Reads the addresses of a store's tiers: ``ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.base import TIMEOUT_S, KVStore, Writes
+from cacheblend_rag.store.base import TIMEOUT_S, Writes
 from cacheblend_rag.store.codec import RAW, get_codec
-from cacheblend_rag.store.disk import DiskStore
-from cacheblend_rag.store.keyring import Keyring
-from cacheblend_rag.store.memory import MemoryStore
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_REDIS = ("redis", "rediss", "unix", "valkey", "valkeys")
-_OBJECTS = ("s3", "gs", "az")
+REDIS = ("redis", "rediss", "unix", "valkey", "valkeys")
+OBJECTS = ("s3", "gs", "az")
+_OURS = {"ram", "file", *REDIS, *OBJECTS}
+TIERS_GROUP = "cacheblend_rag.tiers"
+"""Entry points by which other packages add tiers: the scheme of their addresses, and what opens one."""
 _EXAMPLE = "write as ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0?budget=64GiB,s3://bucket/prefix"
 
 
@@ -53,7 +54,7 @@ def parse_duration(text: str) -> float:
 
 @dataclass(frozen=True)
 class TierURL:
-    """One tier's address.
+    """Holds what one tier's address says.
 
     Attributes:
         url: What is the tier's own, without the options below.
@@ -65,7 +66,7 @@ class TierURL:
         codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); RAM holds them as they are.
         write: When the tier is given entries; see :attr:`KVStore.writes`.
         encrypt: Directory of the keys that entries are encrypted with (:meth:`Keyring.read`); empty: not encrypted.
-        config: Further options, of an object store.
+        config: Further options, of an object store or a tier of another package.
     """
 
     url: str
@@ -82,7 +83,7 @@ class TierURL:
     @property
     def name(self) -> str:
         """What such a tier is called in statistics and costs."""
-        return {"file": "disk", **dict.fromkeys(_REDIS, "redis")}.get(self.scheme, self.scheme)
+        return {"file": "disk", **dict.fromkeys(REDIS, "redis")}.get(self.scheme, self.scheme)
 
 
 def is_urls(text: str) -> bool:
@@ -113,33 +114,39 @@ def _parse(url: str) -> TierURL:
     if "#" in url:  # what follows would be ignored, whatever it asks for
         raise InputError(f"{url!r} holds a '#'; write it as %23.")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    place = unquote(parts.netloc + parts.path) if scheme in {"ram", "file"} else parts.netloc + parts.path
+    place = parts.netloc + parts.path if scheme in {*REDIS, *OBJECTS} else unquote(parts.netloc + parts.path)
     tier = TierURL("", scheme, place)
-    if scheme not in {"ram", "file", *_REDIS, *_OBJECTS} or "://" not in url:
+    ours = scheme in _OURS
+    if "://" not in url or not (ours or plugged_in(scheme)):
         raise InputError(f"{url!r} is no tier of a KV store; {_EXAMPLE}.")
     if scheme == "ram" and place:
         options, tier = {"budget": place, **options}, replace(tier, place="")
     if scheme == "file" and parts.netloc:
         raise InputError(f"{url!r} names a host: a directory takes three slashes, as file:///nvme/kv.")
-    if scheme not in {"ram", "file", "unix"} and not parts.netloc:
-        raise InputError(f"{url!r} lacks a {'bucket' if scheme in _OBJECTS else 'host'}; {_EXAMPLE}.")
+    if ours and scheme not in {"ram", "file", "unix"} and not parts.netloc:
+        raise InputError(f"{url!r} lacks a {'bucket' if scheme in OBJECTS else 'host'}; {_EXAMPLE}.")
     taken: dict[str, Callable[[str], object]] = {"budget": parse_size}
     if scheme != "ram":
         taken |= {"codec": _codec, "encrypt": str, "write": _writes}
-    if scheme not in {"ram", "file"}:
+    if scheme in {*REDIS, *OBJECTS}:
         taken |= {"ttl": parse_duration, "timeout": parse_duration}
     for name, parse in taken.items():
         if name in options:
             field = f"{name}_s" if name in {"ttl", "timeout"} else name
             tier = replace(tier, **{field: parse(options.pop(name))})  # type: ignore[arg-type]
-    config = () if scheme not in _OBJECTS else tuple(sorted(options.items()))
+    config = () if ours and scheme not in OBJECTS else tuple(sorted(options.items()))
     if options and scheme in {"ram", "file"}:
         raise InputError(f"{url!r}: {', '.join(options)} is no option of this tier; it takes {' and '.join(taken)}.")
-    query = urlencode(options) if scheme in _REDIS else ""
+    query = urlencode(options) if scheme in REDIS else ""
     own = urlunsplit((scheme.replace("valkey", "redis"), parts.netloc, parts.path, query, ""))
     if not parts.netloc:  # which urlunsplit writes with one slash
         own = f"{scheme}://{parts.path}{'?' if query else ''}{query}"
     return replace(tier, url=own, config=config)
+
+
+def plugged_in(scheme: str) -> EntryPoint | None:
+    """Return what an installed package opens addresses of this scheme with, which is none of ours; None where none does."""
+    return next(iter(entry_points(group=TIERS_GROUP, name=scheme)), None)
 
 
 def _codec(text: str) -> str:
@@ -171,59 +178,3 @@ def _without(url: str, option: str) -> str:
 def password_in(urls: str) -> bool:
     """Say whether an address holds a password."""
     return any(urlsplit(url).password or "password=" in urlsplit(url).query for url in urls.split(","))
-
-
-def open_tier(
-    tier: TierURL, name: str, home: Path | None, ram_budget: Callable[[], int], disk_budget: Callable[[DiskStore], int]
-) -> KVStore:
-    """Open one tier.
-
-    Args:
-        tier: Its address.
-        name: What it is called in statistics and costs.
-        home: The directory that ``file://`` without a path means.
-        ram_budget: What RAM may hold where the address does not say it.
-        disk_budget: The same of a disk.
-
-    Raises:
-        InputError: The address or its keys cannot be used, or a package is missing.
-        StoreError: A directory cannot be used.
-    """
-    store = _opened(tier, name, home, ram_budget, disk_budget)
-    store.writes = tier.write
-    return store
-
-
-def _opened(
-    tier: TierURL, name: str, home: Path | None, ram_budget: Callable[[], int], disk_budget: Callable[[DiskStore], int]
-) -> KVStore:
-    if tier.scheme == "ram":
-        return MemoryStore(ram_budget() if tier.budget is None else tier.budget)
-    keys = Keyring.read(tier.encrypt) if tier.encrypt else None
-    if tier.scheme == "file":
-        if not tier.place and home is None:
-            raise InputError("file:// without a path means a store's own directory, and there is none; add the path.")
-        root = Path(tier.place).expanduser() if tier.place else home or Path()
-        disk = DiskStore(root, tier=name, codec=tier.codec, keys=keys)
-        disk.budget = disk_budget(disk) if tier.budget is None else tier.budget
-        return disk
-    common: Any = {
-        "tier": name,
-        "ttl_s": tier.ttl_s,
-        "timeout_s": tier.timeout_s,
-        "codec": tier.codec,
-        "keys": keys,
-    }
-    extra = "redis" if tier.scheme in _REDIS else "s3"
-    try:
-        # What is imported here takes packages that not everybody has.
-        if extra == "redis":
-            from cacheblend_rag.store.redis import RedisStore
-
-            return RedisStore(tier.url, tier.budget, **common)
-        from cacheblend_rag.store.objects import ObjectStore
-    except ImportError as error:
-        raise InputError(
-            f"A {tier.scheme}:// tier needs a package that is missing ({error}): pip install 'cacheblend-rag[{extra}]'"
-        ) from error
-    return ObjectStore.at(tier.url, tier.budget, **{**common, **dict(tier.config)})

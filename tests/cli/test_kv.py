@@ -9,9 +9,11 @@ import pytest
 
 from cacheblend_rag.engines.tracing import traced
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store import Keyring, open_store, recorded_tiers
+from cacheblend_rag.store import Keyring, open_store, record_tiers, recorded_tiers
 from tests.cli.conftest import as_json
 from tests.fake_engine import FakeEngine
+from tests.store.samples import key_of, kv_of
+from tests.store.test_plugged_in import EXAMPLE, install
 
 pytestmark = pytest.mark.slow
 
@@ -203,3 +205,24 @@ def test_a_tenants_documents_are_its_own_and_encrypted_with_its_own_key(run, mod
     removed = as_json(run("documents", "rm", document["path"], "--store", directory, *acme, "--json"))
     assert removed[0]["nbytes"] > 0
     assert len(list(directory.glob("kv/*/*.safetensors"))) < len(files)
+
+
+def test_a_tier_of_another_package_that_cannot_be_listed_is_named_and_nothing_fails(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    install(tmp_path / "packages", monkeypatch, sqlite="cacheblend_sqlite_tier:open_tier")
+    store = tmp_path / "store"
+    record_tiers(store, f"ram://1MiB,sqlite://{tmp_path}/kv.db")
+    with open_store(store) as opened:
+        opened.put(key_of(1), kv_of(1))
+    for command in (("stats",), ("ls",), ("verify",), ("evict", "--to", "0"), ("sync",)):
+        found = run("store", *command, "--store", store)
+        assert found.exit_code == 0, found.stderr
+        if command[0] in {"stats", "ls", "verify"}:
+            assert "The sqlite tier cannot be listed" in found.stderr
+    (tier,) = as_json(run("store", "stats", "--store", store, "--json"))["kv"]["tiers"][-1:]
+    assert (tier["tier"], tier["entries"], tier["bytes"]) == ("sqlite", None, None)
+    refused = run("store", "evict", "--to", "0", "--tier", "sqlite", "--store", store)
+    assert refused.exit_code != 0
+    assert "The tier sqlite evicts nothing" in refused.stderr
+    with open_store(store) as opened:
+        assert opened.contains(key_of(1))

@@ -94,11 +94,11 @@ def entries() -> list[ChunkKV]:
     return [kv_of(number, layers=LAYERS, tokens=tokens) for number, tokens in enumerate(TOKENS)]
 
 
-def pinned_ram(sim: str, budget: int | None = 1 << 16) -> MemoryStore:
+def page_locked_ram(sim: str, budget: int | None = 1 << 16) -> MemoryStore:
     store = MemoryStore(budget)
-    store.pin_for(torch.device(sim))
+    store.page_lock_for(torch.device(sim))
     for thread in threading.enumerate():
-        if thread.name == "cacheblend-pin":
+        if thread.name == "cacheblend-page-lock":
             thread.join()
     return store
 
@@ -156,9 +156,9 @@ def test_what_the_processor_copies_is_seen() -> None:
     assert [name.split(".")[1] for name in host.copies] == ["cat", "clone", "clone"]
 
 
-def test_from_pinned_ram_every_span_is_one_copy_without_thread_pin_or_host_copy(sim: str) -> None:
+def test_from_page_locked_ram_every_span_is_one_copy_without_thread_pin_or_host_copy(sim: str) -> None:
     transfer_to(torch.device(sim))
-    spans = stored_spans(filled(pinned_ram(sim)))
+    spans = stored_spans(filled(page_locked_ram(sim)))
     want = load(spans_of(entries()), "cpu")
     counts = Counts()
     with own_stream():
@@ -179,7 +179,7 @@ def test_from_disk_kv_is_read_straight_into_pinned_memory(
     transfer_to(torch.device(sim))
     monkeypatch.setattr(reads, "ThreadPoolExecutor", Inline)
     filled(DiskStore(tmp_path))
-    ram = pinned_ram(sim)
+    ram = page_locked_ram(sim)
     spans = stored_spans(TieredStore([ram, DiskStore(tmp_path)]) if promotes else DiskStore(tmp_path))
     counts = Counts()
     want = load(spans_of(entries()), "cpu")
@@ -211,7 +211,7 @@ def test_ordinary_memory_gives_the_same_kv_and_pins_nothing(device: str) -> None
 
 
 def test_parts_of_entries_and_single_ranks_heads_arrive_as_they_are_cut(device: str) -> None:
-    store = filled(pinned_ram(device))
+    store = filled(page_locked_ram(device))
 
     def spans(found: Sequence[StoredKV]) -> list[StoredSpan]:
         whole = spans_of(found)
@@ -238,7 +238,7 @@ def test_parts_of_entries_and_single_ranks_heads_arrive_as_they_are_cut(device: 
 def test_what_lies_ready_on_the_device_is_bounded(sim: str, monkeypatch: pytest.MonkeyPatch, layers_ahead: int) -> None:
     nbytes = sum(kv.nbytes for kv in entries()) // LAYERS
     monkeypatch.setattr(reads, "AHEAD_BYTES", layers_ahead * nbytes)
-    spans = stored_spans(filled(pinned_ram(sim)))
+    spans = stored_spans(filled(page_locked_ram(sim)))
     counts = Counts()
     with own_stream(), LayerLoader((), spans, ROPE, LAYERS, torch.device(sim)) as loader:
         for index in range(LAYERS):
@@ -249,21 +249,21 @@ def test_what_lies_ready_on_the_device_is_bounded(sim: str, monkeypatch: pytest.
 def test_a_slot_that_were_given_back_too_early_would_be_noticed(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "AHEAD_BYTES", 0)
     monkeypatch.setattr(Transfer, "used", lambda self, slot: None)
-    spans = stored_spans(filled(pinned_ram(sim)))
+    spans = stored_spans(filled(page_locked_ram(sim)))
     with own_stream(), pytest.raises(RuntimeError, match="still be using"):
         load(spans, sim)
 
 
 def test_layers_stay_as_they_were_delivered(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "AHEAD_BYTES", 0)
-    spans = stored_spans(filled(pinned_ram(device)))[:1]
+    spans = stored_spans(filled(page_locked_ram(device)))[:1]
     with own_stream(device):
         assert_same(load(spans, device), load(spans_of(entries()[:1]), "cpu"))
 
 
 def test_an_entry_that_is_evicted_while_it_is_loaded_keeps_its_memory(device: str) -> None:
     nbytes = sum(kv.nbytes for kv in entries())
-    store = pinned_ram(device, 1 << nbytes.bit_length())
+    store = page_locked_ram(device, 1 << nbytes.bit_length())
     spans = stored_spans(filled(store))
     with own_stream(device), LayerLoader((), spans, ROPE, LAYERS, torch.device(device)) as loader:
         store.evict(0)
@@ -286,7 +286,7 @@ class Failing(ChunkKV):
 
 @pytest.mark.parametrize("error", [DamagedKVError("flipped bit"), MemoryError("no memory")])
 def test_a_read_that_fails_says_so_at_its_layer_and_not_before(device: str, error: Exception) -> None:
-    good = filled(pinned_ram(device)).get(key_of(0))
+    good = filled(page_locked_ram(device)).get(key_of(0))
     assert isinstance(good, ChunkKV)
     spans = spans_of([good, Failing(good, error)])
     with own_stream(device), LayerLoader((), spans, ROPE, LAYERS, torch.device(device)) as loader:
@@ -315,7 +315,7 @@ def unreadable(*_: Any) -> LayerKV:
 
 def test_what_lies_in_ram_is_ready_at_once(device: str) -> None:
     with LayerLoader(
-        (), stored_spans(filled(pinned_ram(device))), ROPE, LAYERS, torch.device(device), whole=True
+        (), stored_spans(filled(page_locked_ram(device))), ROPE, LAYERS, torch.device(device), whole=True
     ) as it:
         assert it.ready
 

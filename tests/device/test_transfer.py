@@ -11,7 +11,7 @@ from cacheblend_rag.blending import transfer as module
 from cacheblend_rag.blending.transfer import BUFFER_BYTES, Slot, Transfer, fetch, transfer_to
 from cacheblend_rag.store.block import packed, plain
 from cacheblend_rag.store.kv import LayerKV
-from cacheblend_rag.store.pinned import PinnedMemory
+from cacheblend_rag.store.pagelocked import PageLockedMemory
 from tests.device import simulated
 
 pytestmark = pytest.mark.device
@@ -24,7 +24,7 @@ def host_kv(factor: int = 1) -> LayerKV:
 
 
 def pinned(sim: str, layer: LayerKV) -> LayerKV:
-    memory = PinnedMemory(torch.device(sim), 1 << 16)
+    memory = PageLockedMemory(torch.device(sim), 1 << 16)
     assert memory.grow(1 << 12)
     (copy,) = packed([layer], memory.take)
     assert copy.k.is_pinned()
@@ -91,7 +91,7 @@ def test_one_buffer_is_enough_for_any_number_of_spans(sim: str, monkeypatch: pyt
 
 
 def test_where_nothing_can_be_pinned_copies_are_right_all_the_same(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PinnedMemory, "grow", lambda self, nbytes: False)
+    monkeypatch.setattr(PageLockedMemory, "grow", lambda self, nbytes: False)
     transfer = Transfer(torch.device(sim))
     staged = transfer.stage(Slot(), [host_kv()], TOKENS)
     transfer.wait(staged)
@@ -100,7 +100,7 @@ def test_where_nothing_can_be_pinned_copies_are_right_all_the_same(sim: str, mon
 
 
 def test_the_source_of_a_late_copy_is_not_given_away(sim: str, transfer: Transfer) -> None:
-    memory = PinnedMemory(torch.device(sim))
+    memory = PageLockedMemory(torch.device(sim))
     memory.limit = 512
     assert memory.grow(512)
     (kv,) = packed([host_kv()], memory.take)
@@ -142,7 +142,7 @@ def test_a_slot_is_overwritten_only_behind_its_last_use(sim: str, transfer: Tran
 
 @pytest.mark.parametrize("room", [True, False])
 def test_layers_come_to_the_host_with_one_copy_that_is_waited_for_elsewhere(sim: str, room: bool) -> None:
-    memory = PinnedMemory(torch.device(sim), 1 << 12)
+    memory = PageLockedMemory(torch.device(sim), 1 << 12)
     assert memory.grow(1 << 12)
     want = [host_kv(1), host_kv(2)]
     layers = [LayerKV(*(tensor.to(sim) for tensor in layer)) for layer in want]
@@ -161,7 +161,7 @@ def test_layers_come_to_the_host_with_one_copy_that_is_waited_for_elsewhere(sim:
 
 
 def test_kv_that_arrives_late_is_not_there_before(sim: str) -> None:
-    memory = PinnedMemory(torch.device(sim), 1 << 12)
+    memory = PageLockedMemory(torch.device(sim), 1 << 12)
     assert memory.grow(1 << 12)
     block = memory.take(192)
     arrive = fetch([LayerKV(*(tensor.to(sim) for tensor in host_kv()))], lambda nbytes: block)

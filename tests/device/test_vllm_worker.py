@@ -19,7 +19,7 @@ from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.kv import LayerKV, ModelFingerprint
 from tests.device import simulated
-from tests.device.test_loading import LAYERS, ROPE, Counts, pinned_ram
+from tests.device.test_loading import LAYERS, ROPE, Counts, page_locked_ram
 
 pytestmark = [pytest.mark.device, pytest.mark.slow]
 
@@ -60,7 +60,7 @@ def worker(store: MemoryStore, paged: Paged) -> tuple[WorkerSide, Entries]:
 @pytest.mark.parametrize("budget", [1 << 16, 0])
 def test_saved_pages_come_back_though_they_are_used_again_at_once(sim: str, budget: int) -> None:
     paged = Paged(sim)
-    store = pinned_ram(sim, budget) if budget else MemoryStore()
+    store = page_locked_ram(sim, budget) if budget else MemoryStore()
     side, entries = worker(store, paged)
     prompts = [tuple(range(n, n + 5)) for n in (0, 10, 20)]
     stream = simulated.Stream()

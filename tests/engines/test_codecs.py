@@ -13,6 +13,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from cacheblend_rag.store.codec import through
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV
 from tests.blending import reference
 from tests.blending.families import _BASE, make_model
@@ -36,7 +37,9 @@ def first_logits(engine: Any, settings: BlendSettings) -> torch.Tensor:
 
 def test_an_int8_tier_is_blended_as_a_reference_does_that_rounds_in_plain_torch(model: Any, tmp_path: Path) -> None:
     exact = MemoryStore()
-    with engine_for(model, SCENE, store=TieredStore([exact, DiskStore(tmp_path, codec="int8")])) as engine:
+    with engine_for(
+        model, SCENE, store=TieredStore([exact, DiskStore(tmp_path, format=EntryFormat("int8"))])
+    ) as engine:
         engine.precompute(SCENE.chunks)
         given = entries_of(engine, exact, SCENE)
         want = reference.reuse_int8(model, SCENE.parts(), given)
@@ -52,7 +55,9 @@ def test_a_blend_from_disk_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(
     model: Any, codec: str, tmp_path: Path
 ) -> None:
     ram, decoded = MemoryStore(), MemoryStore()
-    with engine_for(model, SCENE, store=TieredStore([ram, DiskStore(tmp_path, codec=codec)]), rank="now") as engine:
+    with engine_for(
+        model, SCENE, store=TieredStore([ram, DiskStore(tmp_path, format=EntryFormat(codec))]), rank="now"
+    ) as engine:
         engine.precompute(SCENE.chunks)
         for entry in ram.entries():
             kv = ram.get(entry.key)
@@ -98,7 +103,7 @@ def test_an_engine_beside_another_is_judged_in_front_of_its_own_store(model: Any
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("cacheblend_rag.blending.gate.CODEC_LIMIT", 0.0)
             with pytest.warns(UserWarning, match="fp8"):
-                other = engine.beside(DiskStore(tmp_path / "lossy", codec="fp8"))
+                other = engine.beside(DiskStore(tmp_path / "lossy", format=EntryFormat("fp8")))
         assert engine.gate.passed and not other.gate.passed
         assert other.generate(SCENE.prompt, ONE).mode == "prefill"
         assert engine.generate(SCENE.prompt, ONE).mode == "prefill"  # which stores the chunks

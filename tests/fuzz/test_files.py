@@ -18,6 +18,7 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import FILE_NAME as REGISTERED
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from cacheblend_rag.store import DiskStore
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import KVKey
 from tests.fuzz import examples
@@ -74,7 +75,7 @@ def outcome(store: DiskStore, key: KVKey, number: int) -> str:
 
 def with_file(data: st.DataObject, keys: Keyring | None) -> None:
     one, two = (key_of(1), key_of(2)) if keys is None else (encrypted_key_of(1, keys), encrypted_key_of(2, keys))
-    with memory_directory() as root, DiskStore(root, keys=keys) as store:
+    with memory_directory() as root, DiskStore(root, format=EntryFormat(keys=keys)) as store:
         for number, key in enumerate((one, two), 1):
             store.put(key, ranked(kv_of(number)))
         (path,) = root.glob(f"kv/*/{one}.safetensors")

@@ -27,6 +27,7 @@ from cacheblend_rag.server.middleware import NAMES, RequestLimits
 from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants
 from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
 from cacheblend_rag.store.tenants import DEFAULT, Tenant
 from tests.conftest import tokenizer_named
@@ -269,7 +270,7 @@ async def test_chunks_that_prompts_bring_are_bounded_in_characters_too(
 
 def test_an_encrypted_store_serves_no_tenant_without_a_key() -> None:
     client = Client()
-    client.store.keys = sample_keys()  # of the tenants default and acme
+    client.store.format = EntryFormat(keys=sample_keys())  # of the tenants default and acme
     client.entries = Entries(client.store, MODEL, client.header_ids, 0, 1)
     opened = ServedTenants.open(client, None, [DEFAULT, Tenant("acme")], 10)  # type: ignore[arg-type]
     opened.close()

@@ -17,6 +17,7 @@ from cacheblend_rag.errors import DamagedKVError, InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, kvfile, open_store
 from cacheblend_rag.store.block import flat, plain
 from cacheblend_rag.store.codec import get_codec, is_lossy
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.urls import parse_tiers
 from tests.store.samples import key_of, kv_of, same
@@ -135,7 +136,7 @@ def test_k16v8_keeps_keys_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("codec", ALL)
 def test_a_decoded_layer_is_one_block_in_the_readers_memory(codec: str, tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, codec=codec)
+    store = DiskStore(tmp_path, format=EntryFormat(codec))
     store.put(key_of(1), kv_of(1))
     taken: list[torch.Tensor] = []
 
@@ -158,7 +159,7 @@ def test_an_entry_is_smaller_by_what_its_codec_says(codec: str, dtype: torch.dty
 
 
 def test_layers_of_an_encoded_entry_lie_one_after_another(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, codec="k16v8")
+    store = DiskStore(tmp_path, format=EntryFormat("k16v8"))
     store.put(key_of(1), kv_of(1, layers=12))
     (file,) = tmp_path.glob("kv/*/*.safetensors")
     with safe_open(file, framework="pt") as opened:
@@ -168,7 +169,7 @@ def test_layers_of_an_encoded_entry_lie_one_after_another(tmp_path: Path) -> Non
 
 def test_a_static_deviation_stays_exact(tmp_path: Path) -> None:
     static = torch.tensor([1.0 + 1e-6, 1e-20, 3e20])
-    store = DiskStore(tmp_path, codec="int8+zstd")
+    store = DiskStore(tmp_path, format=EntryFormat("int8+zstd"))
     store.put(key_of(1), ChunkKV(kv_of(1).layers, 0, static=static))
     assert torch.equal(store.get(key_of(1)).static_deviation(), static)
 
@@ -178,7 +179,7 @@ def test_a_snapshot_of_a_recurrent_model_stays_exact_as_a_whole(codec: str, tmp_
     kv = LayerKV(torch.randn(2, 5, 8), torch.randn(2, 5, 8))
     state = LayerKV(torch.randn(16, 4), torch.randn(2, 8, 8))  # of a convolution, and of a recurrence
     snapshot = ChunkKV([kv, state, LayerKV(torch.randn(16, 5), torch.empty(0))], 3)
-    store = DiskStore(tmp_path, codec=codec)
+    store = DiskStore(tmp_path, format=EntryFormat(codec))
     store.put(key_of(1), snapshot)
     assert same(store.get(key_of(1)), snapshot)
 
@@ -186,7 +187,11 @@ def test_a_snapshot_of_a_recurrent_model_stays_exact_as_a_whole(codec: str, tmp_
 @pytest.mark.parametrize("codec", LOSSY)
 def test_a_promotion_holds_the_decoded_numbers_and_going_down_again_changes_no_byte(codec: str, tmp_path: Path) -> None:
     kv = ChunkKV([LayerKV(torch.randn(2, 9, 8), torch.randn(2, 9, 8)) for _ in range(3)], 4)
-    disk, ram, below = DiskStore(tmp_path / "a", codec=codec), MemoryStore(), DiskStore(tmp_path / "b", codec=codec)
+    disk, ram, below = (
+        DiskStore(tmp_path / "a", format=EntryFormat(codec)),
+        MemoryStore(),
+        DiskStore(tmp_path / "b", format=EntryFormat(codec)),
+    )
     disk.put(key_of(1), kv)
     with TieredStore([ram, disk]) as store:
         store.get(key_of(1)).finish()
@@ -199,7 +204,7 @@ def test_a_promotion_holds_the_decoded_numbers_and_going_down_again_changes_no_b
 
 @pytest.mark.parametrize("codec", ALL)
 def test_damage_anywhere_in_a_layer_is_found_whatever_its_codec(codec: str, tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, codec=codec)
+    store = DiskStore(tmp_path, format=EntryFormat(codec))
     for at in range(7):
         store.put(key_of(1), kv_of(1))
         (file,) = tmp_path.glob("kv/*/*.safetensors")
@@ -218,23 +223,22 @@ def test_damage_anywhere_in_a_layer_is_found_whatever_its_codec(codec: str, tmp_
 def test_bytes_that_are_no_layer_are_damage_although_their_checksum_is_right(
     codec: str, lie: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = DiskStore(tmp_path, codec=codec)
+    store = DiskStore(tmp_path, format=EntryFormat(codec))
     with monkeypatch.context() as patched:
         packed = {"packed": torch.tensor(list(lie), dtype=torch.uint8)}
-        patched.setattr(type(store._codec), "encode", lambda self, layer: packed)
+        patched.setattr(type(store.format.codec), "encode", lambda self, layer: packed)
         store.put(key_of(1), kv_of(1))
     with pytest.raises(DamagedKVError, match="layer 0"):
         store.get(key_of(1)).layer(0)
     assert not store.contains(key_of(1))
 
 
-def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     later = get_codec("int8")
     later.name = "int4"
-    store = DiskStore(tmp_path)
-    monkeypatch.setattr(store, "_codec", later)
+    form = EntryFormat()
+    form.codec = later
+    store = DiskStore(tmp_path, format=form)
     store.put(key_of(1), kv_of(1))
     reader = DiskStore(tmp_path)
     assert reader.get(key_of(1)) is None
@@ -247,10 +251,10 @@ def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept(
 def test_without_the_package_zstandard_is_refused_and_its_entries_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    DiskStore(tmp_path, codec="none+zstd").put(key_of(1), kv_of(1))
+    DiskStore(tmp_path, format=EntryFormat("none+zstd")).put(key_of(1), kv_of(1))
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(InputError, match=r"pip install 'cacheblend-rag\[zstd\]'"):
-        DiskStore(tmp_path, codec="int8+zstd")
+        DiskStore(tmp_path, format=EntryFormat("int8+zstd"))
     assert DiskStore(tmp_path).get(key_of(1)) is None
     monkeypatch.undo()
     assert same(DiskStore(tmp_path).get(key_of(1)), kv_of(1))

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.store import DiskStore, disk, kvfile
+from cacheblend_rag.store import DiskStore, disk
 from cacheblend_rag.store.base import Writes
 from cacheblend_rag.store.directory import EntryDirectory
-from cacheblend_rag.store.keyring import Keyring
+from cacheblend_rag.store.format import EntryFormat
+from cacheblend_rag.store.kvfile import EncodedKV
 from cacheblend_rag.store.spool import Spool
 from tests.store import workers
 from tests.store.samples import key_of, kv_of, memory_directory, same
@@ -161,7 +162,7 @@ def test_an_entry_is_synced_before_it_is_visible_and_its_directory_after(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
-    sync, write, publish = disk.sync, kvfile.write, EntryDirectory.publish
+    sync, write, publish = disk.sync, EntryFormat.write, EntryDirectory.publish
 
     def spy(name: str, function: Callable[..., object]) -> Callable[..., object]:
         def called(*args: Any) -> object:
@@ -171,7 +172,7 @@ def test_an_entry_is_synced_before_it_is_visible_and_its_directory_after(
         return called
 
     monkeypatch.setattr(disk, "sync", spy("sync", sync))
-    monkeypatch.setattr(kvfile, "write", spy("write", write))
+    monkeypatch.setattr(EntryFormat, "write", spy("write", write))
     monkeypatch.setattr(EntryDirectory, "publish", spy("publish", publish))
     store = DiskStore(root)
     store.put(key_of(1), kv_of(1))
@@ -182,14 +183,14 @@ def test_an_entry_is_synced_before_it_is_visible_and_its_directory_after(
 
 def test_two_writers_of_one_key_leave_one_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slower, faster = DiskStore(root), DiskStore(root)
-    write = kvfile.write
+    write = EntryFormat.write
 
-    def overtaken(encoded: kvfile.EncodedKV, path: Path, keys: Keyring | None) -> None:
-        write(encoded, path, keys)
-        monkeypatch.setattr(kvfile, "write", write)
+    def overtaken(self: EntryFormat, encoded: EncodedKV, path: Path) -> None:
+        write(self, encoded, path)
+        monkeypatch.setattr(EntryFormat, "write", write)
         assert faster.put(key_of(1), kv_of(1))
 
-    monkeypatch.setattr(kvfile, "write", overtaken)
+    monkeypatch.setattr(EntryFormat, "write", overtaken)
     assert slower.put(key_of(1), kv_of(1))
     assert (slower.stats().puts, faster.stats().puts) == (0, 1)
     assert counted_bytes(root) == real_bytes(root)

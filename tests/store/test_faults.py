@@ -14,6 +14,7 @@ import pytest
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store
+from cacheblend_rag.store.format import EntryFormat
 from tests.store import workers
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
@@ -199,7 +200,7 @@ def test_a_clock_that_was_set_back_evicts_what_was_used_least_recently_all_the_s
 
 def test_an_unknown_codec_is_refused(root: Path) -> None:
     with pytest.raises(InputError, match="unknown KV codec 'zip': use one of none, fp8, int8, k16v8"):
-        DiskStore(root, codec="zip")
+        DiskStore(root, format=EntryFormat("zip"))
 
 
 def test_a_tier_that_refuses_does_not_keep_the_others_from_the_entry(small_disk: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
 from cacheblend_rag.store.codec import get_codec
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
 from cacheblend_rag.store.remote import HEAD_BYTES, RemoteStore
@@ -89,7 +90,7 @@ def test_a_layer_is_one_ranged_read_and_the_others_stay_where_they_are(medium: M
 
 @pytest.mark.parametrize("codec", ["int8", "k16v8+zstd"])
 def test_an_encoded_layer_is_one_ranged_read_too(medium: Medium, monkeypatch, codec: str) -> None:
-    store, kv = medium.client(codec=codec), kv_of(1, layers=12, tokens=400)
+    store, kv = medium.client(format=EntryFormat(codec)), kv_of(1, layers=12, tokens=400)
     store.put(key_of(1), kv)
     asked = []
     read = store._range
@@ -105,12 +106,13 @@ def test_an_encoded_layer_is_one_ranged_read_too(medium: Medium, monkeypatch, co
 
 
 def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept_far_away(
-    medium: Medium, monkeypatch, caplog: pytest.LogCaptureFixture
+    medium: Medium, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = get_codec("int8")
     later.name = "int4"
-    store = medium.client()
-    monkeypatch.setattr(store, "_codec", later)
+    form = EntryFormat()
+    form.codec = later
+    store = medium.client(format=form)
     store.put(key_of(1), kv_of(1))
     reader = medium.client()
     assert reader.get(key_of(1)) is None

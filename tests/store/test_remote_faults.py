@@ -55,7 +55,7 @@ def s3() -> Iterator[FaultyS3]:
 
 
 def tier_in(s3: FaultyS3, timeout_s: float = BRIEF_S) -> ObjectStore:
-    return ObjectStore.at("s3://bucket/prefix", timeout_s=timeout_s, endpoint=s3.endpoint)
+    return ObjectStore.at("s3://bucket/prefix", config={"endpoint": s3.endpoint}, timeout_s=timeout_s)
 
 
 class HalfOpen:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store, record_tiers, recorded_tiers
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.keyring import Keyring, make_key
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, kv_key
 from cacheblend_rag.store.objects import ObjectStore
@@ -25,13 +26,14 @@ from cacheblend_rag.store.tenants import Tenant
 from tests.store.samples import encrypted_key_of, key_of, kv_of, memory_directory, ranked, same, sample_keys
 
 KEYS = sample_keys()
+OURS, THEIRS = EntryFormat(keys=KEYS), EntryFormat(keys=sample_keys(2))
 ONE, TWO = (encrypted_key_of(number, KEYS) for number in (1, 2))
 ACME = encrypted_key_of(1, KEYS, "acme")
 
 
 @pytest.fixture
 def store() -> Iterator[DiskStore]:
-    with memory_directory() as root, DiskStore(root, keys=KEYS) as opened:
+    with memory_directory() as root, DiskStore(root, format=OURS) as opened:
         opened.put(ONE, ranked(kv_of(1)))
         opened.put(TWO, ranked(kv_of(2)))
         yield opened
@@ -129,7 +131,7 @@ def test_one_entry_in_the_place_of_another_is_a_miss(store: DiskStore) -> None:
 
 
 def test_layers_that_changed_places_are_damage() -> None:
-    with memory_directory() as root, DiskStore(root, keys=KEYS) as store:
+    with memory_directory() as root, DiskStore(root, format=OURS) as store:
         store.put(ONE, kv_of(1))
         path = file_of(store, ONE)
         data = path.read_bytes()
@@ -147,7 +149,10 @@ def test_an_entry_that_is_not_encrypted_is_not_believed(store: DiskStore) -> Non
 
 def test_another_key_finds_nothing_and_removes_nothing() -> None:
     bucket = obstore.store.MemoryStore()
-    ours, theirs = ObjectStore(bucket, keys=KEYS), ObjectStore(bucket, keys=sample_keys(2))
+    ours, theirs = (
+        ObjectStore(bucket, format=OURS),
+        ObjectStore(bucket, format=THEIRS),
+    )
     ours.put(ONE, kv_of(1))
     assert theirs.get(ONE) is None
     assert theirs.verify().unreadable == (ONE,)
@@ -167,13 +172,13 @@ def test_names_of_entries_follow_from_the_key() -> None:
 
 
 def test_a_directory_is_opened_with_its_own_keys_alone(tmp_path: Path) -> None:
-    with DiskStore(tmp_path, keys=KEYS) as store:
+    with DiskStore(tmp_path, format=OURS) as store:
         store.put(ONE, kv_of(1))
     with pytest.raises(StoreError, match=r"is encrypted: name the directory of its keys"):
         DiskStore(tmp_path)
     with pytest.raises(StoreError, match=r"is encrypted by the key [0-9a-f]{16}, and /keys/2 holds the key"):
-        DiskStore(tmp_path, keys=sample_keys(2))
-    with DiskStore(tmp_path, keys=KEYS) as store:
+        DiskStore(tmp_path, format=THEIRS)
+    with DiskStore(tmp_path, format=OURS) as store:
         assert same(store.get(ONE), kv_of(1))
 
 
@@ -181,7 +186,7 @@ def test_a_directory_with_plain_entries_is_not_encrypted_from_then_on(tmp_path: 
     with DiskStore(tmp_path) as store:
         store.put(key_of(1), kv_of(1))
     with pytest.raises(StoreError, match="holds KV that is not encrypted"):
-        DiskStore(tmp_path, keys=KEYS)
+        DiskStore(tmp_path, format=OURS)
     with DiskStore(tmp_path) as store:
         assert same(store.get(key_of(1)), kv_of(1))
 
@@ -213,7 +218,7 @@ def test_any_shape_and_dtype_survives_encryption(
     ]
     kv = ChunkKV(layers, 3)
     kv = ranked(kv) if static else kv
-    with memory_directory() as root, DiskStore(root, codec=codec, keys=KEYS) as store:
+    with memory_directory() as root, DiskStore(root, format=EntryFormat(codec, keys=KEYS)) as store:
         assert store.put(ONE, kv)
         found = store.get(ONE)
         assert same(found, kv)
@@ -222,7 +227,7 @@ def test_any_shape_and_dtype_survives_encryption(
 
 def test_a_part_too_large_for_one_call_is_cut_and_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.store.sealed._LARGEST_PART", 50)
-    with memory_directory() as root, DiskStore(root, keys=KEYS) as store:
+    with memory_directory() as root, DiskStore(root, format=OURS) as store:
         store.put(ONE, ranked(kv_of(1, layers=3)))
         found = store.get(ONE)
         assert same(found, kv_of(1, layers=3))
@@ -237,18 +242,18 @@ def test_a_destroyed_key_takes_its_tenants_kv_along_and_no_others(tmp_path: Path
     keys, root = tmp_path / "keys", tmp_path / "store"
     make_key(keys)
     acme = make_key(keys, "acme")
-    with DiskStore(root, keys=Keyring.read(keys)) as store:
+    with DiskStore(root, format=EntryFormat(keys=Keyring.read(keys))) as store:
         for number, name in enumerate(("default", "acme"), 1):
             assert entries_of(store, Tenant(name)).put((1, 2, 3), kv_of(number))
     acme.unlink()
-    with DiskStore(root, keys=Keyring.read(keys)) as store:
+    with DiskStore(root, format=EntryFormat(keys=Keyring.read(keys))) as store:
         reader = entries_of(store, Tenant(reads=("acme",)))
         assert same(reader.get((1, 2, 3), 2), kv_of(1))
         with pytest.raises(InputError, match="no key of the tenant 'acme'"):
             entries_of(store, Tenant("acme"))
         assert len(store.verify().unreadable) == 1
     make_key(keys, "acme")
-    with DiskStore(root, keys=Keyring.read(keys)) as store:
+    with DiskStore(root, format=EntryFormat(keys=Keyring.read(keys))) as store:
         again = entries_of(store, Tenant("acme"))
         assert again.get((1, 2, 3), 2) is None
         assert again.put((1, 2, 3), kv_of(3))
@@ -318,7 +323,10 @@ def test_keys_inside_the_store_are_refused(tmp_path: Path) -> None:
 
 def test_tiers_with_different_keys_are_no_store() -> None:
     bucket = obstore.store.MemoryStore()
-    with ObjectStore(bucket, keys=KEYS) as one, ObjectStore(bucket, keys=sample_keys(2)) as two:
+    with (
+        ObjectStore(bucket, format=OURS) as one,
+        ObjectStore(bucket, format=THEIRS) as two,
+    ):
         with pytest.raises(InputError, match="different keys"):
             TieredStore([one, two])
         assert TieredStore([MemoryStore(), one]).key_name("acme") == KEYS.name("acme")

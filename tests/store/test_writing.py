@@ -23,8 +23,7 @@ class Slow(MemoryStore):
     lasts = True
 
     def __init__(self, writes: str = "back") -> None:
-        super().__init__()
-        self.writes = writes  # type: ignore[assignment]
+        super().__init__(writes=writes)  # type: ignore[arg-type]
         self.go_on, self.began = threading.Event(), threading.Event()
         self.order: list[str] = []
         self.fails: StoreError | None = None
@@ -83,8 +82,7 @@ def test_what_was_put_is_as_it_was_then(slow: Slow) -> None:
 
 
 def test_closing_writes_what_is_left(root: Path) -> None:
-    disk = DiskStore(root)
-    disk.writes = "back"
+    disk = DiskStore(root, writes="back")
     with TieredStore([MemoryStore(), disk]) as store:
         for number in range(5):
             store.put(key_of(number), kv_of(number))

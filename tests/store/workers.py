@@ -92,8 +92,7 @@ def die_at_step(connection: Connection, root: Path, number: int, budget: int, st
 
 def tiers_at(root: Path, budget: int, writes: Writes) -> TieredStore:
     """A quick disk with little room in front of a slow one that has room for all."""
-    slow = DiskStore(root / "slow")
-    slow.writes = writes
+    slow = DiskStore(root / "slow", writes=writes)
     return TieredStore([DiskStore(root / "quick", budget), slow])
 
 

@@ -33,6 +33,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.base import page_lock_for
 from cacheblend_rag.store.tenants import Tenant
 from cacheblend_rag.store.urls import parse_size
 
@@ -95,7 +96,7 @@ class ModelOwner(BlendEngine):
         self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
         self.runner = ModelRunner(loaded.model)
         self.store = store if isinstance(store, KVStore) else open_store(store)
-        self.store.pin_for(self.runner.device)
+        page_lock_for(self.store, self.runner.device)
         self.registry = ChunkRegistry()
         config = loaded.model.config.get_text_config()
         self.num_layers, self.device, self.dtype = self.runner.num_layers, self.runner.device, self.runner.dtype
@@ -136,7 +137,7 @@ class ModelOwner(BlendEngine):
         sibling = copy.copy(self)
         sibling.store, sibling.registry, sibling._views = store, ChunkRegistry(), {}
         sibling.conversations = Conversations(self.conversations.budget)
-        store.pin_for(self.device)
+        page_lock_for(store, self.device)
         if set(store.codecs) != set(self.store.codecs):
             sibling._judge()
         return sibling

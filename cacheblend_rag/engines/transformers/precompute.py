@@ -20,6 +20,7 @@ from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore
+from cacheblend_rag.store.base import room_in
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, read_whole
 
 Computed = tuple[tuple[int, ...], tuple[ChunkKV, Arrival]]
@@ -177,7 +178,7 @@ def _compute(
     for index, (token_ids, row) in enumerate(zip(batch, rows, strict=True)):
         start = len(header) if token_ids else 0
         layers = [cache.view(layer, index, start, len(row)) for layer in range(runner.num_layers)]
-        yield token_ids, (ChunkKV(layers, start), fetch(layers, partial(store.room, wait=True)))
+        yield token_ids, (ChunkKV(layers, start), fetch(layers, partial(room_in, store, wait=True)))
 
 
 def _put(

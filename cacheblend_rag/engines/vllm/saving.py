@@ -17,13 +17,14 @@ from cacheblend_rag.engines.vllm.messages import BUSY, Save, receipt
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.target import all_ranks, sum_over_ranks
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.store.base import room_in
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, join_tokens, read_whole
 
 _log = logging.getLogger(__name__)
 
 # Entries that may wait for the disk: no fewer than one client has on the way (`Precompute`), so that it is never refused.
 UNWRITTEN = 64
-# Without pinned memory to copy to, entries wait on the device, which has little to spare.
+# Without page-locked memory to copy to, entries wait on the device, which has little to spare.
 _UNCOPIED_BYTES = 256 << 20
 
 
@@ -105,7 +106,7 @@ class Saver:
 
         def room(nbytes: int) -> torch.Tensor | None:
             nonlocal uncopied
-            found = self._entries.store.room(nbytes)
+            found = room_in(self._entries.store, nbytes)
             uncopied = 0 if found is not None else nbytes
             return found
 

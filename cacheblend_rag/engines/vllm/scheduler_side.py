@@ -34,6 +34,7 @@ from cacheblend_rag.engines.vllm.pace import Pace
 from cacheblend_rag.engines.vllm.versions import key_blocks
 from cacheblend_rag.engines.vllm.whereabouts import Whereabouts
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.base import out_of
 from cacheblend_rag.store.kv import ChunkKV, StoredKV
 
 if TYPE_CHECKING:
@@ -298,7 +299,7 @@ class SchedulerSide:
             return None
         measured = tuple(self._computed)
         self._computed.clear()
-        report = FinishReport(tracked.outcome(request.num_prompt_tokens), measured, self._entries.store.out())
+        report = FinishReport(tracked.outcome(request.num_prompt_tokens), measured, out_of(self._entries.store))
         if tracked.trace is not None:
             report = replace(report, trace=tracked.trace.recorded())
         return {PARAMS: report.to_params()}

@@ -25,7 +25,7 @@ class RAMLog:
         self._changes: dict[KVKey, int] = {}
         for tier in store.tiers if isinstance(store, TieredStore) else (store,):
             if isinstance(tier, MemoryStore):
-                tier.on_change = self._note
+                tier.tell_changes(self._note)
 
     def _note(self, key: KVKey, nbytes: int) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.saving import Saver
 from cacheblend_rag.engines.vllm.target import PagedSubject, all_ranks
 from cacheblend_rag.engines.vllm.whereabouts import RAMLog
+from cacheblend_rag.store.base import page_lock_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,7 +75,7 @@ class WorkerSide:
         self.gate, self._rope = _gate(paged, self._entries.store.codecs)
         if self._rope is not None:
             self.saver.bind(paged, self._rope)
-            self._entries.store.pin_for(device)
+            page_lock_for(self._entries.store, device)
             if self.gate.passed:
                 self._blends = BlendQueue(paged, self._rope, self._entries, StepClock(device))
 

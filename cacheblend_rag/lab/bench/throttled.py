@@ -10,6 +10,7 @@ import torch
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
 from cacheblend_rag.store.source import FileSource
 
@@ -95,7 +96,7 @@ class ThrottledDisk(DiskStore):
 
     def __init__(self, root: Path, bytes_per_s: float, codec: str):
         """Open the store at ``root`` without a budget."""
-        super().__init__(root, codec=codec)
+        super().__init__(root, format=EntryFormat(codec))
         self._device = _Device(bytes_per_s)
 
     def _source(self, path: Path) -> FileSource:

@@ -18,6 +18,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.tracing import traced
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store.base import Listing
 
 _PLAIN, _READ = "plain transformers", "plain read"
 
@@ -164,11 +165,12 @@ class _Bench:
 
     def sum_up(self) -> dict[str, Any]:
         """Return what all rounds found, as plain data for JSON."""
-        full = median(self._methods["full"].ttft_s)
+        full, store = median(self._methods["full"].ttft_s), self._place.engine.store
+        assert isinstance(store, Listing)
         result: dict[str, Any] = {
             "methods": {name: method.result() for name, method in self._methods.items()},
             "speedup_blend_vs_full": full / median(self._methods["blend"].ttft_s),
-            "chunk_kv_bytes": sum(entry.nbytes for entry in self._place.engine.store.entries()),
+            "chunk_kv_bytes": sum(entry.nbytes for entry in store.entries()),
         }
         if self._place.model is not None:
             result["plain_transformers"] = {"ttft_s": self._plain_s, "peak_memory_bytes": self._plain_peak}

@@ -21,8 +21,9 @@ from cacheblend_rag.lab.datasets import demo_samples
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.lab.samples import Sample
 from cacheblend_rag.stats.intervals import share_interval
-from cacheblend_rag.store import KVStore, MemoryStore, kvfile
-from cacheblend_rag.store.codec import LOSSY, get_codec, through
+from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store.codec import LOSSY, through
+from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV
 
 ALL: Final = tuple(name + zstd for name in ("none", "k16v8", "int8", "fp8") for zstd in ("", "+zstd"))
@@ -47,7 +48,8 @@ def measure_agreement(engine: TransformersEngine, samples: Sequence[Sample], chu
         entries = [(entry.key, kv) for entry in exact.entries() if (kv := exact.get(entry.key)) is not None]
         tokens += sum(kv.num_tokens for _, kv in entries)
         for name in ALL:
-            sizes[name] += sum(len(kvfile.serialized(kvfile.encode(key, kv, get_codec(name)))) for key, kv in entries)
+            written = EntryFormat(name)
+            sizes[name] += sum(len(written.serialized(written.encode(key, kv))) for key, kv in entries)
         stores: dict[str, KVStore] = {name: MemoryStore() for name in LOSSY}
         for name, store in stores.items():
             for key, kv in entries:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, pinned
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, pagelocked
 from cacheblend_rag.store.block import packed
 from cacheblend_rag.store.kv import ChunkKV
-from cacheblend_rag.store.pinned import PinnedMemory
+from cacheblend_rag.store.pagelocked import PageLockedMemory
 from tests.device.conftest import device, sim  # noqa: F401 - fixtures
 from tests.store.samples import key_of, kv_of, same
 
@@ -21,29 +21,29 @@ pytestmark = pytest.mark.device
 
 
 @pytest.fixture
-def memory(sim: str) -> PinnedMemory:  # noqa: F811
-    return PinnedMemory(torch.device(sim), 1 << 12)
+def memory(sim: str) -> PageLockedMemory:  # noqa: F811
+    return PageLockedMemory(torch.device(sim), 1 << 12)
 
 
 @pytest.fixture
 def ram(sim: str) -> MemoryStore:  # noqa: F811
-    return pinned_for(sim, 4 * kv_of(0).nbytes)
+    return page_locked_for(sim, 4 * kv_of(0).nbytes)
 
 
-def pinned_for(name: str, budget: int | None) -> MemoryStore:
+def page_locked_for(name: str, budget: int | None) -> MemoryStore:
     store = MemoryStore(budget)
-    store.pin_for(torch.device(name))
+    store.page_lock_for(torch.device(name))
     await_pinning()
     return store
 
 
 def await_pinning() -> None:
     for thread in threading.enumerate():
-        if thread.name == "cacheblend-pin":
+        if thread.name == "cacheblend-page-lock":
             thread.join()
 
 
-def test_a_block_comes_back_when_the_last_view_of_it_is_gone(memory: PinnedMemory) -> None:
+def test_a_block_comes_back_when_the_last_view_of_it_is_gone(memory: PageLockedMemory) -> None:
     assert memory.take(1) is None
     assert memory.grow(1 << 12)
     block = memory.take(1 << 12)
@@ -59,7 +59,7 @@ def test_a_block_comes_back_when_the_last_view_of_it_is_gone(memory: PinnedMemor
     assert memory.take(1 << 12) is not None
 
 
-def test_pieces_that_come_back_are_joined(memory: PinnedMemory) -> None:
+def test_pieces_that_come_back_are_joined(memory: PageLockedMemory) -> None:
     assert memory.grow(1 << 12)
     blocks = [memory.take(512) for _ in range(8)]
     assert memory.take(1) is None
@@ -68,7 +68,7 @@ def test_pieces_that_come_back_are_joined(memory: PinnedMemory) -> None:
     assert memory.take(1 << 12) is not None
 
 
-def test_no_more_is_pinned_than_the_limit(memory: PinnedMemory) -> None:
+def test_no_more_is_pinned_than_the_limit(memory: PageLockedMemory) -> None:
     assert not memory.grow((1 << 12) + 1)
     assert memory.grow(3000)
     assert not memory.grow(3000)
@@ -77,7 +77,7 @@ def test_no_more_is_pinned_than_the_limit(memory: PinnedMemory) -> None:
     assert memory.nbytes <= 1 << 12
 
 
-def test_blocks_of_many_threads_never_overlap(memory: PinnedMemory) -> None:
+def test_blocks_of_many_threads_never_overlap(memory: PageLockedMemory) -> None:
     assert memory.grow(1 << 12)
 
     def work(thread: int) -> int:
@@ -98,7 +98,7 @@ def test_blocks_of_many_threads_never_overlap(memory: PinnedMemory) -> None:
 
 
 def test_memory_that_cannot_be_pinned_ends_the_growth_and_nothing_else(
-    memory: PinnedMemory, monkeypatch: pytest.MonkeyPatch
+    memory: PageLockedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
@@ -152,18 +152,18 @@ def test_entries_that_eviction_passes_over_keep_their_memory(ram: MemoryStore) -
 def test_entries_put_before_a_device_is_known_move(sim: str) -> None:  # noqa: F811
     store = MemoryStore(1 << 12)
     store.put(key_of(1), kv_of(1))
-    store.pin_for(torch.device("cpu"))
+    store.page_lock_for(torch.device("cpu"))
     assert not store.get(key_of(1)).layer(0).k.is_pinned()
-    store.pin_for(torch.device(sim))
+    store.page_lock_for(torch.device(sim))
     found = store.get(key_of(1))
     assert found.layer(0).k.is_pinned()
     assert same(found, kv_of(1))
 
 
 def test_without_a_budget_slabs_are_added_as_they_are_needed(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(pinned, "SLAB", 1 << 12)
+    monkeypatch.setattr(pagelocked, "SLAB", 1 << 12)
     store = MemoryStore()
-    store.pin_for(torch.device(sim))
+    store.page_lock_for(torch.device(sim))
     for number in range(40):
         room = store.room(512, wait=True)
         assert room is not None
@@ -173,7 +173,7 @@ def test_without_a_budget_slabs_are_added_as_they_are_needed(sim: str, monkeypat
 
 def test_a_promotion_is_read_where_it_stays(device: str, tmp_path: Path) -> None:  # noqa: F811
     DiskStore(tmp_path).put(key_of(1), kv_of(1, layers=4))
-    ram = pinned_for(device, 1 << 12)
+    ram = page_locked_for(device, 1 << 12)
     found = TieredStore([ram, DiskStore(tmp_path)]).get(key_of(1))
     assert found is not None
     read = [found.layer(index).k.data_ptr() for index in (2, 0, 3, 1)]

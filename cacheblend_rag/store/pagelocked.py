@@ -1,4 +1,4 @@
-"""Pinned host memory: a device copies from and to it by itself, while processor and device go on with other work."""
+"""Page-locks host memory: a device copies from and to it by itself, while processor and device go on with other work."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-# Pinning takes about as long as writing to the memory, so it is done in large slabs; PyTorch rounds them to powers of two.
+# Page-locking takes about as long as writing to the memory, so it is done in large slabs; PyTorch rounds them to powers of two.
 SLAB = 1 << 29
 _ALIGNMENT = 512
 
 
-def can_pin(device: torch.device) -> bool:
-    """Say whether ``device`` copies from pinned memory by itself, which takes streams."""
+def can_page_lock(device: torch.device) -> bool:
+    """Say whether ``device`` copies from page-locked memory by itself, which takes streams."""
     return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
 
 
-class PinnedMemory:
-    """Hands out blocks of pinned memory, and takes each back when the last tensor that looks into it is gone.
+class PageLockedMemory:
+    """Hands out blocks of page-locked memory, and takes each back when the last tensor that looks into it is gone.
 
-    Slabs are pinned one after another as they are needed, and kept. A block belongs to whoever holds a view of it: nobody has
-    to say that it is free, and a block in use is never given away. Copies by a device count as use only while somebody holds
-    their source or target (see :class:`~cacheblend_rag.blending.transfer.Transfer`).
+    Slabs are page-locked one after another as they are needed, and kept. A block belongs to whoever holds a view of it: nobody
+    has to say that it is free, and a block in use is never given away. Copies by a device count as use only while somebody
+    holds their source or target (see :class:`~cacheblend_rag.blending.transfer.Transfer`).
     """
 
     def __init__(self, device: torch.device, limit: int | None = None):
-        """Pin nothing yet; at most ``limit`` bytes for ``device`` (None: no limit)."""
+        """Lock nothing yet; at most ``limit`` bytes for ``device`` (None: no limit)."""
         self._module = torch.get_device_module(device)
-        # Pinning opens the thread's current device, which in a new thread is the first one.
+        # Page-locking opens the thread's current device, which in a new thread is the first one.
         self._index = self._module.current_device() if device.index is None else device.index
         self.limit = limit
         self._slabs: list[npt.NDArray[np.uint8]] = []
@@ -45,11 +45,11 @@ class PinnedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes pinned so far."""
+        """Bytes page-locked so far."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Return a block ``[nbytes]``, uint8, contents undefined; None if no such piece is free. Never pins anything."""
+        """Return a block ``[nbytes]``, uint8, contents undefined; None if no such piece is free. Never locks any more."""
         size = max(nbytes + -nbytes % _ALIGNMENT, _ALIGNMENT)
         with self._lock:
             self._take_back()
@@ -63,7 +63,7 @@ class PinnedMemory:
             return torch.from_numpy(block)
 
     def grow(self, nbytes: int) -> bool:
-        """Pin one more slab, with room for a block of ``nbytes``; return whether the limit allowed it (blocking)."""
+        """Page-lock one more slab, with room for a block of ``nbytes``; return whether the limit allowed it (blocking)."""
         with self._growing:
             room = SLAB if self.limit is None else self.limit - self.nbytes
             # What is left below a slab is used in powers of two, since it would be rounded to the next one.
@@ -75,7 +75,7 @@ class PinnedMemory:
                     slab = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
             except RuntimeError as error:
                 _log.warning(
-                    "No more than %d bytes can be pinned; the rest of the KV is read more slowly: %s",
+                    "No more than %d bytes can be page-locked; the rest of the KV is read more slowly: %s",
                     self.nbytes,
                     error,
                 )
@@ -87,10 +87,10 @@ class PinnedMemory:
             return True
 
     def grow_ahead(self) -> None:
-        """Have a thread pin the next slab, if less than one is free and none is being pinned: the next block shall not wait."""
+        """Have a thread lock the next slab, if less than one is free and none is under way: the next block shall not wait."""
         if self._is_short() and not self._growing.locked():
             grow = threading.Thread(
-                target=lambda: self._is_short() and self.grow(1), name="cacheblend-pin", daemon=True
+                target=lambda: self._is_short() and self.grow(1), name="cacheblend-page-lock", daemon=True
             )
             grow.start()
 
