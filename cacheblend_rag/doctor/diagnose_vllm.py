@@ -79,7 +79,7 @@ def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = N
     """Examine a running vLLM; ``progress`` is called with a line of text before each step."""
     say = progress or (lambda line: None)
     backend = engine.ask_worker("cacheblend_backend")
-    config = engine.client.llm.vllm_config.scheduler_config
+    config = engine.llm.vllm_config.scheduler_config
     say("a blend")
     return VLLMDiagnosis(
         model=engine.fingerprint.name,
@@ -103,7 +103,7 @@ def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = N
 
 def measure_blend(engine: VLLMEngine) -> BlendCost:
     """Time full recompute and blend of a prompt of six chunks, shorter ones where the context window is short."""
-    vocabulary = int(engine.client.llm.model_config.get_vocab_size())
+    vocabulary = int(engine.llm.model_config.get_vocab_size())
     room = engine.context_window - len(engine.header_ids) - _QUESTION_TOKENS - 1
     prompt = _prompt(engine.header_ids, min(_CHUNK_TOKENS, room // _CHUNKS), vocabulary)
     engine.precompute([span.chunk for span in prompt.spans])

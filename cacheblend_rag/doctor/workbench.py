@@ -89,7 +89,7 @@ class Workbench:
         if isinstance(engine, TransformersEngine):
             runner, vocab_size = engine.runner, engine.subject().vocab_size
             return cls(engine, label, directory, runner.device, runner.dtype, vocab_size)
-        vocab_size = engine.client.llm.model_config.get_vocab_size()
+        vocab_size = engine.llm.model_config.get_vocab_size()
         return cls(engine, label, directory, engine.device, engine.dtype, vocab_size, "vllm")
 
     @property

@@ -86,9 +86,9 @@ async def _serve_engine(
     address: str,
     sock: socket.socket,
 ) -> Coroutine[Any, Any, None]:
-    from cacheblend_rag.engines.vllm.client import BlendClient
+    from cacheblend_rag.engines.vllm.client import connect
 
-    client = await BlendClient.connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
+    client = await connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
     limits = guard(options, args)
     tenants = ServedTenants.open(client, options.store, limits.tenants, options.max_chunks, limits.quotas)
     tenants.watch()

@@ -122,7 +122,7 @@ class ServedTenants(ByTenant[Served]):
         chosen = {tenant.name: tenant for tenant in tenants}
         made: dict[str, Served] = {}
         for name, tenant in chosen.items():
-            own = client if tenant == client.tenant else client.for_tenant(tenant)
+            own = client if tenant == client.tenant else client.of(tenant)
             quota = quotas.get(name, Quota())
             most = max_chunks if quota.max_chunks is None else quota.max_chunks
             catalogue = ChunkCatalogue(

@@ -47,7 +47,7 @@ class Client:
         self.gate, self.tenant = SimpleNamespace(passed=True), DEFAULT
         self.fails: set[str] = set()
 
-    def for_tenant(self, tenant: Tenant) -> Client:
+    def of(self, tenant: Tenant) -> Client:
         other = copy.copy(self)
         other.registry, other.tenant, other.entries = ChunkRegistry(), tenant, self.entries.of(tenant)
         return other
@@ -237,7 +237,7 @@ def blend_client(server: Server, store_kv: Callable[[Any], Any]) -> Any:
     from cacheblend_rag.engines.vllm.client import BlendClient
 
     client: Any = BlendClient.__new__(BlendClient)
-    client.registry, client.entries, client.tenant = server.registry, server.client.entries, DEFAULT
+    client.registry, client._entries, client.tenant = server.registry, server.client.entries, DEFAULT
     client._write_back, client.rank, client._background, client.costs = True, "off", set(), None
     client.store_kv = store_kv
     return client
@@ -253,7 +253,7 @@ async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Se
         return await server.client.store_kv(chunks)
 
     client = blend_client(server, slowly)
-    client.finished(SimpleNamespace(missing=("gone", "kept"), unranked=()))
+    client.finished(SimpleNamespace(outcome=SimpleNamespace(missing=("gone", "kept"), unranked=())))
     await client.drain()
     assert server.registry.get("gone") is None
     assert (server.stored(TEXTS[0]), server.stored(TEXTS[1])) == (False, True)

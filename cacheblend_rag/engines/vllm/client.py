@@ -1,21 +1,20 @@
-"""Requests to a running vLLM whose connector is ours: used by `VLLMEngine` and by the server alike."""
+"""Sends requests to a running vLLM whose connector is ours: for the server, and as what `VLLMEngine` is built on."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import itertools
-import json
 import time
-import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+import torch
 from vllm import SamplingParams as VLLMSampling
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind
 
 from cacheblend_rag.blending.controller import Terms
 from cacheblend_rag.blending.costs import load_costs
@@ -39,12 +38,11 @@ from cacheblend_rag.engines.results import (
     TokenLogprob,
     likeliest,
 )
-from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
-from cacheblend_rag.engines.vllm.asking import ask_workers
+from cacheblend_rag.engines.vllm.asking import ask_gate, vllm_sampling
 from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, FinishReport
 from cacheblend_rag.engines.vllm.precompute import Precompute
-from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
@@ -61,23 +59,15 @@ if TYPE_CHECKING:
 
 
 class BlendClient:
-    """A vLLM engine client and what must be known to blend with it. Lives in the event loop of that client.
+    """Owns what is known of a running vLLM, and blends with it. Lives in the event loop of vLLM's engine client.
+
+    What it has in common with a :class:`BlendEngine` is described there.
 
     Attributes:
         llm: vLLM's engine client.
-        tokenizer: The model's.
-        registry: Chunks that references and plain text are resolved against.
-        fingerprint: The model's identity in store keys.
-        header_ids: Tokens that chunks are precomputed behind.
         store: The store that the workers read and write, as this process sees it.
-        entries: The model's entries in it, of the client's tenant.
-        tenant: Whose chunks, stored KV and prefix cache its prompts use.
-        gate: What the parity gate found in the workers.
-        profile: The blend options that a request leaves open.
-        costs: What loading and computing cost, for the loading controller; None where it was not measured. Answers correct them.
-        trace: Where to record when each layer of a blend is loaded and computed; None for nowhere.
-        num_layers: Number of transformer layers.
-        context_window: Most tokens of prompt and completion together.
+        costs: What loading and computing cost, for the loading controller; answers correct them.
+        trace: Where to record what the first rank's worker does, and between its blend and each token vLLM itself.
         probe: What chunks are ranked behind (:mod:`cacheblend_rag.blending.static`).
     """
 
@@ -92,63 +82,43 @@ class BlendClient:
         write_back: bool = True,
         rank: Rank | None = None,
     ):
-        """Use :meth:`connect`."""
+        """Use :func:`connect`, where there is no engine to be it."""
         self.llm, self.store, self.gate = llm, store, gate
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
         self.registry, self.tenant = ChunkRegistry(), DEFAULT
         self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio)
-        device = str(llm.vllm_config.device_config.device_type)
-        self.costs = load_costs(launch.fingerprint.digest, device, "vllm")
+        config, model = llm.vllm_config, llm.model_config
+        assert isinstance(model.dtype, torch.dtype)
+        self.device, self.dtype = torch.device(config.device_config.device_type), model.dtype
+        self.costs = load_costs(launch.fingerprint.digest, self.device.type, "vllm")
         self.trace: Trace | None = None
-        self.context_window = int(llm.model_config.max_model_len)
-        self.num_layers = int(llm.model_config.hf_text_config.num_hidden_layers)
+        self.context_window = int(model.max_model_len)
+        self.num_layers = int(model.hf_text_config.num_hidden_layers)
+        block_size = int(config.cache_config.block_size or 0)
+        cached = config.cache_config.num_gpu_blocks if config.cache_config.enable_prefix_caching else 0
+        self.prefix_cache_tokens = int(cached or 0) * block_size
         self._write_back = write_back
-        ranks = llm.vllm_config.parallel_config.tensor_parallel_size
-        self.entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks)
-        model = llm.model_config
+        ranks = config.parallel_config.tensor_parallel_size
+        self._entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks)
         self._end_tokens = end_tokens(model.hf_text_config, model.try_get_generation_config(), launch.tokenizer)
         self._background: set[asyncio.Task[Any]] = set()
         self._names = (f"cacheblend-{uuid4().hex[:8]}-{n}" for n in itertools.count())
-        probe = probe_ids(self.tokenizer, int(llm.model_config.get_vocab_size()), self.context_window)
-        self.probe = self._whole_blocks(probe, int(llm.vllm_config.cache_config.block_size or 1))
-        self._precompute = Precompute(llm, self.entries, self.context_window, self._names, self.probe)
+        probe = probe_ids(self.tokenizer, int(model.get_vocab_size()), self.context_window)
+        # Header and probe fill whole blocks: only those stay in vLLM's prefix cache.
+        over = (len(self.header_ids) + len(probe)) % (block_size or 1)
+        self.probe = probe[:-over] if 0 < over < len(probe) else probe
+        self._precompute = Precompute(llm, self._entries, self.context_window, self._names, self.probe)
         self.rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
 
-    def _whole_blocks(self, probe: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-        """Cut the probe so that header and probe fill whole blocks: only those stay in vLLM's prefix cache."""
-        over = (len(self.header_ids) + len(probe)) % block_size
-        return probe[:-over] if 0 < over < len(probe) else probe
+    @property
+    def entries(self) -> Entries:
+        """The tenant's entries of the model; with tensor parallelism every rank's shards."""
+        return self._entries.of(self.tenant)
 
-    @classmethod
-    async def connect(
-        cls,
-        llm: EngineClient,
-        launch: Launch,
-        store: KVStore,
-        *,
-        ratio: float | None = None,
-        write_back: bool = True,
-        rank: Rank | None = None,
-    ) -> BlendClient:
-        """Ask the workers for the gate's findings; warn once if the model is not blended.
-
-        Raises:
-            EngineDeadError: vLLM's engine has died meanwhile.
-        """
-        found = (await ask_workers(llm, "cacheblend_gate"))[0]
-        gate = GateReport(**found)
-        if not gate.passed:
-            warnings.warn(
-                f"{launch.fingerprint.name} is served by ordinary prefill, without blending: {gate.reason}.",
-                stacklevel=2,
-            )
-        return cls(llm, launch, store, gate, ratio=ratio, write_back=write_back, rank=rank)
-
-    def for_tenant(self, tenant: Tenant) -> BlendClient:
+    def of(self, tenant: Tenant) -> BlendClient:
         """Return a client of another tenant to the same engine: with an empty registry, and work in the background of its own."""
         other = copy.copy(self)
-        other.registry, other.tenant, other.entries = ChunkRegistry(), tenant, self.entries.of(tenant)
-        other._background = set()
+        other.registry, other.tenant, other._background = ChunkRegistry(), tenant, set()
         return other
 
     def resolve(self, settings: BlendSettings) -> ResolvedSettings:
@@ -228,10 +198,10 @@ class BlendClient:
         )
         return replace(report, outcome=outcome)
 
-    async def precompute(
+    async def register(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
     ) -> PrecomputeReport:
-        """See :meth:`BlendEngine.precompute`."""
+        """Compute, store and register the KV of ``chunks``; see :meth:`BlendEngine.precompute`."""
         self.registry.add(chunks)
         return await self.store_kv(chunks, progress)
 
@@ -243,8 +213,8 @@ class BlendClient:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         return await self._precompute.run(chunks, progress, self.rank == "now", self.tenant)
 
-    async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
-        """See :meth:`BlendEngine.astream`; closing the iterator aborts the request."""
+    async def events(self, request: Request) -> AsyncIterator[StreamEvent]:
+        """Answer piece by piece; closing the iterator aborts the request."""
         with RequestSpans(self.trace, self.tenant.name) as spans:
             async with aclosing(self._answer(request, spans)) as events:
                 async for event in events:
@@ -254,7 +224,7 @@ class BlendClient:
         begin = time.perf_counter()
         prompt, sampling, settings = request.prompt, request.sampling, request.settings
         tokens, params = self.tokens_prompt(prompt, settings, traced=spans.trace is not None)
-        wanted = self._sampling(sampling, settings, params)
+        wanted = vllm_sampling(sampling, params, self._end_tokens, self.tokenizer is not None, settings.reuse == "off")
         text, ttft = "", 0.0
         arrived: list[tuple[float, int]] = []
         ids: list[int] = []
@@ -299,7 +269,7 @@ class BlendClient:
         own = self.llm.vllm_config.observability_config.otlp_traces_endpoint
         return None if own is None else spans.headers
 
-    async def score(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
+    async def scores(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
         """See :meth:`BlendEngine.score`; vLLM computes what stands behind the last chunk itself, so it knows its likelihood."""
         return list(await asyncio.gather(*(self._score(request, ids) for ids in completions)))
 
@@ -343,7 +313,7 @@ class BlendClient:
             return [chunk for chunk in found if chunk is not None]
 
         if self._write_back and (missing := chunks(report.outcome.missing)):
-            self._in_background(self._write_back_known(missing) if prompt is None else self.precompute(missing))
+            self._in_background(self._write_back_known(missing) if prompt is None else self.register(missing))
         if self._write_back and self.rank != "off" and (unranked := chunks(report.outcome.unranked)):
             self._in_background(self._precompute.run(unranked, None, rank=True, tenant=self.tenant))
 
@@ -366,34 +336,12 @@ class BlendClient:
         """Wait for what :meth:`finished` started."""
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    def _sampling(self, sampling: SamplingParams, settings: BlendSettings, params: dict[str, Any]) -> VLLMSampling:
-        schema = sampling.json_schema
-        if isinstance(schema, str):
-            try:
-                json.loads(schema)
-            except ValueError as error:
-                raise InputError(f"json_schema is not JSON: {error}") from error
-        return VLLMSampling(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            stop=list(sampling.stop),
-            # vLLM knows those of the generation config and the tokenizer alone.
-            stop_token_ids=sorted(self._end_tokens),
-            detokenize=self.tokenizer is not None,
-            structured_outputs=None
-            if schema is None
-            else StructuredOutputsParams(json=schema if isinstance(schema, str) else dict(schema)),
-            # The full prefill is the reference: it must not be served from the prefix cache.
-            skip_reading_prefix_cache=True if settings.reuse == "off" else None,
-            output_kind=RequestOutputKind.DELTA,
-            logprobs=sampling.logprobs,
-            extra_args={"kv_transfer_params": params} if params else None,
-        )
+
+async def connect(
+    llm: EngineClient, launch: Launch, store: KVStore, *, ratio: float | None = None, write_back: bool = True
+) -> BlendClient:
+    """Return a client of vLLM as it runs in this event loop; raises as :func:`ask_gate` does."""
+    return BlendClient(llm, launch, store, await ask_gate(llm, launch), ratio=ratio, write_back=write_back)
 
 
 def record(trace: Trace, report: FinishReport, begin: float, arrived: Sequence[tuple[float, int]]) -> None:

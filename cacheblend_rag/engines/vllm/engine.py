@@ -16,18 +16,16 @@ import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cacheblend_rag.blending.costs import Costs
+from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.base import BlendEngine, Prompt
-from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
-from cacheblend_rag.engines.vllm.asking import ask_workers
+from cacheblend_rag.engines.vllm.asking import ask_gate, ask_workers
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.starting import StartError
 from cacheblend_rag.errors import InputError
@@ -48,18 +46,20 @@ class _LLM(AsyncLLM):
             self.shutdown()
 
 
-class VLLMEngine(BlendEngine):
+class VLLMEngine(BlendClient, BlendEngine):
     """Answers prompts of text and chunks with vLLM; requests from all threads are batched by its scheduler.
+
+    It is the client of a vLLM of its own, for callers of any thread or event loop.
 
     Attributes:
         store: The store as this process sees it; vLLM's workers read and write the same directory.
-        client: What talks to vLLM; use it on :attr:`loop` only.
-        loop: The event loop vLLM's client lives in.
+        loop: The event loop that vLLM's client lives in.
     """
 
     supports_json_schema: ClassVar[bool] = True
     supports_scoring: ClassVar[bool] = True
     supports_trace: ClassVar[bool] = True
+    store: KVStore
     device: torch.device
     dtype: torch.dtype
 
@@ -100,9 +100,9 @@ class VLLMEngine(BlendEngine):
             StoreError: The store cannot be opened.
         """
         self._temporary = Path(tempfile.mkdtemp(prefix="cacheblend-")) if store is None else None
-        by_address = isinstance(store, str) and is_urls(store)
-        where = store if store is not None and by_address else self._temporary or Path(store or "").expanduser()
-        self._closed = False
+        where = self._temporary or (
+            store if isinstance(store, str) and is_urls(store) else Path(store or "").expanduser()
+        )
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="cacheblend-vllm", daemon=True)
         self._thread.start()
@@ -116,74 +116,16 @@ class VLLMEngine(BlendEngine):
                 disk_budget=disk_budget,
                 **vllm_arguments,
             )
-            # This process reads no KV: only the workers hold any in RAM.
-            self.store: KVStore = open_store(where, ram_budget=0, disk_budget=disk_budget)
-            if not self.store.lasts:
-                raise InputError(
-                    f"{store!r} is RAM alone, which vLLM's processes do not share; add file:///... or another tier."
-                )
-            self.client = self._run(self._start(launch, ratio, write_back, rank))
+            opened = _opened(where, disk_budget)
+            llm, gate = self._run(_start(launch))
+            super().__init__(llm, launch, opened, gate, ratio=ratio, write_back=write_back, rank=rank)
         except BaseException:
-            self._stop_loop()
-            self._remove_temporary()
+            self._stop()
             raise
-        self._show(self.client)
-
-    def _show(self, client: BlendClient) -> None:
-        """Show what the client found out as the engine's own attributes."""
-        self.fingerprint, self.tokenizer = client.fingerprint, client.tokenizer
-        self.context_window, self.header_ids = client.context_window, client.header_ids
-        self.num_layers, self.registry = client.num_layers, client.registry
-        self.profile, self.gate = client.profile, client.gate
-        config = client.llm.vllm_config
-        assert isinstance(config.model_config.dtype, torch.dtype)
-        cache = config.cache_config
-        if cache.enable_prefix_caching:
-            self.prefix_cache_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
-        self.device, self.dtype = torch.device(config.device_config.device_type), config.model_config.dtype
-
-    async def _start(self, launch: Launch, ratio: float | None, write_back: bool, rank: Rank | None) -> BlendClient:
-        try:
-            self._llm = _LLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
-        except Exception as error:  # whatever vLLM raises
-            raise StartError(launch.fingerprint.name, error, str(error)) from error
-        return await BlendClient.connect(self._llm, launch, self.store, ratio=ratio, write_back=write_back, rank=rank)
 
     def _become(self, tenant: Tenant) -> None:
-        self.client = self.client.for_tenant(tenant)
-        self._show(self.client)
-
-    @property
-    def entries(self) -> Entries:
-        """See :class:`BlendEngine`; with tensor parallelism every rank's shards."""
-        return self.client.entries
-
-    @property
-    def rank(self) -> Rank:
-        """See :class:`BlendEngine`."""
-        return self.client.rank
-
-    @rank.setter
-    def rank(self, when: Rank) -> None:
-        self.client.rank = when
-
-    @property
-    def costs(self) -> Costs | None:
-        """See :class:`BlendEngine`."""
-        return self.client.costs
-
-    @costs.setter
-    def costs(self, costs: Costs | None) -> None:
-        self.client.costs = costs
-
-    @property
-    def trace(self) -> Trace | None:
-        """See :class:`BlendEngine`; what the first rank's worker did, and between its blend and each token vLLM itself."""
-        return self.client.trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self.client.trace = trace
+        """See :class:`BlendEngine`: what it does in the background is its own."""
+        self._background = set()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
@@ -191,13 +133,13 @@ class VLLMEngine(BlendEngine):
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; ordinary requests ``[header] + chunk``, batched by vLLM's scheduler."""
         self.check_open()
-        return self._run(self.client.precompute(chunks, progress))
+        return self._run(self.register(chunks, progress))
 
     async def aprecompute(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
     ) -> PrecomputeReport:
         """Async twin of :meth:`precompute`."""
-        work = asyncio.run_coroutine_threadsafe(self.client.precompute(chunks, progress), self.loop)
+        work = asyncio.run_coroutine_threadsafe(self.register(chunks, progress), self.loop)
         return await asyncio.wrap_future(work)
 
     def stream(
@@ -208,7 +150,7 @@ class VLLMEngine(BlendEngine):
 
     def _pump(self, request: Request) -> Iterator[StreamEvent]:
         events: queue.Queue[Item] = queue.Queue()
-        work = asyncio.run_coroutine_threadsafe(_forward(self.client.stream(request), events.put), self.loop)
+        work = asyncio.run_coroutine_threadsafe(_forward(self.events(request), events.put), self.loop)
         try:
             while (item := events.get()) is not None:
                 if isinstance(item, BaseException):
@@ -223,7 +165,7 @@ class VLLMEngine(BlendEngine):
         """See :class:`BlendEngine`; a consumer that goes away aborts the request."""
         request = await asyncio.to_thread(self.request, prompt, sampling, settings)
         arriving = EventQueue()
-        work = asyncio.run_coroutine_threadsafe(_forward(self.client.stream(request), arriving.put), self.loop)
+        work = asyncio.run_coroutine_threadsafe(_forward(self.events(request), arriving.put), self.loop)
         try:
             async for event in arriving.events():
                 yield event
@@ -243,19 +185,19 @@ class VLLMEngine(BlendEngine):
 
         To a policy that asks what the question attends to, the completion counts as part of the question.
         """
-        return self._run(self.client.score(self.scoring_request(prompt, completions, settings), completions))
+        return self._run(self.scores(self.scoring_request(prompt, completions, settings), completions))
 
     def flush(self) -> None:
         """See :class:`BlendEngine`."""
-        self._run(self.client.drain())
+        self._run(self.drain())
 
     def reset_prefix_cache(self) -> None:
         """See :class:`BlendEngine`."""
-        self._run(self._llm.reset_prefix_cache())
+        self._run(self.llm.reset_prefix_cache())
 
     def ask_worker(self, method: str) -> Any:
         """Return what a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` says on the first rank."""
-        return self._run(ask_workers(self._llm, method))[0]
+        return self._run(ask_workers(self.llm, method))[0]
 
     def close(self) -> None:
         """Stop vLLM, finish what is being written and close the store."""
@@ -263,32 +205,53 @@ class VLLMEngine(BlendEngine):
             return
         self._closed = True
         self._run(self._shutdown())
-        self._stop_loop()
         self.store.close()
-        self._remove_temporary()
+        self._stop()
 
     async def _shutdown(self) -> None:
         every: list[VLLMEngine] = [self, *self._views.values()]
         for each in every:
-            await each.client.drain()
+            await each.drain()
         # Blocks on the processes it stops; nothing else needs the loop any more.
-        self._llm.shutdown()
+        self.llm.shutdown()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
         # It shuts down once more when it is collected, which must not wait for the interpreter's end.
         for each in every:
-            del each._llm, each.client.llm
+            del each.llm
 
-    def _stop_loop(self) -> None:
+    def _stop(self) -> None:
+        """End the event loop, and remove the store if it was a temporary one."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
-
-    def _remove_temporary(self) -> None:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _opened(where: Path | str, disk_budget: int | None) -> KVStore:
+    """Open the store for this process, which reads no KV: only the workers hold any in RAM.
+
+    Raises:
+        InputError: It is RAM alone.
+    """
+    store = open_store(where, ram_budget=0, disk_budget=disk_budget)
+    if not store.lasts:
+        raise InputError(
+            f"{where!r} is RAM alone, which vLLM's processes do not share; add file:///... or another tier."
+        )
+    return store
+
+
+async def _start(launch: Launch) -> tuple[AsyncLLM, GateReport]:
+    """Start vLLM in this event loop; return its client and what the parity gate found in its workers."""
+    try:
+        llm = _LLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
+    except Exception as error:  # whatever vLLM raises
+        raise StartError(launch.fingerprint.name, error, str(error)) from error
+    return llm, await ask_gate(llm, launch)
 
 
 async def _forward(events: AsyncIterator[StreamEvent], put: Callable[[Item], None]) -> None:

@@ -46,8 +46,7 @@ def run(engine: Any, work: Any) -> Any:
 async def _first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendSettings) -> torch.Tensor:
     from vllm import SamplingParams
 
-    client = engine.client
-    tokens, params = client.tokens_prompt(prompt, settings)
+    tokens, params = engine.tokens_prompt(prompt, settings)
     sampling = SamplingParams(
         max_tokens=1,
         temperature=0,
@@ -56,7 +55,7 @@ async def _first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendS
         skip_reading_prefix_cache=settings.reuse == "off" or None,
         extra_args={"kv_transfer_params": params} if params else None,
     )
-    async for output in client.llm.generate(tokens, sampling, f"test-{id(prompt)}-{id(params)}-{settings}"):
+    async for output in engine.llm.generate(tokens, sampling, f"test-{id(prompt)}-{id(params)}-{settings}"):
         last = output
     found = last.outputs[0].logprobs[0]
     return torch.tensor([found[token].logprob for token in range(VOCABULARY)])

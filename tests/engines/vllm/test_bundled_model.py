@@ -112,8 +112,7 @@ def test_two_hundred_mixed_requests_side_by_side_do_not_mix(engine, corpus, ques
     ]
     asked = prompts(engine, corpus[:12], questions, 8, chunks=3)
     jobs = [(asked[i % 8], kinds[i % 5]) for i in range(200)]
-    client = engine.client
-    client._write_back = False
+    engine._write_back = False
     try:
         alone = {
             (i % 8, i % 5): engine.generate(prompt, ANSWER, settings).token_ids
@@ -122,21 +121,21 @@ def test_two_hundred_mixed_requests_side_by_side_do_not_mix(engine, corpus, ques
         engine.reset_prefix_cache()
 
         async def ask(prompt: BlendPrompt, settings: BlendSettings) -> tuple[int, ...]:
-            async for event in client.stream(engine.request(prompt, ANSWER, settings)):
+            async for event in engine.events(engine.request(prompt, ANSWER, settings)):
                 last = event.generation
             return last.token_ids
 
         # 48 blocks of 128 tokens hold three such prompts: the others wait, and running ones are preempted.
         got = concurrently(engine, [lambda p=p, s=s: ask(p, s) for p, s in jobs])
     finally:
-        client._write_back = True
+        engine._write_back = True
     assert [alone[i % 8, i % 5] for i in range(200)] == got
 
 
 async def test_async_requests_all_reach_vllm_at_once(engine, questions, monkeypatch) -> None:
     running: list[int] = []
     seen: list[int] = []
-    stream = engine.client.stream
+    stream = engine.events
 
     async def counted(*args: Any) -> AsyncIterator[StreamEvent]:
         running.append(1)
@@ -145,7 +144,7 @@ async def test_async_requests_all_reach_vllm_at_once(engine, questions, monkeypa
             yield event
         running.pop()
 
-    monkeypatch.setattr(engine.client, "stream", counted)
+    monkeypatch.setattr(engine, "events", counted)
     long = SamplingParams(max_tokens=60)
     answers = await asyncio.gather(*(engine.agenerate(f"Request {i}. {questions[i % 8]}", long) for i in range(60)))
     assert len(answers) == 60
@@ -159,7 +158,7 @@ def test_a_client_that_goes_away_leaves_no_block_behind(engine, corpus, question
     long = SamplingParams(max_tokens=400, stop=("never appears",))
 
     async def leave(prompt: BlendPrompt, after: int) -> None:
-        stream = engine.client.stream(engine.request(prompt, long, BlendSettings(ratio=0.3)))
+        stream = engine.events(engine.request(prompt, long, BlendSettings(ratio=0.3)))
         if after == 0:
             task = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(0)
@@ -179,7 +178,7 @@ def test_a_client_that_goes_away_leaves_no_block_behind(engine, corpus, question
 
 async def _stats(engine: Any) -> tuple[int, bool]:
     """Unfinished requests, and whether the prefix cache could be emptied: vLLM refuses while any block is held."""
-    llm = engine.client.llm
+    llm = engine.llm
     while llm.output_processor.has_unfinished_requests():
         await asyncio.sleep(0.01)
     return llm.output_processor.get_num_unfinished_requests(), await llm.reset_prefix_cache()
@@ -237,7 +236,7 @@ def test_malformed_options_from_the_network_are_prefilled(engine, questions, par
 
     async def ask() -> Any:
         sampling = VLLMSampling(max_tokens=3, temperature=0, extra_args={"kv_transfer_params": {"cacheblend": params}})
-        async for output in engine.client.llm.generate(
+        async for output in engine.llm.generate(
             {"prompt_token_ids": list(tokens.token_ids)}, sampling, f"malformed-{params!r:.40}"
         ):
             last = output
@@ -246,7 +245,7 @@ def test_malformed_options_from_the_network_are_prefilled(engine, questions, par
     output = run(engine, ask())
     assert output.finished
     assert len(output.outputs[0].token_ids) >= 1
-    reason = output.kv_transfer_params["cacheblend"]["reason"]
+    reason = output.kv_transfer_params["cacheblend"]["outcome"]["reason"]
     assert "malformed" in reason
     assert named in reason
 

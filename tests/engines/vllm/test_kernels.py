@@ -58,7 +58,7 @@ def count_launches(worker: Any) -> tuple[int, int]:
 
 
 def launches(engine: Any) -> tuple[int, int]:
-    found: tuple[int, int] = run(engine, engine.client.llm.collective_rpc(count_launches))[0]
+    found: tuple[int, int] = run(engine, engine.llm.collective_rpc(count_launches))[0]
     return found
 
 

@@ -95,7 +95,7 @@ def scores(
     for index, span in enumerate(scene.prompt.spans):
         if index > 0 and index not in missing:
             ids = list(span.chunk.token_ids)
-            static.append(reference.static_deviation(model, scene.header, list(engine.client.probe), ids))
+            static.append(reference.static_deviation(model, scene.header, list(engine.probe), ids))
             positions += range(span.start, span.end)
     attention = reference.question_attention(model, scene.header, scene.parts(missing))[positions]
     deviation = torch.cat(static)
@@ -180,7 +180,7 @@ def test_a_chunk_without_a_rank_gets_one_after_its_first_use(engine) -> None:
 def test_auto_is_the_reference_at_the_ratio_that_the_answer_reports(engine, model, monkeypatch) -> None:
     profile = replace(engine.profile, ratio=0.05, text=TextRange(0.5, 0.0))
     monkeypatch.setattr(engine, "profile", profile)
-    monkeypatch.setattr(engine.client, "profile", profile)
+    monkeypatch.setattr(engine, "profile", profile)
     settings = BlendSettings("auto", "static", (1,))
     engine.precompute(SCENE.chunks)
     if not engine.entries.has_static(SCENE.chunks[1].token_ids):
@@ -191,7 +191,7 @@ def test_auto_is_the_reference_at_the_ratio_that_the_answer_reports(engine, mode
     scores, positions = [], []
     for span in SCENE.prompt.spans[1:]:
         ids = list(span.chunk.token_ids)
-        scores.append(reference.static_deviation(model, SCENE.header, list(engine.client.probe), ids))
+        scores.append(reference.static_deviation(model, SCENE.header, list(engine.probe), ids))
         positions += range(span.start, span.end)
     static = torch.cat(scores)
     count = answer.usage.recomputed_tokens
@@ -211,11 +211,11 @@ PER_TOKEN_S = 1e-2  # so that nothing read here is late
 def controlled(engine: Any, monkeypatch: pytest.MonkeyPatch, load_s: float, layers: int = SHAPE["num_hidden_layers"]):
     """Have the chunks stored on a disk from which loading all takes ``load_s``, of a model that takes 10 ms a token."""
     engine.precompute(SCENE.chunks)
-    nbytes = sum(engine.client.entries.entry(chunk.token_ids).nbytes for chunk in SCENE.chunks)
+    nbytes = sum(engine.entries.entry(chunk.token_ids).nbytes for chunk in SCENE.chunks)
     known = Costs(layers, ComputeCost(0.0, PER_TOKEN_S, 0.0), {"disk": TierCost(0.0, nbytes / load_s)})
-    monkeypatch.setattr(engine.client, "costs", known)
+    monkeypatch.setattr(engine, "costs", known)
     answer = engine.generate(SCENE.prompt, ANSWER, AUTO)
-    monkeypatch.setattr(engine.client, "costs", known)
+    monkeypatch.setattr(engine, "costs", known)
     engine.reset_prefix_cache()
     return answer, first_logprobs(engine, SCENE.prompt, AUTO)
 
@@ -265,8 +265,8 @@ def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:
 
 def test_forgotten_chunks_leave_nothing_in_the_store(engine) -> None:
     engine.precompute(SCENE.chunks)
-    header = len({entry.key for entry in engine.store.entries()} & set(engine.client.entries.keys(())))
-    ranks = engine.client.llm.vllm_config.parallel_config.tensor_parallel_size
+    header = len({entry.key for entry in engine.store.entries()} & set(engine.entries.keys(())))
+    ranks = engine.llm.vllm_config.parallel_config.tensor_parallel_size
     assert header == ranks
     assert engine.forget([chunk.id for chunk in SCENE.chunks]) == ranks * len(SCENE.chunks)
     assert len(list(engine.store.entries())) == header

@@ -53,7 +53,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp("model")
     model = save_model(config(), directory)
     with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
-        assert engine.client.llm.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is (
+        assert engine.llm.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is (
             "disable_hybrid_kv_cache_manager" in options
         )
         yield engine, model
@@ -99,7 +99,7 @@ def test_lent_pages_come_back(engine) -> None:
     for ratio in (0.1, 0.4):
         assert engine.generate(SCENE.prompt, ANSWER, BlendSettings(ratio=ratio)).mode == "blend"
     # vLLM empties its prefix cache only when no block is in use.
-    assert run(engine, engine.client.llm.reset_prefix_cache())
+    assert run(engine, engine.llm.reset_prefix_cache())
 
 
 def test_requests_side_by_side_do_not_mix_where_pages_are_few(engine) -> None:
@@ -111,8 +111,7 @@ def test_requests_side_by_side_do_not_mix_where_pages_are_few(engine) -> None:
         scene.header, scene.chunks = SCENE.header, [*SCENE.chunks[turn:], *SCENE.chunks[:turn]]
         asked.append(scene.prompt)
     jobs = [(prompt, settings) for settings in kinds for prompt in asked]
-    client = engine.client
-    client._write_back = False
+    engine._write_back = False
     try:
         alone = []
         for prompt, settings in jobs:
@@ -120,13 +119,13 @@ def test_requests_side_by_side_do_not_mix_where_pages_are_few(engine) -> None:
             engine.reset_prefix_cache()
 
         async def ask(prompt: TokenizedPrompt, settings: BlendSettings) -> tuple[str, tuple[int, ...]]:
-            async for event in client.stream(engine.request(prompt, ANSWER, settings)):
+            async for event in engine.events(engine.request(prompt, ANSWER, settings)):
                 last = event.generation
             return last.mode, last.token_ids
 
         got = concurrently(engine, [lambda p=p, s=s: ask(p, s) for p, s in jobs])
     finally:
-        client._write_back = True
+        engine._write_back = True
     assert [mode for mode, _ in got] == ["prefill"] * 4 + ["blend"] * 12
     assert [ids for _, ids in got] == alone
 
