@@ -10,12 +10,12 @@ import torch
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import BlendPrompt, header_ids, rag_header, tokenize
+from cacheblend_rag.prompts.prompt import TokenizedPrompt, header_ids, rag_header
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, MemoryStore
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint, kv_key
@@ -34,7 +34,7 @@ class FakeEngine(BlendEngine):
         self.store = store or MemoryStore(1 << 30)
         self.header_ids = header_ids(self.tokenizer, rag_header(self.tokenizer))
         self.computed: list[str] = []
-        self.prompts: list[BlendPrompt] = []
+        self.prompts: list[TokenizedPrompt] = []
         self.closed_streams = 0
 
     def key(self, chunk: Chunk) -> Any:
@@ -53,13 +53,12 @@ class FakeEngine(BlendEngine):
 
     def stream(
         self,
-        prompt: BlendPrompt | str,
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         settings: BlendSettings | None = None,
     ) -> Iterator[StreamEvent]:
-        assert isinstance(prompt, BlendPrompt)
-        self.prompts.append(prompt)
-        tokens = tokenize(prompt, self.tokenizer, self.registry)
+        tokens = self.tokenize(prompt)
+        self.prompts.append(tokens)
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
         try:

@@ -18,9 +18,13 @@ from cacheblend_rag.console.output import counted, print_json, progress, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
+    from cacheblend_rag.engines.precompute import Rank
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
+    from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.rag.planning import IndexPlan
+    from cacheblend_rag.retrieval.documents import FoundDocuments
 
 
 @takes_groups
@@ -54,48 +58,50 @@ def index(
 
     Ctrl-C loses nothing that was stored: the same command goes on from there.
     """
-    from cacheblend_rag.rag.locking import indexing_into
     from cacheblend_rag.retrieval.documents import find_documents
     from cacheblend_rag.store.tenants import home_of, make_home
 
-    patterns = {"include": include or (), "exclude": exclude or ()}
     # Raises: a mistyped path should not cost the loading of a model.
-    found = find_documents(paths, patterns["include"], patterns["exclude"])
+    found = find_documents(paths, include or (), exclude or ())
     if left_to_bundled(model):
-        warn_if_not_bundled(found)
+        warn_if_not_bundled(found.files)
     root = options.store_directory(store)
-    directory = home_of(root, tenant)
     if root.is_dir():
         with suppress(OSError):  # which is told below
             make_home(root, tenant)
-    shown = _Shown()
-    try:
-        with (
-            indexing_into(directory),
-            open_pipeline(
-                model,
-                store,
-                budgets,
-                must_exist=False,
-                chunk_tokens=chunk_tokens,
-                overlap=overlap,
-                embedding=embedding,
-                tenant=tenant,
-            ) as pipeline,
-            progress("Indexing") as show,
-        ):
-            shown.show = show
-            if rank is not None:
-                pipeline.engine.rank = rank
-            report = pipeline.index(paths, shown, **patterns)
-    except KeyboardInterrupt:
-        typer.echo(f"\n{shown.interrupted()}", err=True)
-        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+    opened = open_pipeline(
+        model,
+        store,
+        budgets,
+        must_exist=False,
+        chunk_tokens=chunk_tokens,
+        overlap=overlap,
+        embedding=embedding,
+        tenant=tenant,
+    )
+    report = _index(found, home_of(root, tenant), opened, rank)
     for skipped in report.skipped:
         typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
     print_json(asdict(report)) if as_json else _print_report(report)
     if report.skipped and not (report.added or report.changed or report.unchanged or report.removed):
         raise typer.Exit(2)
+
+
+def _index(
+    found: FoundDocuments, directory: Path, opened: AbstractContextManager[RagPipeline], rank: Rank | None
+) -> IndexReport:
+    from cacheblend_rag.rag.locking import indexing_into
+
+    shown = _Shown()
+    try:
+        with indexing_into(directory), opened as pipeline, progress("Indexing") as show:
+            shown.show = show
+            if rank is not None:
+                pipeline.engine.rank = rank
+            return pipeline.index(found, shown)
+    except KeyboardInterrupt:
+        typer.echo(f"\n{shown.interrupted()}", err=True)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
 class _Shown:

@@ -90,7 +90,7 @@ def _generated(engine: BlendEngine, count: int) -> list[CalibrationPrompt]:
 def _from_documents(engine: BlendEngine, directory: Path, count: int) -> list[CalibrationPrompt]:
     size = min(DEFAULT_CHUNK_TOKENS, (engine.context_window - _ROOM) // _CHUNKS)
     runs: list[list[Chunk]] = []
-    for path in find_documents([directory]):
+    for path in find_documents([directory]).files:
         loaded = load_document(path)
         if isinstance(loaded, Document):
             runs.append(split_text(loaded.text, engine.tokenizer, size))
@@ -140,7 +140,7 @@ def _open(engine: BlendEngine, store: Path) -> RagPipeline:
 
 def _retrieved(pipeline: RagPipeline, question: str) -> CalibrationPrompt:
     prompt, _, _ = pipeline.prompt(question, pipeline.retrieve(question).hits)
-    return CalibrationPrompt(tokenize(prompt, pipeline.engine.tokenizer, pipeline.engine.registry))
+    return CalibrationPrompt(prompt)
 
 
 def _given(engine: BlendEngine, row: dict[str, Any]) -> CalibrationPrompt:

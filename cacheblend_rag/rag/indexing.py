@@ -11,7 +11,7 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner
-from cacheblend_rag.retrieval.documents import Document, SkippedDocument, file_digest, find_documents, load_document
+from cacheblend_rag.retrieval.documents import Document, FoundDocuments, SkippedDocument, file_digest, load_document
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.base import stats_of
 
@@ -80,30 +80,24 @@ class IndexReport:
 def index_documents(
     engine: BlendEngine,
     index: ChunkIndex,
-    paths: Iterable[str | Path],
+    found: FoundDocuments,
     progress: Callable[[IndexProgress], None] | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
 ) -> IndexReport:
-    """Bring ``index`` and the engine's KV store up to date with files and directories.
+    """Bring ``index`` and the engine's KV store up to date with the files that a search has found.
 
     Unchanged documents are left alone; all others are read and cut first, so that ``progress`` can say how much there is to do. A
     document enters the index in one step, after the KV of its last chunk is in the
     store: an interrupted run loses nothing, and the next one goes on where it stopped. Documents whose files have vanished
     from one of the directories leave the index, and with them the KV that no other document needs. A file that cannot be
-    read for now keeps the version indexed before. What ``include`` and ``exclude`` leave out (:func:`find_documents`) is not
-    looked at: documents indexed before stay.
+    read for now keeps the version indexed before. What the search's patterns leave out is not looked at: documents indexed
+    before stay.
 
     Raises:
-        InputError: A path that does not exist.
         ModelError: The embedding model cannot be loaded.
         StoreError: The store or the index cannot be written, or another run is indexing into it. What is in them stays.
     """
     with indexing_alone(index.directory):
-        roots = [Path(path) for path in paths]
-        skipped: list[SkippedDocument] = []
-        found = list(find_documents(roots, include, exclude, skipped))
-        return _IndexRun(engine, index, progress).run(roots, found, skipped)
+        return _IndexRun(engine, index, progress).run(found)
 
 
 class _IndexRun:
@@ -116,11 +110,11 @@ class _IndexRun:
         self.at = IndexProgress("", 0, 0)
         self._sample: Chunk | None = None
 
-    def run(self, paths: Sequence[Path], found: Sequence[Path], skipped: Sequence[SkippedDocument]) -> IndexReport:
+    def run(self, found: FoundDocuments) -> IndexReport:
         begin = time.perf_counter()
-        files = [str(file) for file in found]
+        files = [str(file) for file in found.files]
         known = {document.path: document.digest for document in self.index.documents()}
-        for link in skipped:
+        for link in found.skipped:
             self._skip(link, known.get(link.path))
         for number, file in enumerate(files):
             self._tell(IndexProgress(file, number, len(files)))
@@ -136,7 +130,7 @@ class _IndexRun:
                 )
             )
             self._put(document, known.get(document.path))
-        for path in _vanished(known.keys() - set(files), paths):
+        for path in _vanished(known.keys() - set(files), found.roots):
             self._remove(path)
         if files:
             self._tell(replace(self.at, path=files[-1], documents_done=len(files), documents=len(files)))
@@ -235,9 +229,9 @@ class _IndexRun:
         self.engine.forget(chunks)
 
 
-def _vanished(candidates: Iterable[str], paths: Sequence[Path]) -> list[str]:
+def _vanished(candidates: Iterable[str], roots: Sequence[Path]) -> list[str]:
     """Return the documents below the given directories whose files are certainly gone."""
-    directories = [path.expanduser().absolute() for path in paths if path.expanduser().is_dir()]
+    directories = [root for root in roots if root.is_dir()]
     gone = []
     for name in sorted(candidates):
         if not any(Path(name).is_relative_to(directory) for directory in directories):

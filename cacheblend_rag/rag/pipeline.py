@@ -16,11 +16,12 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
-from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, BlendPrompt, rag_prompt, tokenize
+from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, rag_prompt
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, index_documents
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.documents import FoundDocuments, find_documents
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
 
 _SPAN = "cacheblend.ask"
@@ -37,7 +38,7 @@ class RagPipeline:
     def __init__(
         self,
         engine: BlendEngine,
-        store: str | Path | ChunkIndex,
+        index: str | Path | ChunkIndex,
         *,
         k: int = 6,
         follow: int = 2,
@@ -47,11 +48,11 @@ class RagPipeline:
         embedding: str | None = None,
         query_encoder: str | Path | None = None,
     ):
-        """Open the index in ``store`` (made if missing) and register its chunks with the engine.
+        """Open an index (made if missing) and register its chunks with the engine.
 
         Args:
             engine: The model; the pipeline does not close it.
-            store: Directory of the index, usually the one the engine's KV store is in; or an open index.
+            index: Directory of the index, usually the one the engine's KV store is in; or an open index.
             k: Most chunks in a prompt.
             follow: How many of the best hits bring the chunk that follows them: "It was founded in..." often stands in
                 another chunk than the name. They count towards ``k``.
@@ -73,18 +74,12 @@ class RagPipeline:
         self.engine, self.instruction = engine, instruction
         self._k, self._follow = k, follow
         self._indexing = threading.Lock()
-        if isinstance(store, ChunkIndex):
-            if query_encoder is not None:
-                raise InputError("Open the index with query_encoder=, or give its directory: it is open already.")
-            self.chunks = store
+        if not isinstance(index, ChunkIndex):
+            self.chunks = _open_index(index, engine, chunk_tokens, overlap, embedding, query_encoder)
+        elif query_encoder is not None:
+            raise InputError("Open the index with query_encoder=, or give its directory: it is open already.")
         else:
-            own = _config_in(store)
-            if chunk_tokens is None:
-                chunk_tokens = own.chunk_tokens if own else DEFAULT_CHUNK_TOKENS
-            if overlap is None:
-                overlap = own.overlap if own else 0
-            config = IndexConfig(engine.fingerprint, engine.header_ids, chunk_tokens, overlap, embedding)
-            self.chunks = ChunkIndex.open(store, config, query_encoder)
+            self.chunks = index
         engine.registry.attach(self.chunks)
 
     def over(self, chunks: ChunkIndex) -> RagPipeline:
@@ -93,7 +88,7 @@ class RagPipeline:
 
     def index(
         self,
-        paths: Iterable[str | Path],
+        paths: Iterable[str | Path] | FoundDocuments,
         progress: Callable[[IndexProgress], None] | None = None,
         *,
         include: Sequence[str] = (),
@@ -101,10 +96,14 @@ class RagPipeline:
     ) -> IndexReport:
         """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`.
 
+        ``include`` and ``exclude`` choose among the files of directories (:func:`find_documents`); what was found already needs
+        neither.
+
         Threads take turns; while another process is indexing into the same directory, it is a :class:`StoreError`.
         """
         with self._indexing:
-            return index_documents(self.engine, self.chunks, paths, progress, include, exclude)
+            found = paths if isinstance(paths, FoundDocuments) else find_documents(paths, include, exclude)
+            return index_documents(self.engine, self.chunks, found, progress)
 
     def remove(self, path: str | Path) -> None:
         """Take a document out of the index, and with it the KV of chunks that no other document holds.
@@ -159,13 +158,13 @@ class RagPipeline:
         hits: Sequence[Hit],
         sampling: SamplingParams | None = None,
         history: Sequence[Turn] = (),
-    ) -> tuple[BlendPrompt, tuple[Hit, ...], tuple[str, ...]]:
+    ) -> tuple[TokenizedPrompt, tuple[Hit, ...], tuple[str, ...]]:
         """Build the prompt of the hits, in reading order (reference words point backwards).
 
         What does not fit the context window is left out: the oldest turns first, then hits, the last first.
 
         Returns:
-            The prompt, the hits in it in its order, and notes for the user.
+            The prompt in tokens, the hits in it in its order, and notes for the user.
 
         Raises:
             PromptTooLongError: Not even the question fits.
@@ -176,10 +175,11 @@ class RagPipeline:
         for turns, count in [*forgotten, *((0, count) for count in range(len(hits), -1, -1))]:
             kept = sorted(hits[:count], key=lambda hit: (hit.path, hit.ordinal))
             before = [(turn.question, turn.answer) for turn in history[len(history) - turns :]]
-            built = rag_prompt(self.engine.tokenizer, [hit.chunk for hit in kept], question, self.instruction, before)
-            size = len(tokenize(built, self.engine.tokenizer, self.engine.registry).token_ids)
+            prompt = rag_prompt(self.engine.tokenizer, [hit.chunk for hit in kept], question, self.instruction, before)
+            tokens = self.engine.tokenize(prompt)
+            size = len(tokens.token_ids)
             if size <= room:
-                return built, tuple(kept), _left_out(len(history), turns, len(hits), count, window)
+                return tokens, tuple(kept), _left_out(len(history), turns, len(hits), count, window)
         raise PromptTooLongError(
             f"The question has {size} tokens with its header; a context window of {window} less max_tokens leaves "
             f"{max(0, room)}. Shorten it or lower max_tokens."
@@ -210,7 +210,7 @@ class RagPipeline:
 
     def _prepare(
         self, question: str, sampling: SamplingParams | None, history: Sequence[Turn]
-    ) -> tuple[Retrieved, BlendPrompt, tuple[str, ...]]:
+    ) -> tuple[Retrieved, TokenizedPrompt, tuple[str, ...]]:
         found = self._find(question, history)
         built, hits, notes = self.prompt(question, found.hits, sampling, history)
         return Retrieved(hits, found.seconds), built, notes
@@ -314,8 +314,33 @@ def _left_out(turns: int, kept_turns: int, hits: int, kept_hits: int, window: in
     return (*notes, *([f"{hits - kept_hits} of {hits} sources {because}"] if kept_hits < hits else []))
 
 
-def _config_in(directory: str | Path) -> IndexConfig | None:
+def _open_index(
+    directory: str | Path,
+    engine: BlendEngine,
+    chunk_tokens: int | None,
+    overlap: int | None,
+    embedding: str | None,
+    query_encoder: str | Path | None,
+) -> ChunkIndex:
+    new = IndexConfig(
+        engine.fingerprint,
+        engine.header_ids,
+        DEFAULT_CHUNK_TOKENS if chunk_tokens is None else chunk_tokens,
+        overlap or 0,
+        embedding,
+    )
     if not ChunkIndex.exists(directory):
-        return None
-    with ChunkIndex.open(directory) as index:
-        return index.config
+        return ChunkIndex.open(directory, new, query_encoder)
+    index = ChunkIndex.open(directory, query_encoder=query_encoder)
+    try:
+        own = index.config
+        wanted = replace(
+            new,
+            chunk_tokens=own.chunk_tokens if chunk_tokens is None else chunk_tokens,
+            overlap=own.overlap if overlap is None else overlap,
+        )
+        own.check(wanted, index.directory)
+    except BaseException:
+        index.close()
+        raise
+    return index

@@ -82,13 +82,25 @@ class SkippedDocument:
     blank: bool = False
 
 
+@dataclass(frozen=True)
+class FoundDocuments:
+    """The files that a search has found.
+
+    Attributes:
+        roots: The files and directories that were searched, absolute.
+        files: The files to load: absolute, each once, directories recursively in name order.
+        skipped: The links that lead out of all of ``roots``.
+    """
+
+    roots: tuple[Path, ...]
+    files: tuple[Path, ...]
+    skipped: tuple[SkippedDocument, ...]
+
+
 def find_documents(
-    paths: Iterable[Path | str],
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    skipped: list[SkippedDocument] | None = None,
-) -> Iterator[Path]:
-    """List the files to load: absolute, each once, directories recursively in name order.
+    paths: Iterable[Path | str], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> FoundDocuments:
+    """Find the files to load.
 
     Hidden files and directories, links to directories, and links that lead out of all given directories are left out inside a
     directory; given themselves, they are taken. Every other file is listed, whatever its type: :func:`load_document` says why
@@ -100,16 +112,17 @@ def find_documents(
             the file's name (``*.md``), one with a slash with its path below the directory (``guides/*``); ``*`` matches
             slashes, too.
         exclude: Patterns; what matches one is left out, directories with all that is in them.
-        skipped: Gets the links that lead out, as they are come by.
 
     Raises:
-        InputError: A path that does not exist; raised by the call itself, before anything is listed.
+        InputError: A path that does not exist.
     """
     roots = [_absolute(path) for path in paths]
     missing = [str(root) for root in roots if not root.exists()]
     if missing:
         raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")
-    return _walk(roots, include, exclude, [] if skipped is None else skipped)
+    skipped: list[SkippedDocument] = []
+    files = tuple(_walk(roots, include, exclude, skipped))
+    return FoundDocuments(tuple(roots), files, tuple(skipped))
 
 
 def _walk(

@@ -124,8 +124,9 @@ class Conversation:
         found = pipeline.retrieve(exchange.question, turns)
         if not found.hits:
             raise nothing_indexed(collection.name)
-        built, exchange.hits, exchange.notes = pipeline.prompt(exchange.question, found.hits, choices.sampling, turns)
-        exchange.prompt, exchange.retrieve_s = engine.tokenize(built), found.seconds
+        asked = pipeline.prompt(exchange.question, found.hits, choices.sampling, turns)
+        exchange.prompt, exchange.hits, exchange.notes = asked
+        exchange.retrieve_s = found.seconds
         yield exchange
         stream = engine.stream(exchange.prompt, choices.sampling, choices.settings)
         try:

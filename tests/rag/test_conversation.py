@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import PromptTooLongError
-from cacheblend_rag.prompts.prompt import rag_prompt, tokenize
+from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.rag.results import Turn
 from tests.conftest import tokenizer_named
@@ -71,9 +71,8 @@ def test_where_nothing_new_is_found_the_next_prompt_begins_as_the_last_one_did(
         said = Turn("the glacier", "It is blue.", hits)
         with_less = pipeline.retrieve("the glacier", [Turn("the glacier", "the glacier", hits)])
         assert {hit.chunk.id for hit in with_less.hits} == {hit.chunk.id for hit in hits}
-        tokenizer, registry = pipeline.engine.tokenizer, pipeline.engine.registry
-        before = tokenize(prompt, tokenizer, registry).token_ids
-        behind = tokenize(pipeline.prompt("Why?", with_less.hits, history=[said])[0], tokenizer, registry).token_ids
+        before = prompt.token_ids
+        behind = pipeline.prompt("Why?", with_less.hits, history=[said])[0].token_ids
         assert behind[: len(before)] == before  # a prefix cache holds the conversation up to here
 
 
@@ -82,11 +81,11 @@ def test_the_oldest_turns_make_room_first_and_then_sources(make: Callable[..., R
     with make(k=3) as pipeline:
         hits = pipeline.retrieve("the glacier").hits
         sampling = SamplingParams(max_tokens=8)
-        whole = len(pipeline.engine.tokenize(pipeline.prompt("Why?", hits, sampling, turns)[0]).token_ids)
-        bare = len(pipeline.engine.tokenize(pipeline.prompt("Why?", hits, sampling)[0]).token_ids)
+        whole = len(pipeline.prompt("Why?", hits, sampling, turns)[0].token_ids)
+        bare = len(pipeline.prompt("Why?", hits, sampling)[0].token_ids)
         pipeline.engine.context_window = (whole + bare) // 2
         prompt, kept, notes = pipeline.prompt("Why?", hits, sampling, turns)
-        text = pipeline.engine.tokenizer.decode(pipeline.engine.tokenize(prompt).token_ids)
+        text = pipeline.engine.tokenizer.decode(prompt.token_ids)
         assert "number 5" in text and "number 0" not in text and len(kept) == 3
         assert len(notes) == 1 and "of 6 earlier questions left out" in notes[0]
         pipeline.engine.context_window = bare

@@ -31,7 +31,7 @@ def prompt(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory)
     with RagPipeline(engine, tmp_path_factory.mktemp("store"), k=4) as pipeline:
         pipeline.index([bundled_corpus() / "ship-logs.md"])
         question = next(q.question for q in bundled_questions() if q.source == "ship-logs.md")
-        return engine.tokenize(pipeline.prompt(question, pipeline.retrieve(question).hits)[0])
+        return pipeline.prompt(question, pipeline.retrieve(question).hits)[0]
 
 
 def fate_of(engine: TransformersEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> PromptFate:

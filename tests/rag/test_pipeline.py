@@ -17,7 +17,7 @@ from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError, StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import header_ids, rag_header, tokenize
+from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.rag.indexing import IndexProgress
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.embedding import Embedder
@@ -198,7 +198,7 @@ def test_chunks_stand_in_the_prompt_in_reading_order_once_each_behind_the_header
     answer = pipeline.ask("The director, the emblem, the moon, and the captain?")
     places = [(source.path, source.ordinal) for source in answer.sources]
     assert places == sorted(set(places)) and len(places) == 6
-    tokens = tokenize(engine.prompts[-1], engine.tokenizer, engine.registry)
+    tokens = engine.prompts[-1]
     assert [span.chunk.id for span in tokens.spans] == [source.id for source in answer.sources]
     header = header_ids(engine.tokenizer, rag_header(engine.tokenizer))
     assert tokens.token_ids[: len(header)] == header and tokens.spans[0].start == len(header)

@@ -237,7 +237,7 @@ def test_what_the_system_does_not_let_us_read_is_skipped(tmp_path: Path, monkeyp
 def test_a_name_that_is_not_unicode_is_skipped(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path / "caf") + b"\xe9.txt"))
     path.write_text("x")
-    document = load_document(next(find_documents([tmp_path])))
+    document = load_document(find_documents([tmp_path]).files[0])
     assert isinstance(document, SkippedDocument) and "rename it" in document.reason
     document.path.encode()
 
@@ -246,7 +246,7 @@ def test_directories_are_walked_in_name_order_without_hidden_entries(tmp_path: P
     for name in ("b/z.txt", "b/a.MD", "a.html", ".git/x.txt", "b/.hidden.txt", "b/pic.png", "c.pdf"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    found = [str(path.relative_to(tmp_path)) for path in find_documents([tmp_path])]
+    found = [str(path.relative_to(tmp_path)) for path in find_documents([tmp_path]).files]
     assert found == ["a.html", "b/a.MD", "b/pic.png", "b/z.txt", "c.pdf"]
 
 
@@ -257,7 +257,7 @@ def test_each_file_is_listed_once_and_hidden_ones_only_when_named(
     (tmp_path / ".note.txt").write_text("x")
     (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
     monkeypatch.chdir(tmp_path)
-    assert list(find_documents(["a.txt", tmp_path, "../" + tmp_path.name, ".note.txt"])) == [
+    assert list(find_documents(["a.txt", tmp_path, "../" + tmp_path.name, ".note.txt"]).files) == [
         tmp_path / "a.txt",
         tmp_path / ".note.txt",
     ]
@@ -274,7 +274,7 @@ def test_a_directory_that_cannot_be_listed_is_reported(tmp_path: Path, monkeypat
         return real(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    assert list(find_documents([tmp_path])) == [tmp_path / "closed", tmp_path / "open.txt"]
+    assert list(find_documents([tmp_path]).files) == [tmp_path / "closed", tmp_path / "open.txt"]
     assert skipped(tmp_path / "closed").reason == "it cannot be read: Permission denied"
 
 
@@ -285,7 +285,7 @@ def test_a_missing_path_is_an_input_error_before_anything_is_listed(tmp_path: Pa
 
 
 def listed(root: Path, **patterns: list[str]) -> list[str]:
-    return [path.relative_to(root).as_posix() for path in find_documents([root], **patterns)]
+    return [path.relative_to(root).as_posix() for path in find_documents([root], **patterns).files]
 
 
 def test_patterns_choose_among_the_files_of_a_directory(tmp_path: Path) -> None:
@@ -296,7 +296,9 @@ def test_patterns_choose_among_the_files_of_a_directory(tmp_path: Path) -> None:
     assert listed(tmp_path, include=["old/*"]) == ["old/c.md", "old/deep/d.md"]
     assert listed(tmp_path, exclude=["node_modules", "old/"]) == ["a.md", "b.txt", "lib/f.txt"]
     assert listed(tmp_path, include=["*.md"], exclude=["old/deep/*", "node_modules"]) == ["a.md", "old/c.md"]
-    assert list(find_documents([tmp_path / "b.txt"], ["*.md"], ["b*"])) == [tmp_path / "b.txt"]  # named, so wanted
+    assert list(find_documents([tmp_path / "b.txt"], ["*.md"], ["b*"]).files) == [
+        tmp_path / "b.txt"
+    ]  # named, so wanted
 
 
 def test_the_digest_tells_contents_apart(tmp_path: Path) -> None:
@@ -319,18 +321,16 @@ def test_a_link_out_of_the_folder_is_skipped_with_a_reason_and_one_within_is_tak
     (folder / "places").symlink_to(outside, target_is_directory=True)
     (folder / "again").symlink_to(folder, target_is_directory=True)
     (folder / "circle.txt").symlink_to("circle.txt")
-    left_out: list[SkippedDocument] = []
-    found = list(find_documents([folder, other], skipped=left_out))
-    assert found == [folder / name for name in ("circle.txt", "given too.txt", "text.txt", "within.txt")] + [
-        other / "text.txt"
-    ]
-    assert {Path(each.path).name for each in left_out} == {"secret.txt", "chain.txt", "gone.txt", "places"}
-    assert all("link out of the folder" in each.reason for each in left_out)
+    found = find_documents([folder, other])
+    assert list(found.files) == [
+        folder / name for name in ("circle.txt", "given too.txt", "text.txt", "within.txt")
+    ] + [other / "text.txt"]
+    assert {Path(each.path).name for each in found.skipped} == {"secret.txt", "chain.txt", "gone.txt", "places"}
+    assert all("link out of the folder" in each.reason for each in found.skipped)
 
-    some: list[SkippedDocument] = []
-    patterns = {"include": ["*.txt"], "exclude": ["secret*"], "skipped": some}
-    assert folder / "secret.txt" not in set(find_documents([folder], **patterns))
-    assert {Path(each.path).name for each in some} == {"chain.txt", "gone.txt", "given too.txt"}
+    some = find_documents([folder], include=["*.txt"], exclude=["secret*"])
+    assert folder / "secret.txt" not in some.files
+    assert {Path(each.path).name for each in some.skipped} == {"chain.txt", "gone.txt", "given too.txt"}
 
 
 def test_a_link_that_is_given_itself_is_taken(tmp_path: Path) -> None:
@@ -339,7 +339,10 @@ def test_a_link_that_is_given_itself_is_taken(tmp_path: Path) -> None:
     link, linked = tmp_path / "link.txt", tmp_path / "linked"
     link.symlink_to(tmp_path / "folder" / "text.txt")
     linked.symlink_to(tmp_path / "folder", target_is_directory=True)
-    assert list(find_documents([link, linked])) == [link, linked / "text.txt"]
+    assert list(find_documents([link, linked]).files) == [link, linked / "text.txt"]
     within = tmp_path / "folder" / "again"
     within.symlink_to(tmp_path / "folder", target_is_directory=True)
-    assert list(find_documents([tmp_path / "folder", within])) == [within.parent / "text.txt", within / "text.txt"]
+    assert list(find_documents([tmp_path / "folder", within]).files) == [
+        within.parent / "text.txt",
+        within / "text.txt",
+    ]

@@ -173,7 +173,7 @@ def _tab_separated(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _documents(path: Path) -> Iterator[tuple[str, str]]:
-    for file in find_documents([path]):
+    for file in find_documents([path]).files:
         document = load_document(file)
         if isinstance(document, SkippedDocument):
             continue
