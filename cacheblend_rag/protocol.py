@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cacheblend_rag.blending.auto import TextRange
+from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.errors import InputError
@@ -192,6 +193,5 @@ class ModelInfo(BaseModel):
         settings = ResolvedSettings.from_params(self.defaults)
         if settings.ratio == "auto":
             raise InputError("The server's default ratio is 'auto', which is for requests alone.")
-        return ModelProfile(
-            settings.ratio, settings.policy, settings.check_layers, self.widths, settings.reuse, self.text
-        )
+        name = policy_name(settings.policy)
+        return ModelProfile(settings.ratio, name, settings.check_layers, self.widths, settings.reuse, self.text)

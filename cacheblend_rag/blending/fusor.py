@@ -157,7 +157,7 @@ class _Fusor:
         if policy.needs_deviation or policy.needs_attention:
             self._keep = torch.full((total,), self._count > 0)
         else:
-            self._keep = policy.select(self._candidates, self._count)
+            self._keep = self._select(self._candidates, self._count)
         self.loader = LayerLoader(
             plan.exact,
             plan.stale if measures or not self._keep.all() else (),
@@ -173,6 +173,16 @@ class _Fusor:
         self._trace = None if trace is None else LayerTrace(trace)
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, self._trace)
         self._computed, self._selection = 0, 0.0
+
+    def _select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Let the policy choose; raise InputError for a mask that is none, which a policy of anybody's may return."""
+        mask = self._policy.select(candidates, count)
+        if mask.dtype != torch.bool or mask.shape != candidates.positions.shape:
+            raise InputError(
+                f"The selection policy {self._policy.name!r} returned {list(mask.shape)} of {mask.dtype} for "
+                f"{len(candidates.positions)} tokens; it must be a boolean for each."
+            )
+        return mask
 
     def _run(
         self,
@@ -206,11 +216,11 @@ class _Fusor:
         yield Segment("fetch")
         self._candidates = replace(self._candidates, attention=seen.result()[self._candidates.positions])
         if not self.checks:
-            self._keep = self._policy.select(self._candidates, self._count)
+            self._keep = self._select(self._candidates, self._count)
 
     def check(self, layer: int, width: float) -> Segments:
         """Dense pass of what is kept so far up to ``layer``; keep ``width`` times the ratio, of the highest KV deviation."""
-        running = _subset(self._candidates, self._keep)
+        running = self._candidates.at(self._keep)
         between = self._forced[self._forced < self._candidates.positions[-1]]
         positions = _merge(running.positions, between)
         parts: list[LayerKV] = []
@@ -226,7 +236,7 @@ class _Fusor:
         measured = Fetch(self._target.all_reduce(kv_deviation(fresh, stale)))
         yield Segment("fetch")
         wanted = min(round(self._ratio * width * len(self._candidates.positions)), len(running.positions))
-        chosen = self._policy.select(replace(running, deviation=measured.result()), wanted)
+        chosen = self._select(replace(running, deviation=measured.result()), wanted)
         kept = self._keep.nonzero().squeeze(1)[chosen]
         self._keep = torch.zeros_like(self._keep)
         self._keep[kept] = True
@@ -332,13 +342,6 @@ def _forced(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:
     """Return the positions that are neither exact nor candidates: text, missing chunks, the question."""
     every = torch.arange(plan.exact_tokens, plan.num_tokens)
     return every[~torch.isin(every, candidates)]
-
-
-def _subset(candidates: Candidates, keep: torch.Tensor) -> Candidates:
-    attention = None if candidates.attention is None else candidates.attention[keep]
-    static = None if candidates.static is None else candidates.static[keep]
-    positions, chunk, offset = candidates.positions[keep], candidates.chunk[keep], candidates.offset[keep]
-    return Candidates(positions, chunk, offset, attention=attention, static=static)
 
 
 def _tokens_at(kv: LayerKV, mask: torch.Tensor) -> LayerKV:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from cacheblend_rag.blending.policies import check_policy
+from cacheblend_rag.blending.policies import check_policy, name_elsewhere
 from cacheblend_rag.errors import InputError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.blending.policies.base import SelectionPolicy
 
 Reuse = Literal["chunks", "prefix", "off"]
 Ratio = float | Literal["auto"]
@@ -21,7 +24,8 @@ class BlendSettings:
     Attributes:
         ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1; or
             ``"auto"``: the profile's, and more for text unlike that of its calibration (:mod:`cacheblend_rag.blending.auto`).
-        policy: Name of a token-selection policy (:mod:`cacheblend_rag.blending.policies`).
+        policy: A token-selection policy: its name, ours or an installed package's (:mod:`cacheblend_rag.blending.policies`); or,
+            where the model runs in this process, a :class:`~cacheblend_rag.blending.policies.base.SelectionPolicy`.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         reuse: ``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only what an ordinary prefix cache could,
             ``"off"`` is the full prefill. Left open, it is the profile's where ratio, policy and check layers are, too; else
@@ -32,7 +36,7 @@ class BlendSettings:
     """
 
     ratio: Ratio | None = None
-    policy: str | None = None
+    policy: str | SelectionPolicy | None = None
     check_layers: tuple[int, ...] | None = None
     reuse: Reuse | None = None
 
@@ -50,8 +54,14 @@ class BlendSettings:
             raise InputError(f"reuse is {self.reuse!r}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
 
     def to_params(self) -> dict[str, Any]:
-        """Return the options that are not left open, as JSON values; :meth:`from_params` reads them."""
+        """Return the options that are not left open, as JSON values; :meth:`from_params` reads them, in any process.
+
+        Raises:
+            InputError: The policy is an object that other processes cannot find by its name.
+        """
         given: dict[str, Any] = {name: getattr(self, name) for name in OPTION_NAMES}
+        if self.policy is not None:
+            given["policy"] = name_elsewhere(self.policy)
         if self.check_layers is not None:
             given["check_layers"] = list(self.check_layers)
         return {name: value for name, value in given.items() if value is not None}
@@ -73,7 +83,7 @@ class ResolvedSettings(BlendSettings):
     """Blend options with nothing left open; :meth:`ModelProfile.resolve` makes them."""
 
     ratio: Ratio
-    policy: str
+    policy: str | SelectionPolicy
     check_layers: tuple[int, ...]
     reuse: Reuse
 

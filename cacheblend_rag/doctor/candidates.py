@@ -11,11 +11,11 @@ import torch
 from scipy.stats import spearmanr
 
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.doctor.compared import PromptMeasurement, top
+from cacheblend_rag.blending.policies import POLICIES, policy
+from cacheblend_rag.blending.policies.base import highest
+from cacheblend_rag.doctor.compared import PromptMeasurement
 
 RATIOS: Final = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.6)
-RANKED: Final = ("static", "static-query")
 _PAPER_RATIO: Final = 0.15
 # A deeper check layer must find so many more of the tokens that matter than any before it.
 _GAIN: Final = 0.1
@@ -104,7 +104,7 @@ def list_candidates(
     visible = {each.layer: each.visible for each in layers if each.offered}
     found = [Candidate("full-reuse", 0.0)]
     if ranked:
-        found += [Candidate(name, ratio) for name in RANKED for ratio in RATIOS]
+        found += [Candidate(name, ratio) for name in POLICIES if policy(name).needs_static for ratio in RATIOS]
     found += [
         Candidate("hkvd", ratio, schedule)
         for schedule in _schedules(list(visible))
@@ -154,4 +154,4 @@ def _correlation(deviation: torch.Tensor, oracle: torch.Tensor) -> float:
 
 def _overlap(deviation: torch.Tensor, oracle: torch.Tensor) -> float:
     count = max(1, round(_PAPER_RATIO * len(oracle)))
-    return len(set(top(deviation, count).tolist()) & set(top(oracle, count).tolist())) / count
+    return int((highest(deviation, count) & highest(oracle, count)).sum()) / count

@@ -199,16 +199,9 @@ class Scored(SelectionPolicy):
         """Score the candidates, ``[candidates]``."""
         self._scores = scores
 
-    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Return the ``count`` tokens of highest score."""
-        mask = torch.zeros_like(candidates.positions, dtype=torch.bool)
-        mask[top(self._scores, count).to(mask.device)] = True
-        return mask
-
-
-def top(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the ``count`` highest scores, the earlier of two equal ones first."""
-    return torch.argsort(scores, descending=True, stable=True)[:count]
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return the scores."""
+        return self._scores.to(candidates.positions.device)
 
 
 def _from(kv: ChunkKV, start: int) -> ChunkKV:

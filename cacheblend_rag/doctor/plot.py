@@ -21,6 +21,7 @@ _LOOKS: Final = {
     # A line for each choice of check layers.
     "hkvd": (("#E69F00", "s"), ("#7f7f7f", "D"), ("#56B4E9", "P"), ("#B8860B", "X")),
 }
+_OTHERS: Final = (("#F0E442", "p"),)
 _AXIS: Final = {
     "tokens": "tokens that agree with full recompute, %",
     "likelihood": "exp(-KL), likelihood kept a token, %",
@@ -43,7 +44,7 @@ def plot_calibration(found: Calibration, file: Path) -> None:
         seen: dict[str, int] = {}
         for name, line in _lines(found.measured).items():
             policy = line[0].policy
-            looks = _LOOKS[policy]
+            looks = _LOOKS.get(policy, _OTHERS)
             _draw_line(axes, name, line, *looks[seen.get(policy, 0) % len(looks)])
             seen[policy] = seen.get(policy, 0) + 1
         axes.axhline(goal, color="#222222", linewidth=1.0, linestyle="--", label=f"wanted: {goal:g}%")

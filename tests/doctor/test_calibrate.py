@@ -11,9 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.policies.base import highest
 from cacheblend_rag.doctor.calibration import calibrate
 from cacheblend_rag.doctor.candidates import Candidate, estimate_compute, examine_layers
-from cacheblend_rag.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored, top
+from cacheblend_rag.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored
 from cacheblend_rag.doctor.search import LOOK
 from cacheblend_rag.doctor.standard import Standard
 from cacheblend_rag.engines.transformers.loading import usable_attention
@@ -80,7 +81,9 @@ def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, measu
     target = model.target(prompt(0).token_ids, model.detect_rope())
     result = fuse(measurement._plan, target, FuseOptions(policy("hkvd"), 0.2, BlendSchedule((layer,), (1.0,))))
     first = measurement._plan.stale[0].start
-    assert result.recomputed.tolist() == [first + i for i in sorted(top(measurement.deviation[layer], 8).tolist())]
+    assert (
+        result.recomputed.tolist() == (first + highest(measurement.deviation[layer], 8).nonzero().squeeze(1)).tolist()
+    )
 
 
 def test_given_scores_choose_as_the_check_layer_does(measurement):
@@ -140,7 +143,7 @@ def test_a_ranked_blend_in_calibration_is_the_engines_own(model):
     static = torch.cat([span.static_deviation() for span in measured._plan.stale])
     assert torch.equal(static, measured.static)
     first = measured._plan.stale[0].start
-    assert result.recomputed.tolist() == [first + i for i in sorted(top(static, 8).tolist())]
+    assert result.recomputed.tolist() == (first + highest(static, 8).nonzero().squeeze(1)).tolist()
 
 
 def run(model, prompts: int, standard: Standard | None = None, **options):

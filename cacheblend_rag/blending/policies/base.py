@@ -1,9 +1,9 @@
-"""The interface of a token-selection policy: which of the tokens with stored KV to recompute."""
+"""Says what a token-selection policy is: it scores the tokens with stored KV, to choose those that are recomputed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,9 @@ import torch
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tokens with stored, inexact KV, in ascending position. All tensors are ``[candidates]`` on one device.
+    """Holds what is known of the tokens with stored, inexact KV, in ascending position.
+
+    All tensors are ``[candidates]``, on one device.
 
     Attributes:
         positions: Absolute positions in the prompt.
@@ -31,31 +33,45 @@ class Candidates:
     attention: torch.Tensor | None = None
     static: torch.Tensor | None = None
 
+    def at(self, mask: torch.Tensor) -> Candidates:
+        """Return those that ``mask``, ``[candidates]``, says."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: tensor[mask] for name, tensor in tensors.items() if tensor is not None})
+
 
 class SelectionPolicy(ABC):
-    """Chooses tokens to recompute. The question, text between chunks and missing chunks are always recomputed besides.
+    """Scores tokens; those of the highest score are recomputed, besides the question, the text between chunks and missing chunks.
+
+    A policy is a subclass with a name and a score. It is given as an object, or by name if :data:`GROUP
+    <cacheblend_rag.blending.policies.GROUP>` has an entry point for it.
 
     Attributes:
-        name: What users call it.
-        needs_static: Whether it ranks by the static deviation stored with each chunk (costs nothing at the question).
+        name: What users call it, and what is written down of it. Kept KV (conversations, vLLM's prefix cache) is told apart by
+            it: two objects that choose differently need two names, so one with parameters has them in its name.
+        needs_static: Whether it scores by the static deviation stored with each chunk (costs nothing at the question).
         needs_deviation: Whether KV deviation must be measured first (costs the dense pass up to the check layer).
         needs_attention: Whether the question's attention must be measured first (costs a pass of the question, and waiting for
             the stored KV of all layers).
-        without_static: Name of the policy that takes its place where a chunk has no static deviation; for those that need it.
+        without_static: Of one that needs static deviations: name of the policy, without such a need, that takes its place where
+            a chunk has none.
     """
 
-    name: ClassVar[str]
+    name: str
     needs_static: ClassVar[bool] = False
     needs_deviation: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
-    without_static: ClassVar[str] = ""
+    without_static: ClassVar[str] = "hkvd"
 
     @abstractmethod
-    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Return a boolean mask ``[candidates]`` of the tokens to recompute, about ``count`` of them.
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return how much each token needs to be recomputed, ``[candidates]``, in any unit.
 
-        Must depend on its arguments alone, so that every tensor-parallel rank chooses the same tokens.
+        Must depend on its argument alone, so that every tensor-parallel rank chooses the same tokens; so must :meth:`select`.
         """
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return a boolean mask ``[candidates]`` of the tokens to recompute, about ``count`` of them; see :func:`highest`."""
+        return highest(self.score(candidates), count)
 
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:

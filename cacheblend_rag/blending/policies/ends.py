@@ -1,4 +1,4 @@
-"""The two ends of the range, which are also the baselines: full KV reuse and full recompute."""
+"""Chooses nothing or everything, the two ends of the range: the baselines full KV reuse and full recompute."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 
 
 class FullReusePolicy(SelectionPolicy):
-    """Recompute nothing: full KV reuse, with positions corrected."""
+    """Recomputes nothing: full KV reuse, with positions corrected."""
 
     name = "full-reuse"
 
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return 0 for every token."""
+        return torch.zeros_like(candidates.positions)
+
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return an empty selection."""
-        return torch.zeros_like(candidates.positions, dtype=torch.bool)
+        return super().select(candidates, 0)
 
 
 class FullRecomputePolicy(SelectionPolicy):
-    """Recompute everything: equal to the full prefill."""
+    """Recomputes everything: equal to the full prefill."""
 
     name = "full-recompute"
 
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return 1 for every token."""
+        return torch.ones_like(candidates.positions)
+
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return all tokens."""
-        return torch.ones_like(candidates.positions, dtype=torch.bool)
+        return super().select(candidates, len(candidates.positions))

@@ -1,4 +1,4 @@
-"""Tokens drawn at random: the baseline that says whether a policy knows anything."""
+"""Chooses tokens at random: the baseline that says whether a policy knows anything."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 
 
 class RandomPolicy(SelectionPolicy):
-    """Tokens drawn uniformly, without replacement; the same ones for the same prompt layout on every rank."""
+    """Scores by a random order; the same one for the same prompt layout on every rank."""
 
     name = "random"
 
-    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Return exactly ``count`` tokens, or all if there are fewer."""
-        total = len(candidates.positions)
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return a number of its own for each token."""
         # Drawn on the CPU: devices have generators of their own.
-        generator = torch.Generator().manual_seed(int(candidates.positions.sum()) if total else 0)
-        mask = torch.zeros(total, dtype=torch.bool)
-        mask[torch.randperm(total, generator=generator)[:count]] = True
-        return mask.to(candidates.positions.device)
+        generator = torch.Generator().manual_seed(int(candidates.positions.sum()))
+        # A token's number is its place in the order, negated: the first come highest.
+        return -torch.randperm(len(candidates.positions), generator=generator).argsort().to(candidates.positions.device)

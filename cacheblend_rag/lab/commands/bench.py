@@ -57,7 +57,7 @@ def ttft(
 
         raise InputError("--ratio auto depends on the text, and a benchmark's has no meaning; give a number.")
     settings = TTFTSettings(
-        chunks, chunk_tokens, question_tokens, how.ratio, how.policy, how.check_layers, repeat, cold, seed
+        chunks, chunk_tokens, question_tokens, how.ratio, blend.policy, how.check_layers, repeat, cold, seed
     )
     context = chunks * chunk_tokens + question_tokens + 256
     with status("Measuring") as say, Workbench.open(model.choice(engine), kv, directory, context) as place:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
+from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings, ResolvedSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -162,7 +163,7 @@ def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
 def _method(name: str, blend: ResolvedSettings) -> Method:
     # The method is a blend, even where the profile says that there better were none.
     blend = replace(blend, reuse="chunks")
-    how = f"{blend.policy} {_ratio(blend)}"
+    how = f"{policy_name(blend.policy)} {_ratio(blend)}"
     named: dict[str, Callable[[], Method]] = {
         "full": lambda: SettingsMethod(name, LABELS[name], FULL_RECOMPUTE),
         "prefix": lambda: SettingsMethod(name, LABELS[name], PREFIX_CACHING, free_loads=True),

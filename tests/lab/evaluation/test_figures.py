@@ -15,7 +15,6 @@ import torch
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench.sweeps import simulate_queue, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
@@ -69,27 +68,6 @@ def test_kv_deviation_is_0_in_layer_0_and_nowhere_else(inspector):
     assert deviation.shape[0] == 5
     assert deviation[0].max() < 1e-6 * deviation[1].mean()
     assert (deviation[1:].mean(1) > 0).all()
-
-
-def candidates(sizes=(5, 7, 3)):
-    lengths = torch.tensor(sizes, dtype=torch.int64)
-    chunk = torch.repeat_interleave(torch.arange(len(sizes)), lengths)
-    offset = torch.cat([torch.arange(n) for n in (*sizes, 0)])
-    return Candidates(torch.arange(10, 10 + len(chunk)), chunk, offset)
-
-
-def test_random_selection_is_exact_in_number_repeatable_and_fair():
-    found = candidates()
-    for count in range(16):
-        mask = policy("random").select(found, count)
-        assert int(mask.sum()) == count
-        assert torch.equal(mask, policy("random").select(found, count))
-    often = torch.zeros(15)
-    for shift in range(400):
-        moved = Candidates(found.positions + shift, found.chunk, found.offset)
-        often += policy("random").select(moved, 5)
-    assert (often / 400).sub(1 / 3).abs().max() < 0.12
-    assert len(policy("random").select(candidates(()), 3)) == 0
 
 
 def test_a_queue_waits_longer_the_busier_it_is_and_has_no_answer_beyond_its_capacity():

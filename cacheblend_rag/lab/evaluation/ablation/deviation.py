@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy, highest
+from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.doctor.compared import PromptMeasurement, Scored
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
@@ -28,9 +28,9 @@ class _WithSinks(SelectionPolicy):
     name = "hkvd with sinks"
     needs_deviation = True
 
-    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+    def score(self, candidates: Candidates) -> torch.Tensor:
         assert candidates.deviation is not None
-        return highest(candidates.deviation.masked_fill(candidates.offset < SINKS, float("inf")), count)
+        return candidates.deviation.masked_fill(candidates.offset < SINKS, float("inf"))
 
 
 def ablate_deviation(

@@ -30,13 +30,10 @@ BLOCK: Final = 16
 _SHORT_PROBE: Final = 64
 
 
-class _PerChunk(SelectionPolicy):
+class _PerChunk(Scored):
     """The ratio holds in every chunk, not over the prompt."""
 
     name = "per chunk"
-
-    def __init__(self, scores: torch.Tensor):
-        self._scores = scores
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         mask = torch.zeros_like(candidates.positions, dtype=torch.bool)
@@ -47,13 +44,10 @@ class _PerChunk(SelectionPolicy):
         return mask
 
 
-class _Blocks(SelectionPolicy):
+class _Blocks(Scored):
     """Whole blocks of the prompt's KV cache, those of highest sum, as many as the ratio allows."""
 
     name = "blocks"
-
-    def __init__(self, scores: torch.Tensor):
-        self._scores = scores
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         numbers, block = torch.unique(candidates.positions // BLOCK, return_inverse=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cacheblend_rag.blending.options import FuseOptions
-from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.policies import policy, policy_name
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.rag.inspector import attention_deviation
 from cacheblend_rag.stats.plotting import figure, style
@@ -81,7 +81,7 @@ def _draw_attention(rows: Sequence[Row]) -> Drawing:
 
 def _measure_deviation(context: FigureContext, say: Say) -> list[Row]:
     schedule = context.engine.profile.schedule(context.blend.check_layers)
-    compared = (context.blend.policy, "random")
+    compared = (policy_name(context.blend.policy), "random")
     found: dict[tuple[str, float], list[Any]] = {}
     steps = len(context.inspectors)
     for number, inspector in enumerate(context.inspectors):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.lab.evaluation.methods import LABELS
 from cacheblend_rag.stats.plotting import draw_points, figure, style
@@ -122,7 +123,7 @@ def _draw_chunkwise(rows: Sequence[Row]) -> Drawing:
 
 
 def _measure_ratios(context: FigureContext, say: Say) -> list[Row]:
-    policy = context.blend.policy
+    policy = policy_name(context.blend.policy)
     names = {f"{policy}@{ratio:g}": ratio for ratio in _RATIOS}
     rows = []
     for row in _quality(context.evaluate(("full", "reuse", *names), say)):
