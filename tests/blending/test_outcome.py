@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from cacheblend_rag.blending.meter import ChunkLoad
-from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.results import Generation, Timings
 from cacheblend_rag.engines.spans import reuse_attributes
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.events import TierReads
-
-
-def filled() -> PromptOutcome:
-    """An outcome in which no fact has the value that it has if nobody tells it, whatever facts there are."""
-
-    def value(number: int, kind: str) -> Any:
-        known = {
-            "Mode": "blend",
-            "Usage": Usage(*range(1, len(fields(Usage)) + 1)),
-            "tuple[ChunkLoad, ...]": (ChunkLoad("a", "disk", 10, 0.5), ChunkLoad("", "ram", 3, 0.0)),
-            "Mapping[str, TierReads]": {"disk": TierReads(10, 2, 0.5)},
-            "tuple[str, ...]": (f"chunk {number}",),
-        }
-        plain = {"str": f"text {number}", "float": number / 8, "int": number}
-        return known.get(kind) or plain[kind.removesuffix(" | None")]
-
-    return PromptOutcome(**{each.name: value(n, str(each.type)) for n, each in enumerate(fields(PromptOutcome), 1)})
+from tests.outcomes import differing, filled
 
 
 def test_every_fact_survives_the_journey_over_the_wire_and_between_processes() -> None:
@@ -42,8 +23,7 @@ def test_an_answer_has_every_fact_and_its_own_count_of_tokens() -> None:
     outcome = filled()
     done = Generation.of(outcome, "Ada", (1, 2), "stop", Timings(0.0, 0.1, 0.2))
     assert done.usage.completion_tokens == 2
-    kept = [each.name for each in fields(PromptOutcome) if each.name != "usage"]
-    assert [getattr(done, name) for name in kept] == [getattr(outcome, name) for name in kept]
+    assert differing(done, outcome) == {"usage"}
     assert {**done.facts, "usage": None} == {**outcome.facts, "usage": None}
 
 

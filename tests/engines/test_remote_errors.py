@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
 from cacheblend_rag.store.kv import ModelFingerprint
 from tests.conftest import tokenizer_named
 from tests.engines.fake_server import FakeServer, piece, stream, unused_port, usage
+from tests.outcomes import differing, filled
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +92,19 @@ def test_an_answer_is_put_together_with_usage_and_without_the_end_token(fake) ->
     assert done.timings.load_s == 0.25
     fake.handle = lambda _: stream(piece("He", 5, 6, finish="stop", stop="llo"), usage(), "[DONE]")
     assert connect(fake).generate(BlendPrompt(("Who?",)), SHORT).token_ids == (5, 6)
+
+
+def test_an_answer_tells_every_fact_that_the_server_reports(fake) -> None:
+    outcome = replace(filled(), fingerprint=fake.model.fingerprint)
+    fake.handle = lambda _: stream(piece("Hel", 5), piece("", 1, finish="stop"), usage(**outcome.to_params()), "[DONE]")
+    done = connect(fake).generate(BlendPrompt(("Who?",)), SHORT)
+    assert differing(done, replace(outcome, usage=replace(outcome.usage, completion_tokens=1))) == set()
+
+
+def test_a_report_that_this_client_cannot_read_is_an_error_of_the_server(fake) -> None:
+    fake.handle = lambda _: stream(piece("Hel", 5, finish="length"), usage(mood="good"), "[DONE]")
+    with pytest.raises(ServerError, match=rf"malformed: mood.*{fake.url}"):
+        connect(fake).generate(BlendPrompt(("Who?",)), SHORT)
 
 
 def test_prompts_travel_as_token_ids_with_the_places_of_their_chunks(fake) -> None:

@@ -17,6 +17,7 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError, StoreError
@@ -253,7 +254,10 @@ async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Se
         return await server.client.store_kv(chunks)
 
     client = blend_client(server, slowly)
-    client.finished(SimpleNamespace(outcome=SimpleNamespace(missing=("gone", "kept"), unranked=())))
+    from cacheblend_rag.engines.vllm.messages import FinishReport
+
+    outcome = PromptOutcome("blend", "", Usage(9, 0, 0, 9), missing=("gone", "kept"))
+    client.finished(FinishReport(outcome))
     await client.drain()
     assert server.registry.get("gone") is None
     assert (server.stored(TEXTS[0]), server.stored(TEXTS[1])) == (False, True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types import CompletionUsage
 from prometheus_client import CollectorRegistry
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
@@ -18,11 +20,13 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.engines.vllm.messages import FinishReport
 from cacheblend_rag.server.metrics import ReuseMetrics
+from cacheblend_rag.server.reporting import reported
 from cacheblend_rag.server.served_engine import ServedEngine
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
 from cacheblend_rag.server.ticket import Ticket, with_ticket
 from cacheblend_rag.store.kv import ModelFingerprint
 from cacheblend_rag.store.tenants import DEFAULT
+from tests.outcomes import filled
 
 ATTACK = {"kv_transfer_params": {"cacheblend": {"save": 0}}, "session_id": "s"}
 
@@ -109,6 +113,14 @@ async def test_a_ticket_decides_what_is_blended_and_does_not_reach_vllm(parts) -
     assert ticket.outcome is not None
     assert (ticket.outcome.mode, ticket.outcome.usage.reused_tokens, ticket.outcome.missing) == ("blend", 6, ("m",))
     assert [outcome.missing for outcome in client.done] == [("m",)]
+
+
+def test_usage_tells_every_fact_of_each_prompt() -> None:
+    request = SimpleNamespace(cacheblend_tickets=[Ticket(outcome=filled()), Ticket(outcome=filled())])
+    answer = SimpleNamespace(usage=CompletionUsage(prompt_tokens=9, completion_tokens=2, total_tokens=11))
+    told = json.loads(reported(request, answer).usage.model_dump_json())
+    assert [PromptOutcome.from_params(report) for report in told["cacheblend"]] == [filled()] * 2
+    assert told["prompt_tokens_details"]["cached_tokens"] == 2 * filled().usage.reused_tokens
 
 
 async def test_a_clients_salt_is_never_that_of_a_blended_prompt(parts) -> None:

@@ -143,13 +143,14 @@ class TestAnswers:
         assert plain.response_metadata["cacheblend"]["mode"] == "prefill"
         assert "no known chunk" in plain.response_metadata["cacheblend"]["reason"]
 
-    def test_metadata_say_what_the_loading_controller_decided(self, engine, monkeypatch) -> None:
-        generate = engine.generate
-        decided = {"in_place": ("a", "b"), "expected_s": 0.5}
-        monkeypatch.setattr(engine, "generate", lambda *asked: replace(generate(*asked), **decided))
+    def test_metadata_tell_every_fact_of_the_outcome(self, engine, monkeypatch) -> None:
+        told = {"in_place": ("a", "b"), "expected_s": 0.5, "policy": "static", "load_s": 0.25, "loaded_bytes": 7}
+        done = replace(engine.generate("Who?"), **told)
+        monkeypatch.setattr(engine, "generate", lambda *_: done)
         answer = ChatCacheBlend(engine=engine, max_tokens=2).invoke("Who?")
         report = answer.response_metadata["cacheblend"]
         assert (report["in_place"], report["expected_s"]) == (["a", "b"], 0.5)
+        assert {name: report[name] for name in done.facts} == done.facts
 
     async def test_invoke_stream_batch_and_their_async_twins_agree(self, engine: TransformersEngine) -> None:
         llm = ChatCacheBlend(engine=engine, max_tokens=8)

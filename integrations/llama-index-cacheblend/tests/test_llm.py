@@ -172,12 +172,14 @@ def test_a_model_is_never_pickled(engine: TransformersEngine) -> None:
         pickle.dumps(CacheBlendLLM(engine=engine))
 
 
-def test_an_answer_says_what_the_loading_controller_decided(engine: TransformersEngine, monkeypatch: Any) -> None:
-    generate = engine.generate
-    decided: dict[str, Any] = {"in_place": ("a", "b"), "expected_s": 0.5}
-    monkeypatch.setattr(engine, "generate", lambda *asked: replace(generate(*asked), **decided))
+def test_an_answer_tells_every_fact_of_the_outcome(engine: TransformersEngine, monkeypatch: Any) -> None:
+    told: dict[str, Any] = {"in_place": ("a", "b"), "expected_s": 0.5, "policy": "static", "load_s": 0.25}
+    done = replace(engine.generate("Who?"), **told)
+    monkeypatch.setattr(engine, "generate", lambda *_: done)
     raw = CacheBlendLLM(engine=engine, max_tokens=2).chat(user("Who?")).raw
     assert (raw["in_place"], raw["expected_s"]) == (["a", "b"], 0.5)
+    assert {name: raw[name] for name in done.facts} == {**done.facts, "usage": raw["usage"]}
+    assert done.facts["usage"].items() <= raw["usage"].items()
 
 
 def test_usage_says_what_was_reused_recomputed_and_missing(engine: TransformersEngine) -> None:

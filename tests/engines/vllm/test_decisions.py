@@ -19,9 +19,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
-from cacheblend_rag.blending.outcome import PromptOutcome
+from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.groups import page_groups
 from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, FinishReport, WorkerMeta, read_params
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
@@ -31,6 +33,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
 from cacheblend_rag.store.tenants import Tenant
+from tests.outcomes import differing, filled
 
 TOKENS, CHUNKS, QUESTION = 50, 4, 8
 MODEL = ModelFingerprint("0" * 32, "m")
@@ -190,6 +193,26 @@ def test_what_the_workers_measured_goes_with_the_next_answer_once(tmp_path: Path
     scheduler.report(computed=[Computed(100, 208, 0.1)])
     assert scheduler.finished("a").measured == (Computed(100, 208, 0.1),)
     assert scheduler.finished("b").measured == ()
+
+
+def test_every_fact_of_a_blend_reaches_the_client(tmp_path: Path) -> None:
+    scheduler, outcome = Scheduler(tmp_path, disk=1e-6), filled()
+    assert scheduler.blend("a") > 0
+    scheduler.report("a", done={"a": outcome})
+    report = scheduler.finished("a")
+    assert differing(report.outcome, outcome) == {
+        "usage",
+        "expected_s",
+    }  # the scheduler knows what was kept and decided
+    client: Any = BlendClient.__new__(BlendClient)
+    client.gate, client.costs, client.fingerprint = GateReport(True), scheduler.terms.costs, MODEL
+    done = client.report({PARAMS: report.to_params()}, 208, 200, 5, asked=True)
+    assert differing(done.outcome, report.outcome) == {"usage", "prefill_s", "fingerprint"}
+    counts, known = done.outcome.usage, outcome.usage
+    assert (counts.prompt_tokens, counts.completion_tokens, counts.kept_tokens) == (208, 5, 0)
+    assert counts.reused_tokens == 200 - known.computed_tokens == 208 - counts.computed_tokens
+    assert (counts.recomputed_tokens, counts.selection_tokens) == (known.recomputed_tokens, known.selection_tokens)
+    assert client.report(None, 208, 7, 5, asked=False).outcome.usage == Usage(208, 7, 0, 201, 5, 0.0, 7)
 
 
 def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
