@@ -2,7 +2,7 @@
 
 The layout of the rotation (which dimensions pair up, how many rotate, which table a layer uses) is not read from a model's
 name but measured: the same tokens are run at two offsets, and the layout that turns one set of keys into the other is
-the model's. A model for which none does is not blended. See docs/architecture.md, "Rotation".
+the model's. A model for which none does is not blended. See docs/internals/blending.md.
 """
 
 from __future__ import annotations

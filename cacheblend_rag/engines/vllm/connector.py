@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):
-    """Blends chunks' stored KV into vLLM's paged cache. See docs/architecture.md, "Inside vLLM"."""
+    """Blends chunks' stored KV into vLLM's paged cache. See docs/internals/vllm.md."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Open the store named in the connector's configuration, for the scheduler or for a worker."""
