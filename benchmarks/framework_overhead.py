@@ -66,7 +66,7 @@ class InstantEngine(BlendEngine):
         usage = Usage(size, reused, 0, size - reused, 1)
         took = time.perf_counter() - begin
         outcome = PromptOutcome("blend", "instant", usage)
-        yield StreamEvent("Ada", Generation.of(outcome, "Ada", (1,), "stop", Timings(0.0, took, took)))
+        yield StreamEvent("Ada", Generation.of(outcome, "Ada", (1,), "stop", Timings(took, took)))
 
     def close(self) -> None:
         pass

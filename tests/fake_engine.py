@@ -64,7 +64,7 @@ class FakeEngine(BlendEngine):
         try:
             with RequestSpans(self.trace, self.tenant.name):
                 yield StreamEvent(" two")
-                outcome, took = PromptOutcome("blend", "stored KV", usage), Timings(0.0, 0.1, 0.2)
+                outcome, took = PromptOutcome("blend", "stored KV", usage), Timings(0.1, 0.2)
                 done = Generation.of(outcome, " two words ", (1, 2), "stop", took)
                 yield StreamEvent(" words ", done)
         finally:

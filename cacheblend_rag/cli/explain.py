@@ -27,7 +27,7 @@ def explain_lines(answer: RagAnswer) -> list[str]:
         else:
             row += [load.tier, size(load.nbytes), seconds(load.seconds) if load.seconds else "-"]
         rows.append(row)
-    lines = [table(rows), "", f"waited for stored KV: {seconds(generation.timings.load_s)}"]
+    lines = [table(rows), "", f"waited for stored KV: {seconds(generation.load_s)}"]
     lines.append(f"why: {generation.reason}")
     if generation.ratio is not None:
         lines.append(f"recomputed: {generation.ratio:.0%} of the candidates, chosen by {generation.policy}")

@@ -117,7 +117,7 @@ def measure_blend(engine: VLLMEngine) -> BlendCost:
         if tokens > done:
             passes[kind] = ((tokens - done) / _RUNS, (seconds - took) / _RUNS)
     times = [median([each.timings.ttft_s for each in runs]) for runs in (full, blends)]
-    return BlendCost(len(prompt.token_ids), times[0], times[1], blends[-1].timings.load_s, passes)
+    return BlendCost(len(prompt.token_ids), times[0], times[1], blends[-1].load_s, passes)
 
 
 def _prompt(header: tuple[int, ...], chunk_tokens: int, vocabulary: int) -> TokenizedPrompt:

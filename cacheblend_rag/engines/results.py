@@ -17,12 +17,10 @@ class Timings:
     """Wall-clock seconds of one request.
 
     Attributes:
-        load_s: Time the computation waited for stored KV.
         ttft_s: Time to first token, from the engine's receipt of the prompt.
         total_s: Time to the last token.
     """
 
-    load_s: float
     ttft_s: float
     total_s: float
 

@@ -21,7 +21,7 @@ def test_every_fact_survives_the_journey_over_the_wire_and_between_processes() -
 
 def test_an_answer_has_every_fact_and_its_own_count_of_tokens() -> None:
     outcome = filled()
-    done = Generation.of(outcome, "Ada", (1, 2), "stop", Timings(0.0, 0.1, 0.2))
+    done = Generation.of(outcome, "Ada", (1, 2), "stop", Timings(0.1, 0.2))
     assert done.usage.completion_tokens == 2
     assert differing(done, outcome) == {"usage"}
     assert {**done.facts, "usage": None} == {**outcome.facts, "usage": None}

@@ -26,7 +26,7 @@ def answer(mode: Mode = "blend") -> RagAnswer:
         prompt_tokens=2968, reused_tokens=2560, recomputed_tokens=384, computed_tokens=408, completion_tokens=2
     )
     outcome = PromptOutcome(mode, "stored KV for 6 of 6 chunks", usage)
-    generation = Generation.of(outcome, "grain", (1, 2), "stop", Timings(0.0, 0.21, 0.3))
+    generation = Generation.of(outcome, "grain", (1, 2), "stop", Timings(0.21, 0.3))
     return RagAnswer("grain", SOURCES, generation, 0.01, notes=("1 of 7 sources left out",))
 
 

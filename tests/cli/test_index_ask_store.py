@@ -59,7 +59,7 @@ def test_ask_json_has_the_documented_fields(run, model_dir, store):
     usage = found["usage"]
     assert usage["prompt_tokens"] == usage["reused_tokens"] + usage["computed_tokens"]
     assert usage["recomputed_tokens"] < usage["computed_tokens"]
-    assert {"retrieve_s", "load_s", "ttft_s", "total_s"} == found["timings"].keys()
+    assert {"retrieve_s", "ttft_s", "total_s"} == found["timings"].keys()
 
 
 def test_ask_ratio_1_recomputes_every_stale_token_and_policy_none_recomputes_none(run, model_dir, store):

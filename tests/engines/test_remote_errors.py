@@ -89,7 +89,7 @@ def test_an_answer_is_put_together_with_usage_and_without_the_end_token(fake) ->
     assert [e.text for e in events] == ["Hel", "lo", ""]
     assert (done.text, done.token_ids, done.finish_reason, done.mode) == ("Hello", (5, 6), "stop", "blend")
     assert (done.usage.prompt_tokens, done.usage.reused_tokens, done.usage.completion_tokens) == (9, 6, 2)
-    assert done.timings.load_s == 0.25
+    assert done.load_s == 0.25
     fake.handle = lambda _: stream(piece("He", 5, 6, finish="stop", stop="llo"), usage(), "[DONE]")
     assert connect(fake).generate(BlendPrompt(("Who?",)), SHORT).token_ids == (5, 6)
 

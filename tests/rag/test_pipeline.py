@@ -188,7 +188,7 @@ def test_an_answer_has_sources_usage_and_the_documented_json(pipeline: RagPipeli
             "selection_tokens",
         )
     }
-    assert set(shown["timings"]) == {"retrieve_s", "load_s", "ttft_s", "total_s"}
+    assert set(shown["timings"]) == {"retrieve_s", "ttft_s", "total_s"}
 
 
 def test_chunks_stand_in_the_prompt_in_reading_order_once_each_behind_the_header(

@@ -116,7 +116,7 @@ class TestChat:
         text = "".join(choice["delta"].get("content") or "" for piece in pieces for choice in piece["choices"])
         assert text == want["choices"][0]["message"]["content"]
         report = reuse(pieces[-1])
-        timed = {"load_s", "blend_s", "loaded_bytes", "loads", "prefill_s"}
+        timed = {"load_s", "blend_s", "loaded_bytes", "loads", "reads", "prefill_s"}
         assert {k: v for k, v in report.items() if k not in timed} == {
             k: v for k, v in reuse(want).items() if k not in timed
         }

@@ -49,6 +49,6 @@ class ScriptedEngine(FakeEngine):
                     raise self.failure
                 yield StreamEvent(word)
             outcome = PromptOutcome("blend", "stored KV", usage)
-            yield StreamEvent("", Generation.of(outcome, "".join(said), (1,), "stop", Timings(0.0, 0.1, 0.2)))
+            yield StreamEvent("", Generation.of(outcome, "".join(said), (1,), "stop", Timings(0.1, 0.2)))
         finally:
             self.closed_streams += 1

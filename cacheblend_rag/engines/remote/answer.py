@@ -85,7 +85,7 @@ class ServerAnswer:
         if self._finish == "stop" and not isinstance(self._stop, str) and ids:
             ids = ids[:-1]  # the end-of-sequence token
         total = time.perf_counter() - self._begin
-        timings = Timings(outcome.load_s, self._ttft_s or total, total)
+        timings = Timings(self._ttft_s or total, total)
         finish: Literal["stop", "length"] = "stop" if self._finish == "stop" else "length"
         return StreamEvent("", Generation.of(outcome, self._text, ids, finish, timings, self._logprobs))
 

@@ -194,7 +194,7 @@ class PromptRun:
             if not answer.finished:
                 self._decode(answer.tokens[-1])
                 self._fed = len(answer.tokens)
-        timings = Timings(self.outcome.load_s, ttft, time.perf_counter() - begin)
+        timings = Timings(ttft, time.perf_counter() - begin)
         rest, how = answer.flush(), (answer.tokens, answer.finish_reason, timings, answer.logprobs)
         return StreamEvent(rest, Generation.of(self.outcome, answer.text, *how))
 

@@ -260,7 +260,7 @@ class BlendClient:
             record(spans.trace, report, begin, arrived)
         spans.answered(report.outcome)
         self.finished(report, prompt)
-        timings = Timings(report.outcome.load_s, ttft, time.perf_counter() - begin)
+        timings = Timings(ttft, time.perf_counter() - begin)
         finish: Literal["stop", "length"] = "length" if final.finish_reason == "length" else "stop"
         yield StreamEvent(final.text, Generation.of(report.outcome, text, ids, finish, timings, logprobs))
 

@@ -195,9 +195,8 @@ def _point(
             for _ in range(batch):
                 *_, last = place.engine.stream(prompt, SamplingParams(1), compared[name])
                 assert last.generation is not None
-                timings = last.generation.timings
-                total += timings.ttft_s - (timings.load_s if name == "prefix" else 0.0)
                 done[name] = last.generation
+                total += done[name].timings.ttft_s - (done[name].load_s if name == "prefix" else 0.0)
             if number:  # the first round warms up
                 seconds[name].append(total)
     return [

@@ -197,7 +197,7 @@ class _Bench:
         method.reused_tokens = generation.usage.reused_tokens
         if timed:
             method.ttft_s.append(generation.timings.ttft_s)
-            method.load_s.append(generation.timings.load_s)
+            method.load_s.append(generation.load_s)
         elif self._place.model is not None:  # other engines compute in processes of their own
             method.peak_memory_bytes = self._memory.nbytes()
 

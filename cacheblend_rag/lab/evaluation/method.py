@@ -98,12 +98,12 @@ def generate_reply(
     finally:
         if hasattr(engine, "on_first_logits"):
             watched.on_first_logits = None
-    free = done.timings.load_s if free_loads else 0.0
+    free = done.load_s if free_loads else 0.0
     return Reply(
         done.text.strip(),
         done.timings.ttft_s - free,
         done.timings.total_s - free,
-        done.timings.load_s - free,
+        done.load_s - free,
         done.usage.prompt_tokens,
         done.usage.computed_tokens,
         done.usage.reused_tokens,

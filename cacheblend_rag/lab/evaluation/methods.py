@@ -101,7 +101,7 @@ class MarginalMethod(Method):
             found.best,
             seconds,  # nothing is known of the answer before all chunks have been asked
             seconds,
-            sum(done.timings.load_s for done in found.generations),
+            sum(done.load_s for done in found.generations),
             sum(use.prompt_tokens for use in uses),
             sum(use.computed_tokens for use in uses),
             sum(use.reused_tokens for use in uses),

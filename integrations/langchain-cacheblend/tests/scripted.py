@@ -115,7 +115,7 @@ class ScriptedEngine(BlendEngine):
             mode="blend" if reused else "prefill",
             reason="scripted",
             usage=Usage(size, reused, 0, size - reused, len(text)),
-            timings=Timings(0.0, 0.1, 0.2),
+            timings=Timings(0.1, 0.2),
             missing=missing,
         )
         try:

@@ -67,7 +67,7 @@ class ScriptedEngine(BlendEngine):
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
         outcome = PromptOutcome("blend", "scripted", usage)
-        done = Generation.of(outcome, self.answer, (1, 2), "stop", Timings(0.0, 0.1, 0.2))
+        done = Generation.of(outcome, self.answer, (1, 2), "stop", Timings(0.1, 0.2))
         half = len(self.answer) // 2
         return iter([StreamEvent(self.answer[:half]), StreamEvent(self.answer[half:], done)])
 

@@ -44,7 +44,7 @@ class Writer(FakeEngine):
                 if asked in chunks and not (asked == self.forgets and len(chunks) > 1)
                 else "nobody knows"
             )
-        done = Generation.of(PromptOutcome("prefill", "", Usage(1, 0, 0, 1)), said, (1,), "stop", Timings(0, 0, 0))
+        done = Generation.of(PromptOutcome("prefill", "", Usage(1, 0, 0, 1)), said, (1,), "stop", Timings(0, 0))
         self.asked_for = REQUEST in rest
         yield StreamEvent(said, done)
 
