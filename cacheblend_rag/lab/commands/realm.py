@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 realm = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Train a retriever by what helps an encoder fill masks and find answers: REALM (arXiv 2002.08909), at any size.",
+    help="Train a retriever by what helps an encoder fill masks and find answers: REALM (arXiv 2002.08909), at any size. "
+    "It is the paper's own system, apart from the rest: ask, chat and serve cannot use what it makes. "
+    "To tune the retriever that they use, see tune-retriever.",
 )
 
 _TRAINING = "Training"
