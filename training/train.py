@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from cacheblend_rag.engines.model_files import bundled_model_directory
+from cacheblend_rag.engines.models import bundled_model_directory
 from cacheblend_rag.lab.fiction.questions import QUESTION_KINDS
 from training.batches import (
     ANSWER,

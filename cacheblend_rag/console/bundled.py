@@ -30,7 +30,7 @@ def warn_of_bundled_model(knows: str = "the documents of `cacheblend demo`") -> 
 
 def warn_if_indexed_for_bundled_model(directory: Path) -> None:
     """Say it if documents other than the bundled ones are indexed in ``directory`` for the bundled model."""
-    from cacheblend_rag.engines.model_files import BUNDLED_MODEL
+    from cacheblend_rag.engines.models import BUNDLED_MODEL
     from cacheblend_rag.retrieval.index import ChunkIndex
 
     if not ChunkIndex.exists(directory):

@@ -28,8 +28,8 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
         import torch
         from transformers.utils import logging
 
+        from cacheblend_rag.engines.models import dtype_named
         from cacheblend_rag.engines.transformers import TransformersEngine
-        from cacheblend_rag.engines.transformers.loading import dtype_named
 
         logging.disable_progress_bar()
         if chosen.threads is not None:

@@ -41,7 +41,7 @@ def demo_store_name(device: str | None) -> str:
     """Name the demo's store after the model: another version of the package may bring another one."""
     import torch
 
-    from cacheblend_rag.engines.model_files import bundled_model_directory
+    from cacheblend_rag.engines.models import bundled_model_directory
     from cacheblend_rag.store.kv import ModelFingerprint
 
     digest = ModelFingerprint.from_directory(bundled_model_directory(), torch.float32).digest

@@ -1,4 +1,4 @@
-"""What users and integrations hold: `BlendEngine`."""
+"""Defines `BlendEngine`, which users and integrations hold, and `Request`, one call of it with nothing left open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -15,15 +15,14 @@ from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import Rank
-from cacheblend_rag.engines.request import Request, check_length
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import iterate_in_thread
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
@@ -36,6 +35,21 @@ if TYPE_CHECKING:
 
 Prompt = BlendPrompt | TokenizedPrompt | str
 _making_views = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an engine is asked to do; :meth:`BlendEngine.request` makes one.
+
+    Attributes:
+        prompt: Token ids and the chunks in them.
+        sampling: How to decode.
+        settings: How to treat stored KV, with every option given.
+    """
+
+    prompt: TokenizedPrompt
+    sampling: SamplingParams
+    settings: ResolvedSettings
 
 
 class BlendEngine(ABC):
@@ -333,6 +347,21 @@ class BlendEngine(ABC):
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def check_length(prompt_tokens: int, max_tokens: int, context_window: int) -> None:
+    """Refuse an empty prompt, and one that leaves no room for its answer.
+
+    Raises:
+        PromptTooLongError: Prompt and ``max_tokens`` exceed the context window, or there is no prompt.
+    """
+    if not prompt_tokens:
+        raise PromptTooLongError("The prompt is empty; give at least one token.")
+    if prompt_tokens + max_tokens > context_window:
+        raise PromptTooLongError(
+            f"The prompt has {prompt_tokens} tokens; with max_tokens={max_tokens} that exceeds the model's context window of "
+            f"{context_window}. Retrieve fewer or smaller chunks, or lower max_tokens."
+        )
 
 
 def _tenants_view(engine: BlendEngine, name: str) -> BlendEngine:

@@ -4,12 +4,8 @@ They use nearly all of it as soon as they are imported, so nothing here waits fo
 """
 
 from cacheblend_rag.blending.settings import Reuse as Reuse
-from cacheblend_rag.engines.request import Request as Request
+from cacheblend_rag.engines.base import Request as Request
 from cacheblend_rag.engines.results import openai_logprobs as openai_logprobs
-from cacheblend_rag.engines.sampling import DEFAULT_MAX_TOKENS as DEFAULT_MAX_TOKENS
-from cacheblend_rag.engines.sampling import SAMPLING_OPTIONS as SAMPLING_OPTIONS
-from cacheblend_rag.engines.sampling import sampling_of as sampling_of
-from cacheblend_rag.engines.sampling import with_usual_names as with_usual_names
 from cacheblend_rag.frameworks.altered import RetrievalReport as RetrievalReport
 from cacheblend_rag.frameworks.altered import explain_miss as explain_miss
 from cacheblend_rag.frameworks.calls import CallReader as CallReader
@@ -23,6 +19,10 @@ from cacheblend_rag.frameworks.misses import OnMiss as OnMiss
 from cacheblend_rag.frameworks.misses import checked_on_miss as checked_on_miss
 from cacheblend_rag.frameworks.misses import find_retrieved as find_retrieved
 from cacheblend_rag.frameworks.retrieved import RetrievalLog as RetrievalLog
+from cacheblend_rag.frameworks.sampling import DEFAULT_MAX_TOKENS as DEFAULT_MAX_TOKENS
+from cacheblend_rag.frameworks.sampling import SAMPLING_OPTIONS as SAMPLING_OPTIONS
+from cacheblend_rag.frameworks.sampling import sampling_of as sampling_of
+from cacheblend_rag.frameworks.sampling import with_usual_names as with_usual_names
 from cacheblend_rag.frameworks.sharing import EngineName as EngineName
 from cacheblend_rag.frameworks.sharing import shared_engine as shared_engine
 from cacheblend_rag.frameworks.uses import ChunkUses as ChunkUses

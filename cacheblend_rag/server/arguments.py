@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.model_files import BUNDLED_MODEL, is_bundled
+from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
@@ -187,7 +187,7 @@ def _header(options: ServeOptions, args: Namespace) -> tuple[int, ...] | None:
         return None
     from transformers import AutoTokenizer
 
-    from cacheblend_rag.engines.model_files import model_directory
+    from cacheblend_rag.engines.models import model_directory
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or model_directory(options.model))

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from cacheblend_rag import TransformersEngine
 from cacheblend_rag.cli import app
 from cacheblend_rag.demo.bundle import bundled_corpus
-from cacheblend_rag.engines.model_files import bundled_model_directory
+from cacheblend_rag.engines.models import bundled_model_directory
 from tests.docs.test_pages import PARSER, ROOT, commands
 from tests.recorded_spans import exporter
 from tests.retrieval.test_documents import write_pdf

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cacheblend_rag.engines.end_tokens import end_tokens
+from cacheblend_rag.engines.models import end_tokens
 
 
 def named(token: object) -> SimpleNamespace:

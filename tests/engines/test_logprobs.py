@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cacheblend_rag.engines.model_files import bundled_model_directory
+from cacheblend_rag.engines.models import bundled_model_directory
 from cacheblend_rag.engines.results import TokenLogprob, openai_logprobs
 
 

@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from cacheblend_rag.engines.lookups import SideBySide
+from cacheblend_rag.engines.entries import SideBySide
 
 
 def test_look_ups_of_a_store_on_another_machine_run_side_by_side() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.engines.sampling import SamplingParams, sampling_of, with_usual_names
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.decoding import Sampler
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.frameworks import sampling_of, with_usual_names
 
 WRONG: list[tuple[str, Any]] = [
     ("max_tokens", 0),

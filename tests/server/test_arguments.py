@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
-from cacheblend_rag.engines.model_files import bundled_model_directory
+from cacheblend_rag.engines.models import bundled_model_directory
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.server.arguments import api_keys, parse

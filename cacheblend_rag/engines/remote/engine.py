@@ -1,4 +1,4 @@
-"""An engine that is a `cacheblend serve` somewhere else."""
+"""Answers prompts by a `cacheblend serve` somewhere else."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from pydantic import ValidationError
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine, Prompt
+from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
+from cacheblend_rag.engines.models import is_bundled, model_directory
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.remote.answer import ServerAnswer
-from cacheblend_rag.engines.remote.requests import added, batches, chunk_bodies, completion_request
-from cacheblend_rag.engines.remote.tokenizers import checked, load_tokenizer
+from cacheblend_rag.engines.remote.requests import batches, chunk_bodies, completion_request
 from cacheblend_rag.engines.remote.wire import Wire, with_version
-from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.streaming import last_generation
-from cacheblend_rag.errors import InputError, ServerError
+from cacheblend_rag.errors import InputError, ModelError, ServerError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
-from cacheblend_rag.protocol import ModelInfo
+from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.spans import headers
 from cacheblend_rag.store.kv import ModelFingerprint
 from cacheblend_rag.store.tenants import Tenant
@@ -86,44 +85,41 @@ class RemoteEngine(BlendEngine):
             ServerError: No server answers there, it is none of ours or serves another model, or it refuses.
             ModelError: The tokenizer cannot be loaded, or is not the server's.
         """
-        self._arguments = {
-            "api_key": api_key,
-            "model": model,
-            "tokenizer": tokenizer,
-            "timeout_s": timeout_s,
-            "connect_timeout_s": connect_timeout_s,
-            "max_retries": max_retries,
-            "holder": holder,
-        }
+        again = partial(RemoteEngine, url, api_key=api_key, model=model, tokenizer=tokenizer, holder=holder)
+        self._again = partial(again, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, max_retries=max_retries)
         self._holder = holder
         key = api_key or os.environ.get("CACHEBLEND_API_KEY")
         self._wire = Wire(with_version(url), key, timeout_s, connect_timeout_s, max_retries)
         self.model = self._model_info()
-        if model is not None and model not in self.model.served_as:
-            raise ServerError(
-                f"The server at {self._wire.url} serves {', '.join(self.model.served_as)}, not {model!r}. Ask for that, or start "
-                f"`cacheblend serve --model {model}`."
-            )
         self.fingerprint = ModelFingerprint(self.model.fingerprint, self.model.name)
-        if fingerprint is not None and fingerprint != self.fingerprint:
-            raise ServerError(
-                f"The server at {self._wire.url} serves another model or dtype ({self.model.name}, "
-                f"{self.fingerprint.digest[:8]}) than the one wanted ({fingerprint.name}, {fingerprint.digest[:8]}). "
-                f"Start `cacheblend serve --model {fingerprint.name}`."
-            )
+        self._check_model(model, fingerprint)
         self._name = model or self.model.served_as[0]
-        self.tokenizer = checked(tokenizer or load_tokenizer(self.model.tokenizer), self.model)
+        self.tokenizer = _tokenizer_of(self.model, tokenizer)
         self.header_ids = self.model.header_ids
         self.context_window, self.num_layers = self.model.context_window, self.model.num_layers
         self.gate = GateReport(self.model.blended, self.model.reason)
         self.profile = self.model.profile()
         self.registry = ChunkRegistry()
 
+    def _check_model(self, name: str | None, fingerprint: ModelFingerprint | None) -> None:
+        """Refuse a server of another model than the one that is wanted by name or fingerprint."""
+        if name is not None and name not in self.model.served_as:
+            raise ServerError(
+                f"The server at {self._wire.url} serves {', '.join(self.model.served_as)}, not {name!r}. Ask for that, or start "
+                f"`cacheblend serve --model {name}`."
+            )
+        if fingerprint is not None and fingerprint != self.fingerprint:
+            raise ServerError(
+                f"The server at {self._wire.url} serves another model or dtype ({self.model.name}, "
+                f"{self.fingerprint.digest[:8]}) than the one wanted ({fingerprint.name}, {fingerprint.digest[:8]}). "
+                f"Start `cacheblend serve --model {fingerprint.name}`."
+            )
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Say how another process connects to the same server; chunks that this one knows are not known there."""
         if self._reopen is not None:
             return super().__reduce__()
-        return partial(RemoteEngine, self._wire.url, **self._arguments, fingerprint=self.fingerprint), ()
+        return partial(self._again, fingerprint=self.fingerprint), ()
 
     def _become(self, tenant: Tenant) -> None:
         raise InputError(
@@ -180,7 +176,7 @@ class RemoteEngine(BlendEngine):
                     body={"chunks": chunk_bodies(batch), **held},
                     options={"headers": headers()},
                 )
-            total = added(total, answer["report"])
+            total += PrecomputeReport(**answer["report"])
             self.registry.add(batch)
             if progress is not None:
                 progress(len(batch))
@@ -293,6 +289,31 @@ class RemoteEngine(BlendEngine):
         """Close the connections; the server goes on."""
         self._closed = True
         self._wire.close()
+
+
+def _tokenizer_of(model: ModelInfo, given: Any) -> Any:
+    """Return the ``given`` tokenizer, or load the server's on this machine.
+
+    Raises:
+        ModelError: It cannot be loaded here, or does not split text as the server's does.
+    """
+    if given is None:
+        from transformers import AutoTokenizer
+
+        name = model.tokenizer
+        try:
+            # Only the tokenizer's files: a client needs none of the weights.
+            given = AutoTokenizer.from_pretrained(model_directory(None) if is_bundled(name) else name)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"The server's tokenizer {name!r} cannot be loaded here: {error} Give tokenizer= (that of the same model)."
+            ) from error
+    if tuple(encoder_for(given).template(TOKENIZER_PROBE)) != model.tokenizer_probe:
+        raise ModelError(
+            f"The tokenizer is not that of the server's model {model.name}: it splits text otherwise. Give the tokenizer of that "
+            "model."
+        )
+    return given
 
 
 def _told(last: StreamEvent, spans: RequestSpans) -> StreamEvent:

@@ -1,4 +1,4 @@
-"""What a remote engine sends."""
+"""Says what a remote engine sends: completions and chunks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cacheblend_rag.engines.request import Request
-from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.engines.base import Request
 from cacheblend_rag.prompts.chunk import Chunk
 
 _BATCH_CHUNKS, _BATCH_BYTES = 64, 4 << 20
@@ -36,7 +34,7 @@ def completion_request(model: str, request: Request, prefix: str = "") -> dict[s
     # The server may have other defaults, from the model's generation_config.json.
     extra |= {"top_k": sampling.top_k, "min_p": 0.0, "repetition_penalty": 1.0}
     if sampling.json_schema is not None:
-        extra["structured_outputs"] = {"json": _schema(sampling.json_schema)}
+        extra["structured_outputs"] = {"json": sampling.schema()}
     if sampling.logprobs is not None:
         extra["return_tokens_as_token_ids"] = True
     return {
@@ -82,25 +80,3 @@ def batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
         size += weight
     if batch:
         yield batch
-
-
-def added(total: PrecomputeReport, report: dict[str, Any]) -> PrecomputeReport:
-    """Return ``total`` with a server's report on one more batch; its seconds are left to the caller."""
-    return PrecomputeReport(
-        total.computed + report["computed"],
-        total.present + report["present"],
-        total.tokens + report["tokens"],
-        0.0,
-        {**total.failed, **report["failed"]},
-        total.ranked + report["ranked"],
-        total.rank_s + report["rank_s"],
-    )
-
-
-def _schema(schema: Any) -> Any:
-    if not isinstance(schema, str):
-        return dict(schema)
-    try:
-        return json.loads(schema)
-    except ValueError as error:
-        raise InputError(f"json_schema is not JSON: {error}") from error

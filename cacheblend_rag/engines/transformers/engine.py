@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import Prompt
-from cacheblend_rag.engines.request import Request
+from cacheblend_rag.engines.base import Prompt, Request
 from cacheblend_rag.engines.results import Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
@@ -34,7 +33,7 @@ class TransformersEngine(ModelOwner):
         """See :class:`BlendEngine`."""
         begin = time.perf_counter()
         request = self.request(prompt, sampling, settings)
-        schema, guide = request.sampling.json_schema, None
+        schema, guide = request.sampling.schema(), None
         if schema is not None:
             guide = guidance.Guide(schema, self.tokenizer, self.subject().vocab_size, self.end_tokens)
         return self._stream(request, guide, begin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ INSTALLED: Final = find_spec("llguidance") is not None
 class Guide:
     """One answer that conforms to a JSON schema."""
 
-    def __init__(self, schema: Mapping[str, Any] | str, tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]):
+    def __init__(self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]):
         """Compile ``schema`` for a model with ``vocab_size`` logits, whose answers end with one of ``end_tokens``.
 
         Raises:
@@ -56,15 +55,11 @@ class Guide:
             raise InputError(f"{what}: {self._matcher.get_error()}")
 
 
-def _grammar(schema: Mapping[str, Any] | str) -> str:
+def _grammar(schema: Mapping[str, Any]) -> str:
     from llguidance import LLMatcher
 
-    try:
-        wanted = json.loads(schema) if isinstance(schema, str) else dict(schema)
-    except ValueError as error:
-        raise InputError(f"json_schema is not JSON: {error}") from error
     # Without free white space a model of little mind never ends: it may write blanks for ever.
-    return str(LLMatcher.grammar_from_json_schema(_closed(wanted), overrides={"whitespace_flexible": False}))
+    return str(LLMatcher.grammar_from_json_schema(_closed(schema), overrides={"whitespace_flexible": False}))
 
 
 def _closed(schema: Any) -> Any:

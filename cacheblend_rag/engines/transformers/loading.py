@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend_rag.engines import model_files
+from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled, model_directory
 from cacheblend_rag.engines.transformers import attention
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -59,9 +59,9 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
         fingerprint = ModelFingerprint.from_module(model, model.config.to_dict(), model.dtype, name)
         return LoadedModel(usable_attention(model), tokenizer, fingerprint, None)
-    name = model_files.BUNDLED_MODEL if model_files.is_bundled(model) else str(model)
+    name = BUNDLED_MODEL if is_bundled(model) else str(model)
     try:
-        directory = model_files.model_directory(model)
+        directory = model_directory(model)
         config = AutoConfig.from_pretrained(directory)
         # A CPU without bf16 units is slower and less exact in bf16 than in fp32.
         dtype = dtype or (torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16)
@@ -92,18 +92,6 @@ def device_named(name: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"The device {str(name)!r} cannot be used here: {_first_line(error)}") from error
     return device
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype of that name.
-
-    Raises:
-        InputError: It is none that a model can be run in.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise InputError(f"dtype {name!r} is unknown; give float32, bfloat16 or float16.")
-    return dtype
 
 
 def random_config(spec: str) -> Any:

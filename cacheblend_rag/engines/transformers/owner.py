@@ -18,9 +18,8 @@ from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.blendable import why_not_blendable
-from cacheblend_rag.engines.end_tokens import end_tokens
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.models import end_tokens, why_not_blendable
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.conversations import Conversations

@@ -18,8 +18,8 @@ from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
-from cacheblend_rag.engines.lookups import SideBySide, entries_of
-from cacheblend_rag.engines.request import Request
+from cacheblend_rag.engines.base import Request
+from cacheblend_rag.engines.entries import SideBySide, entries_of
 from cacheblend_rag.engines.results import Generation, Score, StreamEvent, Timings
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.conversations import Said

@@ -12,7 +12,7 @@ from typing import Any, Final
 import psutil
 import torch
 
-from cacheblend_rag.engines import model_files
+from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import chosen_header_ids
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -75,7 +75,7 @@ def prepare(
 
     if taken := _OURS & vllm_arguments.keys():
         raise InputError(f"{', '.join(sorted(taken))} is set by cacheblend-rag itself; leave it out.")
-    name = model_files.BUNDLED_MODEL if model_files.is_bundled(model) else str(model)
+    name = BUNDLED_MODEL if is_bundled(model) else str(model)
     directory, config = _find(model, name)
     chosen = _dtype(dtype, config)
     fingerprint = ModelFingerprint.from_directory(directory, chosen, name)
@@ -150,7 +150,7 @@ def _cpu_kv_memory(directory: Path, dtype: torch.dtype, arguments: Mapping[str, 
 def _find(model: str | Path | None, name: str) -> tuple[Path, dict[str, Any]]:
     """Return the directory of a model's files and its configuration."""
     try:
-        directory = model_files.model_directory(model)
+        directory = model_directory(model)
         return directory, json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load the model {name!r}: {error}") from error
@@ -176,10 +176,7 @@ def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dty
         # As the transformers engine chooses, so that both read the same stores.
         stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         given = "float32" if current_platform.is_cpu() else str(stated)
-    found = getattr(torch, {"half": "float16", "float": "float32"}.get(str(given), str(given)), None)
-    if not isinstance(found, torch.dtype):
-        raise InputError(f"dtype {given!r} is unknown; give float32, bfloat16 or float16.")
-    return found
+    return dtype_named(str(given))
 
 
 def load_tokenizer(model: str | Path | None) -> Any:

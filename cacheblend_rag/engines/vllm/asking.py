@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -70,14 +68,7 @@ def vllm_sampling(
     Raises:
         InputError: The JSON schema is no JSON.
     """
-    schema = sampling.json_schema
-    if isinstance(schema, str):
-        try:
-            json.loads(schema)
-        except ValueError as error:
-            raise InputError(f"json_schema is not JSON: {error}") from error
-    elif schema is not None:
-        schema = dict(schema)
+    schema = sampling.schema()
     return VLLMSampling(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,

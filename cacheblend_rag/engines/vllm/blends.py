@@ -19,8 +19,7 @@ from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.blending.trace import Trace
-from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.lookups import SideBySide, entries_of
+from cacheblend_rag.engines.entries import Entries, SideBySide, entries_of
 from cacheblend_rag.engines.vllm.messages import LoadOrder, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel

@@ -25,10 +25,10 @@ from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
-from cacheblend_rag.engines.end_tokens import end_tokens
+from cacheblend_rag.engines.base import Request, check_length
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.models import end_tokens
 from cacheblend_rag.engines.precompute import Rank
-from cacheblend_rag.engines.request import Request, check_length
 from cacheblend_rag.engines.results import (
     Generation,
     PrecomputeReport,

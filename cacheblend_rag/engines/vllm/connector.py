@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from cacheblend_rag.engines.blendable import longest_blendable
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.vllm.groups import page_groups
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide

@@ -18,9 +18,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.base import BlendEngine, Prompt
+from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
 from cacheblend_rag.engines.precompute import Rank
-from cacheblend_rag.engines.request import Request
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation

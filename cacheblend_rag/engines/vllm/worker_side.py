@@ -10,8 +10,8 @@ import torch
 
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.engines.blendable import why_not_blendable
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.models import why_not_blendable
 from cacheblend_rag.engines.vllm.blends import BlendQueue
 from cacheblend_rag.engines.vllm.groups import page_groups, unknown_kinds
 from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta

@@ -1,0 +1,107 @@
+"""Reads what a model's files and config say: where they are, whether it can be blended, at which tokens an answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+BUNDLED_MODEL = "bundled"
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Frequencies that change with the prompt's length: stored keys cannot be moved by one rotation.
+_LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
+
+
+def bundled_model_directory() -> Path:
+    """Return where the small model that ships with the package lies."""
+    return Path(str(files("cacheblend_rag") / "demo" / "model"))
+
+
+def is_bundled(model: str | Path | None) -> bool:
+    """Say whether ``model`` means the bundled model."""
+    return model is None or str(model) == BUNDLED_MODEL
+
+
+def model_directory(model: str | Path | None) -> Path:
+    """Return the directory of a model: None or ``"bundled"``, a directory, or a hub name (downloaded if need be).
+
+    Raises:
+        OSError: There is no such directory, or it holds no model.
+    """
+    if is_bundled(model):
+        return bundled_model_directory()
+    name = str(model)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise OSError(f"{path} has no config.json.")
+        return path
+    if path.exists() or name.startswith((".", "/", "~")):
+        raise OSError(f"{path} is not a directory.")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the torch dtype of that name.
+
+    Raises:
+        InputError: It is none that a model can be run in.
+    """
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise InputError(f"dtype {name!r} is unknown; give float32, bfloat16 or float16.")
+    return dtype
+
+
+def why_not_blendable(config: Any) -> str | None:
+    """Return why a model with this (text) config cannot be blended, in words for a user; None if nothing speaks against it."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if unknown:
+        return f"it has layers without a KV cache of ordinary attention ({', '.join(sorted(unknown))})"
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            return f"its RoPE frequencies depend on the prompt's length ({rope_type})"
+    return None
+
+
+def longest_blendable(config: Any) -> int | None:
+    """Return the length up to which a prompt can be blended by a model with this (text) config; None if any can.
+
+    Chunked-local attention (Llama-4) cuts a prompt at fixed positions: a token sees those of its piece alone. Stored KV
+    was computed without such a cut, which is right in the first piece only.
+    """
+    size = getattr(config, "attention_chunk_size", None)
+    return None if size is None else int(size)
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    if isinstance(parameters, dict):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for value in parameters.values():
+            yield from _rope_types(value)
+
+
+def end_tokens(config: Any, generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return every token that one of them names as the end of sequence; any may be None, and a config a mapping.
+
+    All of them count, because vLLM ends at its tokenizer's token whatever the configs name, and some models name it in only
+    one of the three places.
+    """
+    found: set[int] = set()
+    for source in (config, generation_config, tokenizer):
+        named = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
+        found.update(named if isinstance(named, (list, tuple)) else [] if named is None else [named])
+    return frozenset(found)
