@@ -15,7 +15,7 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
 from cacheblend_rag.store.block import plain
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, Take, kv_key
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, Shard, StoredKV, Take, kv_key
 from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 _T = TypeVar("_T")
@@ -177,8 +177,8 @@ class Entries:
         return self.written_keys(token_ids)[self._rank]
 
     def _key(self, owner: str, token_ids: Sequence[int], rank: int | None = None) -> KVKey:
-        codec = "raw" if rank is None else f"raw:rank{rank}of{self._ranks}"
-        return kv_key(self._fingerprint, self.header_ids, token_ids, codec, owner, self._key_names[owner])
+        shard = None if rank is None else Shard(rank, self._ranks)
+        return kv_key(self._fingerprint, self.header_ids, token_ids, shard, owner, self._key_names[owner])
 
 
 class _HeadSlice(StoredKV):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,14 @@ from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError,
 from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
-from cacheblend_rag.store.base import Evicting
+from cacheblend_rag.store.base import EntryInfo, Evicting
 from cacheblend_rag.store.events import Activity
-from cacheblend_rag.store.kv import KVKey
+from cacheblend_rag.store.kv import KVKey, entry_of
 from cacheblend_rag.store.tally import StoreTally
 from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant, home_of
 from cacheblend_rag.store.tiered import SyncReport
 
 _MIN_PREFIX = 6
-_MOST_RANKS = 16
-"""Largest tensor parallelism whose shards are looked for."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +114,20 @@ class Inventory:
 
     def items(self) -> list[InventoryItem]:
         """List every chunk of the index in document order, then, of the default tenant, every stored entry without one."""
-        entries = {entry.key: entry for entry in self.store.entries()}
+        stored = self._stored()
         found = []
         with self._index() as index:
             own = None if index is None else self._entries(index)
             for chunk in index.chunks() if index is not None else ():
                 assert own is not None
                 key = own.own_key(chunk.token_ids)
-                entry = entries.pop(key, None) or (self.store.entry(key) if self.store.unlisted else None)
+                parts = self._parts(key, stored)
+                stored.pop(entry_of(key), None)
                 path = str(chunk.metadata.get("source", ""))
-                nbytes, used = (entry.nbytes, entry.last_used) if entry is not None else (None, None)
-                found.append(InventoryItem(chunk.id, path, len(chunk.token_ids), key, nbytes, used))
+                found.append(_item(chunk.id, path, len(chunk.token_ids), key, parts))
         if self._tenant != DEFAULT:
             return found  # the rest is others', too
-        without_chunk = [InventoryItem(e.key, "", 0, e.key, e.nbytes, e.last_used) for e in entries.values()]
-        return found + without_chunk
+        return found + [_item(parts[0].key, "", 0, parts[0].key, parts) for parts in stored.values()]
 
     def remove(self, item_id: str) -> InventoryItem:
         """Remove the KV of one item, named by its id or KV key or an unambiguous beginning of either.
@@ -149,7 +146,8 @@ class Inventory:
         if len(named) != 1:
             raise UnknownChunkError(_why_not_one(item_id, len(named)))
         self._need_every_tier()
-        self.store.delete(named[0].key)
+        for part in self._parts(named[0].key, self._stored()):
+            self.store.delete(part.key)
         return named[0]
 
     def evict(self, to_bytes: int, tier: str | None = None) -> int:
@@ -213,9 +211,9 @@ class Inventory:
         with ChunkIndex.open(self._home) as index, indexing_alone(self._home):
             held = {chunk.id for chunk in index.chunks_of(path)}
             orphans = index.delete(path)
-            before = self._sizes()
-            keys = [key for chunk in orphans for key in self._stored_keys(index, chunk.token_ids, before)]
-            freed = sum(before[key] for key in keys if self.store.delete(key))
+            own, stored = self._entries(index), self._stored()
+            parts = [part for chunk in orphans for part in self._parts(own.own_key(chunk.token_ids), stored)]
+            freed = sum(part.nbytes for part in parts if self.store.delete(part.key))
         return RemovedDocument(path, len(held), len(orphans), freed)
 
     def pin_documents(self, paths: Iterable[str], pinned: bool = True) -> PinnedDocuments:
@@ -228,26 +226,31 @@ class Inventory:
         self._need_every_tier()
         with ChunkIndex.open(self._home) as index:
             chunks = {chunk.id: chunk for path in paths for chunk in index.chunks_of(path)}
-            sizes = self._sizes()
+            own, stored = self._entries(index), self._stored()
             keys: set[KVKey] = set()
-            missing = 0
+            nbytes = missing = 0
             for chunk in chunks.values():
-                found = self._stored_keys(index, chunk.token_ids, sizes)
-                keys.update(found or [self._entries(index).own_key(chunk.token_ids)])
+                key = own.own_key(chunk.token_ids)
+                found = self._parts(key, stored)
+                keys.update([part.key for part in found] or [key])
+                nbytes += sum(part.nbytes for part in found)
                 missing += not found
         (self.store.pin if pinned else self.store.unpin)(keys)
-        return PinnedDocuments(len(chunks), sum(sizes.get(key, 0) for key in keys), missing)
+        return PinnedDocuments(len(chunks), nbytes, missing)
 
-    def _sizes(self) -> dict[KVKey, int]:
-        return {entry.key: entry.nbytes for entry in self.store.entries()}
+    def _stored(self) -> dict[str, list[EntryInfo]]:
+        """Return what is listed, by entry: whole, or in the shards that tensor-parallel ranks wrote, or both."""
+        found: dict[str, list[EntryInfo]] = {}
+        for part in self.store.entries():
+            found.setdefault(entry_of(part.key), []).append(part)
+        return found
 
-    def _stored_keys(self, index: ChunkIndex, token_ids: Sequence[int], stored: Container[KVKey]) -> list[KVKey]:
-        """Return the keys of a chunk's entries. A worker of several stores a shard of its own under a key of its own."""
-        for ranks in range(1, _MOST_RANKS + 1):
-            found = [key for key in self._entries(index, ranks).keys(token_ids) if key in stored]
-            if found:
-                return found
-        return []
+    def _parts(self, key: KVKey, stored: Mapping[str, list[EntryInfo]]) -> list[EntryInfo]:
+        """Return what is stored of the entry under ``key``, all of it; of a tier that cannot be listed the whole one alone."""
+        parts = stored.get(entry_of(key), [])
+        if not parts and self.store.unlisted and (whole := self.store.entry(key)) is not None:
+            return [whole]
+        return parts
 
     def _need_every_tier(self) -> None:
         for tier in self.store.stats().tiers:
@@ -270,8 +273,8 @@ class Inventory:
             found.insert(0, TierUse("ram", None, counted["ram"]))
         return found
 
-    def _entries(self, index: ChunkIndex, ranks: int = 1) -> Entries:
-        return Entries(self.store, index.config.model, index.config.header_ids, 0, ranks, self._tenant)
+    def _entries(self, index: ChunkIndex) -> Entries:
+        return Entries(self.store, index.config.model, index.config.header_ids, tenant=self._tenant)
 
     @contextmanager
     def _index(self) -> Iterator[ChunkIndex | None]:
@@ -292,6 +295,11 @@ class Inventory:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def _item(name: str, path: str, tokens: int, key: KVKey, parts: Sequence[EntryInfo]) -> InventoryItem:
+    nbytes, used = sum(part.nbytes for part in parts), max((part.last_used for part in parts), default=0.0)
+    return InventoryItem(name, path, tokens, key, nbytes if parts else None, used if parts else None)
 
 
 def _why_not_one(item_id: str, found: int) -> str:

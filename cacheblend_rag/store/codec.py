@@ -1,10 +1,10 @@
-"""What turns the KV of a layer into the named tensors that are stored, and back."""
+"""Turns the KV of a layer into the named tensors that are stored, and back."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -24,79 +24,32 @@ _SCALE: Final = ".scale"
 _LEVEL: Final = 1  # higher ones make KV no smaller
 
 
-class Codec(Protocol):
-    """One way to store a layer. An entry names its codec, so a tier may hold entries of several.
+class Codec:
+    """Stores layers in one way. An entry names its codec, so a tier may hold entries of several.
+
+    As they are, keys and values are stored bit for bit. In fewer bytes a layer is stored as the bytes of a safetensors file,
+    as they are or by Zstandard: in it are ``k`` and ``v``; if they are numbers of one byte, ``k.scale`` and ``v.scale``, too.
+    What one byte cannot hold (infinity, NaN) is there as it is.
 
     Attributes:
         name: The name in stored metadata; a change of the stored numbers needs a new one.
         in_place: Whether the stored bytes are the layer itself.
-        exact: The codec for what must stay as it is.
     """
 
-    name: str
-    in_place: bool
+    def __init__(self, name: str, k: EightBits | None = None, v: EightBits | None = None, zstd: bool = False):
+        """Store keys and values as these numbers, None for as they are."""
+        self.name, self._kinds, self._zstd = name, (k, v), zstd
+        self.in_place = k is None and v is None and not zstd
 
     @property
     def exact(self) -> Codec:
-        """See the class."""
+        """The codec for what must stay as it is."""
+        return Codec(RAW + _ZSTD * self._zstd, zstd=self._zstd)
 
     def encode(self, layer: LayerKV) -> dict[str, torch.Tensor]:
         """Return the tensors to store, by name, on any device."""
-
-    def decode(self, tensors: Mapping[str, torch.Tensor], take: Take) -> LayerKV:
-        """Return the layer that was encoded, in memory from ``take`` unless :attr:`in_place`.
-
-        Args:
-            tensors: They have passed their checksum.
-            take: Where the layer shall lie.
-
-        Raises:
-            ValueError: They are none of this codec.
-        """
-
-
-class RawCodec:
-    """Keys and values as they are, bit for bit, in the dtype they were computed in."""
-
-    name = RAW
-    in_place = True
-
-    @property
-    def exact(self) -> Codec:
-        """See :class:`Codec`."""
-        return self
-
-    def encode(self, layer: LayerKV) -> dict[str, torch.Tensor]:
-        """Return the two tensors of ``layer``."""
-        return {"k": layer.k, "v": layer.v}
-
-    def decode(self, tensors: Mapping[str, torch.Tensor], take: Take) -> LayerKV:
-        """Return the layer made of the two tensors; raises as :meth:`Codec.decode`."""
-        if tensors.keys() != {"k", "v"}:
-            raise ValueError(f"a layer of {', '.join(sorted(tensors)) or 'nothing'} instead of k, v")
-        return LayerKV(tensors["k"], tensors["v"])
-
-
-class PackedCodec:
-    """Keys and values in fewer bytes: each layer is stored as the bytes of a safetensors file, as they are or by Zstandard.
-
-    In that file are ``k`` and ``v``; if they are numbers of one byte, ``k.scale`` and ``v.scale``, too. What one byte cannot hold
-    (infinity, NaN) is there as it is.
-    """
-
-    in_place = False
-
-    def __init__(self, name: str, k: EightBits | None, v: EightBits | None, zstd: bool):
-        """Store keys and values as these numbers, None for as they are."""
-        self.name, self._kinds, self._zstd = name, (k, v), zstd
-
-    @property
-    def exact(self) -> Codec:
-        """See :class:`Codec`."""
-        return PackedCodec(RAW + _ZSTD, None, None, True) if self._zstd else RawCodec()
-
-    def encode(self, layer: LayerKV) -> dict[str, torch.Tensor]:
-        """Return one tensor of bytes."""
+        if self.in_place:
+            return {"k": layer.k, "v": layer.v}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor, kind in zip("kv", layer, self._kinds, strict=True):
             plain = tensor.detach().cpu()
@@ -111,7 +64,19 @@ class PackedCodec:
         return {_PACKED: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], take: Take) -> LayerKV:
-        """See :meth:`Codec.decode`."""
+        """Return the layer that was encoded, in memory from ``take`` unless :attr:`in_place`.
+
+        Args:
+            tensors: They have passed their checksum.
+            take: Where the layer shall lie.
+
+        Raises:
+            ValueError: They are none of this codec.
+        """
+        if self.in_place:
+            if tensors.keys() != {"k", "v"}:
+                raise ValueError(f"a layer of {', '.join(sorted(tensors)) or 'nothing'} instead of k, v")
+            return LayerKV(tensors["k"], tensors["v"])
         try:
             data = tensors[_PACKED].numpy().tobytes()
             if self._zstd:
@@ -155,9 +120,7 @@ def get_codec(name: str) -> Codec:
     zstd = name.endswith(_ZSTD)
     if zstd:
         _zstandard()
-    if base == RAW and not zstd:
-        return RawCodec()
-    return PackedCodec(base + _ZSTD * zstd, *_KINDS[base], zstd)
+    return Codec(base + _ZSTD * zstd, *_KINDS[base], zstd)
 
 
 def is_lossy(name: str) -> bool:

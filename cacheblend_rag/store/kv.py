@@ -23,6 +23,7 @@ KVKey = NewType("KVKey", str)
 # Fields of a config.json that say nothing about the numbers a model computes.
 _VOLATILE_CONFIG = {"transformers_version", "_name_or_path", "use_cache", "architectures", "dtype", "torch_dtype"}
 _READ_BLOCK = 1 << 24
+_DIGEST_DIGITS = 40
 _KEY = re.compile(r"[0-9a-f]{8,128}")
 
 
@@ -207,6 +208,13 @@ def _digest(config: Mapping[str, Any], weights: str, dtype: torch.dtype) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+class Shard(NamedTuple):
+    """Names what one tensor-parallel rank of several, 255 at most, stores of an entry: its own heads."""
+
+    rank: int
+    ranks: int
+
+
 class KeyName(NamedTuple):
     """What a key gives to the names of the entries that it encrypts.
 
@@ -223,18 +231,26 @@ def kv_key(
     fingerprint: ModelFingerprint,
     header_ids: Sequence[int],
     token_ids: Sequence[int],
-    codec: str = "raw",
+    shard: Shard | None = None,
     tenant: str = DEFAULT_NAME,
     encrypted: KeyName | None = None,
 ) -> KVKey:
-    """Return the store key of the KV of ``token_ids`` computed behind ``header_ids``.
+    """Return the store key of the KV of ``token_ids`` computed behind ``header_ids``, or of a ``shard`` of it.
 
-    The key covers everything the stored numbers depend on, whose they are, and what they are ``encrypted`` by.
+    The key covers everything the stored numbers depend on, whose they are, and what they are ``encrypted`` by. It ends with the
+    shard and the encryption's id, so that who lists a store finds the shards of an entry (:func:`entry_of`).
     """
-    parts: list[object] = [fingerprint.digest, list(header_ids), list(token_ids), codec]
+    parts: list[object] = [fingerprint.digest, list(header_ids), list(token_ids)]
     if tenant != DEFAULT_NAME:
         parts.append(tenant)
     if encrypted is not None:
         parts.append({"secret": encrypted.secret})
     text = json.dumps(parts, separators=(",", ":"))
-    return KVKey(hashlib.sha256(text.encode()).hexdigest()[:40] + ("" if encrypted is None else encrypted.id))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
+    part = "" if shard is None else f"{shard.rank:02x}{shard.ranks:02x}"
+    return KVKey(digest + part + ("" if encrypted is None else encrypted.id))
+
+
+def entry_of(key: KVKey) -> str:
+    """Return what the keys of an entry have in common, whichever ranks wrote it, and those of no other entry."""
+    return key[:_DIGEST_DIGITS]

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Final, Protocol, Unpack
+from typing import Any, Final, Unpack
 
 from obstore.exceptions import BaseError, PreconditionError
 from obstore.store import from_url
@@ -23,25 +23,6 @@ _A_TIME: Final = 1000
 _NO_SUCH_RANGE: Final = re.compile(r"\b416\b|invalid ?range", re.IGNORECASE)
 
 
-class Bucket(Protocol):
-    """The methods of obstore's stores that are used here; see its documentation."""
-
-    def get(self, path: str, *, options: Any = None) -> Any:
-        """Return an object, or part of it."""
-
-    def put(self, path: str, file: bytes) -> Any:
-        """Write an object, whole or not at all."""
-
-    def head(self, path: str) -> Any:
-        """Return what is known of an object."""
-
-    def delete(self, paths: str) -> None:
-        """Remove an object."""
-
-    def list(self, prefix: str | None = None, *, chunk_size: int = 50) -> Any:
-        """List what lies below a prefix."""
-
-
 class ObjectStore(RemoteStore):
     """Keeps KV entries as the objects ``kv/<first 2 hex digits>/<key>.safetensors`` of a bucket.
 
@@ -52,10 +33,10 @@ class ObjectStore(RemoteStore):
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: Any,
         budget: int | None = None,
         *,
-        writer: Bucket | None = None,
+        writer: Any = None,
         where: str = "",
         **options: Unpack[RemoteOptions],
     ):

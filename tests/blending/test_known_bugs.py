@@ -24,7 +24,7 @@ from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.engines.transformers import target as target_module
 from cacheblend_rag.engines.transformers.attention import scattered
 from cacheblend_rag.engines.transformers.target import ModelRunner
-from cacheblend_rag.store.kv import ChunkKV, LayerKV, kv_key
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, Shard, kv_key
 from tests.blending import reference
 from tests.blending.families import _BASE, BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
@@ -311,6 +311,6 @@ def test_8_the_key_tells_models_headers_and_chunks_apart() -> None:
         kv_key(engine.fingerprint, scene.header[:-1], ids),
         kv_key(engine.fingerprint, [*scene.header, ids[0]], ids[1:]),
         kv_key(engine.fingerprint, scene.header, ids[:-1]),
-        kv_key(engine.fingerprint, scene.header, ids, "other codec"),
+        kv_key(engine.fingerprint, scene.header, ids, Shard(0, 2)),
     }
     assert len(keys) == 6

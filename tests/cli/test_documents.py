@@ -63,19 +63,22 @@ def test_a_document_leaves_with_the_kv_of_the_chunks_that_no_other_one_holds(run
     assert entries(store) == before - 2 * removed["removed"] - 1
 
 
-def test_shards_of_several_workers_leave_too(run, store, documents):
+@pytest.mark.parametrize("ranks", [2, 24])
+def test_shards_of_several_workers_are_listed_as_one_entry_and_leave_too(run, store, documents, ranks):
     engine = FakeEngine(DiskStore(store))
     with RagPipeline(engine, store) as pipeline:
         chunk = next(c for c in pipeline.chunks.chunks() if "only a.txt" in c.text)
-    for rank in range(2):
-        shard = Entries(engine.store, engine.fingerprint, engine.header_ids, rank, 2)
+    for rank in range(ranks):
+        shard = Entries(engine.store, engine.fingerprint, engine.header_ids, rank, ranks)
         whole = Entries(engine.store, engine.fingerprint, engine.header_ids).get(chunk.token_ids, 1)
         assert whole is not None
         shard.put(chunk.token_ids, read_whole(whole))
     engine.store.delete(engine.key(chunk))
+    (row,) = (row for row in as_json(run("store", "ls", "-s", store, "--json")) if row["id"] == chunk.id)
+    assert row["nbytes"] == sum(e.nbytes for e in engine.store.entries() if e.key[:40] == engine.key(chunk)[:40])
     before = entries(store)
     assert run("documents", "rm", "a.txt", "--store", store).exit_code == 0
-    assert entries(store) == before - 2
+    assert entries(store) == before - ranks
 
 
 def test_a_directory_means_all_below_it_and_a_file_name_the_only_one_of_that_name(run, store, documents):
