@@ -146,9 +146,8 @@ class _IndexRun:
             return
         lasting = entries.lasting()
         stats = stats_of(lasting.store)
-        self.report.kv_bytes = max(
-            tier.nbytes for tier in stats.tiers or (stats,)
-        )  # the largest keeps all, others copies
+        # The largest tier keeps all, others copies.
+        self.report.kv_bytes = max(tier.nbytes for tier in stats.tiers or (stats,))
         if not (self.report.tokens and self.engine.gate.passed):
             return
         lost = "the store's budget is full, and newer KV took its place (see --disk-budget and --kv)"

@@ -65,9 +65,8 @@ class VectorSearch:
             logger.warning("The vectors cannot be packed: %s. All of them are searched in memory.", error)
             return 0
         with self._database.transaction():
-            if (
-                self._vectors.count(last=last) > (1 - _FRESH) * count
-            ):  # else another process has replaced them meanwhile
+            # Else another process has replaced them meanwhile.
+            if self._vectors.count(last=last) > (1 - _FRESH) * count:
                 self._vectors.put_packed(PackedVectors(path.name, checksum, last, count))
         # The one before may just be about to be opened.
         wanted = {described.file for described in (self._vectors.packed(), before if usable else None) if described}

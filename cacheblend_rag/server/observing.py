@@ -43,10 +43,8 @@ class Observe:
         span = spans.begin(method, SpanKind.SERVER, propagate.extract(Headers(scope=scope)))
         with spans.current(span):
             await self._app(scope, receive, watched)
-        tenant, route = (
-            _tenant(),
-            getattr(scope.get("route"), "path", ""),
-        )  # not the path: a client chooses what it says
+        # Not the path: a client chooses what it says.
+        tenant, route = _tenant(), getattr(scope.get("route"), "path", "")
         span.update_name(f"{method} {route}".strip())
         span.set_attributes({"http.request.method": method, "http.response.status_code": status, "http.route": route})
         span.set_attribute("cacheblend.tenant", tenant)

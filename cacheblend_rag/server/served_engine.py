@@ -108,9 +108,8 @@ def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begi
     outcome, usage, metrics = report.outcome, report.outcome.usage, output.metrics
     if spans.trace is not None:
         arrived = [(time.perf_counter(), usage.completion_tokens)]
-        if (
-            metrics is not None and metrics.first_token_latency
-        ):  # vLLM tells an answer as a whole, unless it is streamed
+        # vLLM tells an answer as a whole, unless it is streamed.
+        if metrics is not None and metrics.first_token_latency:
             first = begin + metrics.first_token_latency
             last = first + metrics.last_token_ts - metrics.first_token_ts
             arrived = [(first, 1), (last, usage.completion_tokens - 1)]

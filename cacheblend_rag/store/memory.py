@@ -187,9 +187,8 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         alone = in_blocks and sum(storages.values()) <= kv.nbytes + len(kv.layers) * ALIGNMENT
         if alone and (self._page_locked is None or all(self._page_locked.holds(layer.k) for layer in kv.layers)):
             return kv.layers
-        room = self.room(
-            nbytes_of(kv.layers)
-        )  # without waiting: a request may be what moves an entry up into this tier
+        # Without waiting: a request may be what moves an entry up into this tier.
+        room = self.room(nbytes_of(kv.layers))
         if room is None:
             return kv.layers if alone else packed(kv.layers)
         return packed(kv.layers, lambda _: room)

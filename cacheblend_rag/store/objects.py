@@ -227,9 +227,8 @@ class ObjectStore(RemoteStore):
             return self._evict_of(self._list(), to_bytes, self._pins())
 
     def _pin(self, keys: list[KVKey], pinned: bool) -> None:
-        with (
-            self._pinning
-        ):  # of this client; where two clients change the pins at one moment, one of the changes may be lost
+        # The lock is this client's: where two clients change the pins at one moment, one of the changes may be lost.
+        with self._pinning:
             before = self._pins()
             wanted = before | set(keys) if pinned else before - set(keys)
             if wanted != before:

@@ -111,9 +111,8 @@ def step_size(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the size of an engine step on a GPU, as far as vLLM's arguments ``given`` leave it open."""
     tokens = given.get("max_num_batched_tokens")
     chosen: dict[str, Any] = {}
-    if (
-        tokens is None and given.get("enable_chunked_prefill") is not False
-    ):  # without chunks a step must hold a whole prompt
+    # Without chunked prefill a step must hold a whole prompt.
+    if tokens is None and given.get("enable_chunked_prefill") is not False:
         tokens = chosen["max_num_batched_tokens"] = _STEP_TOKENS
     if given.get("max_num_seqs") is None:
         chosen["max_num_seqs"] = min(_STEP_SEQUENCES, tokens or _STEP_SEQUENCES)
