@@ -1,4 +1,4 @@
-"""What goes over the wire beside OpenAI's own fields: request options, chunk bodies."""
+"""Defines what goes over the wire beside OpenAI's own fields: request options, chunk bodies."""
 
 from __future__ import annotations
 

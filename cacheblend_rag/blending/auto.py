@@ -1,4 +1,4 @@
-"""``ratio="auto"``: more is recomputed where a prompt is of another kind of text than the profile was calibrated on.
+"""Raises the ratio (``"auto"``) where a prompt is of another kind of text than the profile was calibrated on.
 
 What a ratio leaves out is the share of the prompt's static deviation outside the tokens of highest static deviation. It is known
 before anything is computed, and it tells kinds of text apart: the tokens that depend on their context are few in some texts, many
@@ -22,7 +22,7 @@ _SPREADS = 2.0
 
 @dataclass(frozen=True)
 class TextRange:
-    """For which text a profile's ratio holds.
+    """Says for which text a profile's ratio holds.
 
     Attributes:
         left_out: Mean share of static deviation that the ratio left out in the prompts of the calibration.
@@ -43,7 +43,7 @@ class TextRange:
 
     @property
     def most_left_out(self) -> float:
-        """What is still like the prompts of the calibration."""
+        """Return what is still like the prompts of the calibration."""
         return min(1.0, self.left_out + _SPREADS * self.spread)
 
 

@@ -1,4 +1,4 @@
-"""The loading controller: which stored KV to use, and how much to recompute while the rest is loaded (paper section 5.1).
+"""Decides which stored KV to load, and how much to recompute meanwhile: the loading controller (paper section 5.1).
 
 Recomputing hides behind loading. So with the device given, the ratio can rise until recomputing takes as long as loading; with
 the ratio given, KV may lie on the cheapest device that loads as fast as it recomputes. And where a device is too slow, computing
@@ -86,7 +86,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Decision:
-    """How to serve a prompt.
+    """Says how to serve a prompt.
 
     Attributes:
         used: For each span whether its stored KV is used; the others are computed in place.
@@ -106,13 +106,13 @@ class Decision:
 
     @property
     def blends(self) -> bool:
-        """Whether any stored KV is used."""
+        """Return whether any stored KV is used."""
         return any(self.used)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What the controller must know besides a prompt's plan; it travels with a request to where its plan is made.
+    """Holds what the controller must know besides a prompt's plan; it travels with a request to where its plan is made.
 
     Attributes:
         costs: Of model and tiers, as they are now.
@@ -155,7 +155,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the controller has decided of a prompt, for whoever blends it.
+    """Holds what the controller has decided of a prompt, for whoever blends it.
 
     Attributes:
         in_place: Where the chunks end, in the prompt, that are computed although they are stored.
@@ -186,7 +186,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class BlendTimes:
-    """Of one blend, in seconds.
+    """Holds the times of one blend, in seconds.
 
     Attributes:
         load_s: What loading alone takes.

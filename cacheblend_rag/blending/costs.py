@@ -1,4 +1,4 @@
-"""What loading and computing cost on this machine, as the loading controller reckons with it (paper section 5).
+"""Holds what loading and computing cost on this machine, for the loading controller (paper section 5).
 
 Measured by ``cacheblend store calibrate`` and kept among the user's files, named by model, device and engine; while an engine
 runs, what real prompts take keeps them current.
@@ -31,7 +31,7 @@ _MOST_STEP = 4.0
 
 @dataclass(frozen=True)
 class TierCost:
-    """Of reading from one tier.
+    """Says what reading from one tier costs.
 
     Attributes:
         latency_s: Seconds until a read's first byte.
@@ -58,7 +58,7 @@ class TierCost:
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Of a pass of some tokens of a prompt through all layers, and of placing what is stored of the others.
+    """Says what a pass of some tokens through all layers costs, and placing what is stored of the others.
 
     Attributes:
         fixed_s: Seconds of a pass of no tokens: launching, reading the weights.
@@ -93,7 +93,7 @@ class ComputeCost:
 
 @dataclass(frozen=True)
 class Computed:
-    """What the computing of one prompt, or of one step of an engine, took.
+    """Says what the computing of one prompt, or of one step of an engine, took.
 
     Attributes:
         tokens: How many went through all layers; of a pass through some of them, that share.
@@ -110,7 +110,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """What a run took, to correct the costs by.
+    """Says what a run took, to correct the costs by.
 
     Attributes:
         computed: Each computation.
@@ -125,7 +125,7 @@ class MeasuredCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one model on one machine.
+    """Holds the costs of one model on one machine.
 
     Attributes:
         layers: Number of the model's layers: loading and computing overlap layer by layer.

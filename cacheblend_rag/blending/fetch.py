@@ -1,4 +1,4 @@
-"""From the device to host memory without waiting: the computation goes on, and whoever reads the copy waits for it then."""
+"""Copies from the device to host memory without waiting: computing goes on, and whoever reads the copy waits for it."""
 
 from __future__ import annotations
 

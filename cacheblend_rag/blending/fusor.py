@@ -1,4 +1,4 @@
-"""The fusor: place → dense pass → select → sparse pass, written once for every engine (paper section 4).
+"""Blends one prompt: place → dense pass → select → sparse pass, written once for every engine (paper section 4).
 
 1. *Place*: stored KV goes to its positions, layer by layer, just before the layer is computed.
 2. *Dense pass*: all tokens outside the exact prefix run up to the check layer, where fresh KV is compared with stored KV.
@@ -49,12 +49,12 @@ class Awaited(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it is there."""
+        """Return whether it is there."""
 
 
 @dataclass
 class Segment:
-    """What a blend is about to do: part of a pass, or to wait for the device.
+    """Says what a blend is about to do: part of a pass, or to wait for the device.
 
     Attributes:
         kind: Of the pass; ``"fetch"`` waits for what the device has measured, and computes nothing; so does ``"load"``, for
@@ -77,7 +77,7 @@ Segments = Generator[Segment, int | None, None]
 
 @dataclass(frozen=True)
 class FuseResult:
-    """What a blend did.
+    """Holds what a blend did.
 
     Attributes:
         recomputed: Ascending positions of tokens with stored KV that were recomputed, in host memory.

@@ -1,4 +1,4 @@
-"""The parity gate: does blending this model, with these libraries, compute what the model itself computes?
+"""Checks that blending this model, with these libraries, computes what the model itself computes: the parity gate.
 
 Every model passes it before it is blended. It compares logits with the model's own full prefill in three blends of a prompt of
 random tokens: one recomputed whole (ratio 1), and two whose stored KV is exact although it was computed at other positions, one
@@ -42,7 +42,7 @@ _WINDOW = 512
 
 
 class GateSubject(Protocol):
-    """What an engine lets the gate (and calibration) do with its model."""
+    """Lets the gate (and calibration) work with an engine's model."""
 
     num_layers: int
     vocab_size: int

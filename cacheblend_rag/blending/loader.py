@@ -1,4 +1,4 @@
-"""Reading stored KV layer by layer, behind the computation (paper section 5: loading overlaps recomputation)."""
+"""Loads stored KV layer by layer, behind the computation (paper section 5: loading overlaps recomputation)."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ class LayerLoader:
 
     @property
     def reads(self) -> Mapping[str, TierReads]:
-        """What was read so far, by tier."""
+        """Return what was read so far, by tier."""
         return self._reads.meter.taken()
 
     @property
     def loads(self) -> tuple[ChunkLoad, ...]:
-        """What was loaded so far, span by span."""
+        """Return what was loaded so far, span by span."""
         return tuple(
             self._load_of(span, layers) for span, layers in zip(self._all, self._layers, strict=True) if layers
         )
@@ -103,12 +103,12 @@ class LayerLoader:
 
     @property
     def ready(self) -> bool:
-        """Whether all that is stored is in host memory."""
+        """Return whether all that is stored is in host memory."""
         return self._reads.ready()
 
     @property
     def overdue(self) -> bool:
-        """Whether it is not, and has been read for longer than the computation may wait."""
+        """Return whether it is not, and has been read for longer than the computation may wait."""
         most = self._most_wait_s
         return most is not None and time.perf_counter() - self._began > most and not self.ready
 

@@ -1,4 +1,4 @@
-"""What reading stored KV took, tier by tier: what keeps the loading controller's costs current."""
+"""Meters what reading stored KV took, tier by tier, and keeps the loading controller's costs current."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.store.kv import StoredKV
 
 @dataclass(frozen=True)
 class ChunkLoad:
-    """Where the stored KV of one chunk in a prompt came from.
+    """Says where the stored KV of one chunk in a prompt came from.
 
     Attributes:
         chunk_id: The chunk; empty for the header.

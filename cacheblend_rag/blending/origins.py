@@ -1,4 +1,4 @@
-"""How the KV of a prompt came about, position by position: what an earlier prompt left may serve the next one only by this."""
+"""Records how a prompt's KV came about, position by position: only by this may it serve a later prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cacheblend_rag.blending.settings import ResolvedSettings
 
 @dataclass(frozen=True)
 class Origin:
-    """From one position on, KV may be approximate: the chunks of a turn were blended there.
+    """Marks a position from which on KV may be approximate: the chunks of a turn were blended there.
 
     Attributes:
         start: The position.

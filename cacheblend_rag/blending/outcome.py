@@ -50,7 +50,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class PromptOutcome:
-    """What became of a prompt. A fact that is added here reaches the wire, answers, spans and metadata by itself.
+    """Says what became of a prompt. A fact added here reaches the wire, answers, spans and metadata by itself.
 
     The fusor fills in what it knows; who knows more completes it with :func:`dataclasses.replace`.
 
@@ -94,7 +94,7 @@ class PromptOutcome:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Every fact by its name, as JSON values; those of the usage lie in a dict of their own."""
+        """Return every fact by its name, as JSON values; those of the usage lie in a dict of their own."""
         found: dict[str, Any] = _adapter().dump_python(self, mode="json")
         return found
 

@@ -1,4 +1,4 @@
-"""What a prompt is made of, seen from the KV store: exact prefix, reusable chunks, and what must be computed."""
+"""Splits a prompt by what the KV store has: exact prefix, reusable chunks, and what must be computed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StoredSpan:
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """How the positions of a prompt get their KV.
+    """Says how the positions of a prompt get their KV.
 
     Attributes:
         num_tokens: Length of the prompt, or of the part of it that is to be filled.
@@ -121,7 +121,7 @@ class BlendPlan:
 
     @property
     def candidates(self) -> tuple[StoredSpan, ...]:
-        """What may be recomputed: the stale spans but for the last token where its logits are wanted, which must be computed."""
+        """Return what may be recomputed: the stale spans, but for the last token where its logits are wanted."""
         last = self.num_tokens - self.needs_logits
         return tuple(part for span in self.stale if (part := span.within(0, last)) is not None)
 
@@ -131,7 +131,7 @@ class BlendPlan:
 
     @property
     def uses_stored_kv(self) -> bool:
-        """Whether anything stored is used at all."""
+        """Return whether anything stored is used at all."""
         return bool(self.exact or self.stale)
 
     def outcome(self, computed: int = 0, recomputed: int = 0, selection: float = 0.0) -> PromptOutcome:

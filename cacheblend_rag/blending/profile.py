@@ -1,4 +1,4 @@
-"""What is known about one model: check layers, ratio, and whether it passed the parity gate.
+"""Keeps what is known about one model: check layers, ratio, and whether it passed the parity gate.
 
 A profile lies in the model's own directory (``cacheblend.json``, as the bundled model has it) or among the user's files,
 named by fingerprint. ``cacheblend doctor --calibrate`` writes the latter; every engine reads them.
@@ -25,7 +25,7 @@ _FILE = "cacheblend.json"
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """How to blend one model.
+    """Says how to blend one model.
 
     Attributes:
         ratio: Default recompute ratio.

@@ -1,4 +1,4 @@
-"""Stored KV on its way to the computation, layer by layer: read by the computing thread, by others, or by the device itself."""
+"""Reads stored KV layer by layer for the computation: by its own thread, by others, or by the device itself."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def reads_of(
 
 
 class _CPUReads:
-    """From RAM to a CPU there is nothing to hide; from elsewhere a thread reads ahead."""
+    """Reads at once from RAM to a CPU, where there is nothing to hide; from elsewhere a thread reads ahead."""
 
     def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, whole: bool):
         self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
@@ -156,7 +156,7 @@ class _CPUReads:
 
 
 class _DeviceReads:
-    """Every layer is copied to memory on the device, which a later layer uses again.
+    """Copies every layer to memory on the device, which a later layer uses again.
 
     Where all KV lies in pinned memory the copies are only asked for, so no thread is needed; else threads read.
     """

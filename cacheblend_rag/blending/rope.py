@@ -1,4 +1,4 @@
-"""Moving keys to another position: one fp32 rotation by the model's own RoPE table.
+"""Moves keys to another position: one fp32 rotation by the model's own RoPE table.
 
 The layout of the rotation (which dimensions pair up, how many rotate, which table a layer uses) is not read from a model's
 name but measured: the same tokens are run at two offsets, and the layout that turns one set of keys into the other is
@@ -38,7 +38,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Move:
-    """How keys of one layer get to their positions: those of the tokens from ``first`` on are rotated."""
+    """Says how keys of one layer get to their positions: those of the tokens from ``first`` on are rotated."""
 
     rotation: Rotation
     layout: Layout

@@ -1,4 +1,4 @@
-"""How to treat stored KV in one prompt, and the paper's baselines as settings (paper section 7)."""
+"""Says how to treat stored KV in one prompt, and names the paper's baselines as settings (paper section 7)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ratio = float | Literal["auto"]
 
 @dataclass(frozen=True)
 class BlendSettings:
-    """How to treat stored KV in one prompt. This is the one list of blend options; what is left open is the model profile's.
+    """Says how to treat stored KV in one prompt. This is the one list of blend options; the profile says the rest.
 
     Attributes:
         ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1; or

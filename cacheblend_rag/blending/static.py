@@ -1,4 +1,4 @@
-"""Static deviation: how much a chunk's tokens depend on what stands before them, known when the chunk is indexed.
+"""Measures static deviation: how much a chunk's tokens depend on what stands before them, as it is indexed.
 
 A chunk is computed once more behind a *probe*, a text that has nothing to do with it, and its KV compared with that of the chunk
 alone. Tokens whose KV hardly moves do not need their context; those that move most are the ones to recompute in any prompt.
@@ -41,7 +41,7 @@ def probe_ids(tokenizer: Any, vocab_size: int, context_window: int) -> tuple[int
 
 @dataclass(frozen=True)
 class Distances:
-    """How far a chunk's KV moves behind a probe, layer by layer from 1 on: layer 0 depends on nothing but the token.
+    """Measures how far a chunk's KV moves behind a probe, from layer 1 on: layer 0 depends on nothing but the token.
 
     Attributes:
         squared: Squared L2 distance of each token's keys (first) and values, ``[layers - 1, 2, tokens]``, fp32.

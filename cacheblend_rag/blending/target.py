@@ -1,4 +1,4 @@
-"""What an engine supplies for blending: one prompt in its running model."""
+"""Defines what an engine supplies for blending: one prompt in its running model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When each layer was loaded and computed, layer by layer (paper section 5), for chrome://tracing and Perfetto."""
+"""Records when each layer was loaded and computed (paper section 5), for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DECODE: Final = "token of the answer"
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a trace has recorded, on its way to another process of the same machine.
+    """Holds what a trace has recorded, on its way to another process of the same machine.
 
     Attributes:
         began: When its times begin, by ``time.perf_counter``, which is the machine's.
@@ -42,7 +42,7 @@ class Recorded:
 
     @property
     def computed_until(self) -> float:
-        """When the last computation ended; when the trace began, if there was none."""
+        """Return when the last computation ended; when the trace began, if there was none."""
         ends = (event["ts"] + event["dur"] for event in self.events if event["tid"] == _COMPUTATION)
         return self.began + max(ends, default=0.0) / 1e6
 

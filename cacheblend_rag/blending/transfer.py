@@ -1,4 +1,4 @@
-"""Between host memory and the device while it computes: the only place that knows of streams, events and page-locked buffers."""
+"""Moves KV between host memory and the device; only this file knows of streams, events and page-locked buffers."""
 
 from __future__ import annotations
 

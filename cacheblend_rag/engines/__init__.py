@@ -1,1 +1,1 @@
-"""Engines: what runs the model."""
+"""Runs models: on transformers, inside vLLM, or on a remote server."""

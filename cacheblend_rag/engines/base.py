@@ -39,7 +39,7 @@ _making_views = threading.Lock()
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked to do; :meth:`BlendEngine.request` makes one.
+    """Holds what an engine is asked to do; :meth:`BlendEngine.request` makes one.
 
     Attributes:
         prompt: Token ids and the chunks in them.
@@ -142,7 +142,7 @@ class BlendEngine(ABC):
 
     @property
     def controlled(self) -> bool:
-        """Whether there is a loading controller to choose a ratio of ``"auto"``."""
+        """Return whether there is a loading controller to choose a ratio of ``"auto"``."""
         return self.costs is not None
 
     @abstractmethod
@@ -305,7 +305,7 @@ class BlendEngine(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed; a view is when its engine is."""
+        """Return whether it was closed; a view is when its engine is."""
         return (self._root or self)._closed
 
     def check_open(self) -> None:

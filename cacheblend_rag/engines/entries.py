@@ -226,7 +226,7 @@ class SideBySide(Generic[_T]):
 
     @property
     def ready(self) -> bool:
-        """Whether every answer is there."""
+        """Return whether every answer is there."""
         return all(answer.done() for answer in self._asked.values())
 
     def __call__(self, token_ids: Sequence[int]) -> _T:

@@ -1,4 +1,4 @@
-"""What of some chunks must be computed, on every engine."""
+"""Works out what of some chunks must be computed, on every engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PrecomputePlan:
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
-        """Everything to compute; ``()`` is the header's own entry, which comes first."""
+        """Return everything to compute; ``()`` is the header's own entry, which comes first."""
         return [*([()] if self.header else []), *self.chunks]
 
     def report(self, failed: Mapping[str, str], seconds: float, rank_s: float = 0.0) -> PrecomputeReport:

@@ -1,4 +1,4 @@
-"""What comes out of an engine: an answer, piece by piece or whole, and what it took."""
+"""Holds what comes out of an engine: an answer, piece by piece or whole, and what it took."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely the model held a generated token, before temperature and nucleus.
+    """Says how likely the model held a generated token, before temperature and nucleus.
 
     Attributes:
         token_id: The token.
@@ -42,7 +42,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely the model holds a given completion behind a prompt, at temperature 1.
+    """Says how likely the model holds a given completion behind a prompt, at temperature 1.
 
     Attributes:
         token_logprobs: Natural-log probability of each of its tokens, given the prompt and those before it.
@@ -133,7 +133,7 @@ class StreamEvent:
 
 @dataclass(frozen=True)
 class PrecomputeReport:
-    """What :meth:`BlendEngine.precompute` did.
+    """Says what :meth:`BlendEngine.precompute` did.
 
     Attributes:
         computed: Chunks whose KV was computed.

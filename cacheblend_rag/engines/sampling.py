@@ -18,7 +18,7 @@ _PENALTY = 2.0
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode.
+    """Says how to decode.
 
     Attributes:
         max_tokens: Most tokens to generate.

@@ -1,4 +1,4 @@
-"""One request of an engine as OpenTelemetry spans: plan, load, fuse, prefill and decode, made of what its trace has recorded."""
+"""Tells one request of an engine as OpenTelemetry spans, made of what its trace has recorded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestSpans:
 
     @property
     def headers(self) -> dict[str, str]:
-        """For a request to another process that does part of the work; see :func:`cacheblend_rag.spans.headers`."""
+        """Return headers for a process that does part of the work; see :func:`cacheblend_rag.spans.headers`."""
         return spans.headers(self._span)
 
     def answered(self, outcome: PromptOutcome) -> None:

@@ -1,4 +1,4 @@
-"""Streams of events: run to their end, or from another thread into an event loop."""
+"""Runs streams of events to their end, or from another thread into an event loop."""
 
 from __future__ import annotations
 

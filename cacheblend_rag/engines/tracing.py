@@ -1,4 +1,4 @@
-"""Recording what an engine does, into a file."""
+"""Records what an engine does, into a file."""
 
 from __future__ import annotations
 

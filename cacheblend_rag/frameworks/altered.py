@@ -1,4 +1,4 @@
-"""What became of retrieved texts in a prompt: whether they stand there, and where a formatter has changed them."""
+"""Finds what became of retrieved texts in a prompt: do they stand there, and where has a formatter changed them?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WORD = re.compile(rf"[{_APART}]|[^\W{_APART}]+")
 
 @dataclass(frozen=True)
 class RetrievedFate:
-    """What became of one retrieved text.
+    """Says what became of one retrieved text.
 
     Attributes:
         id: The id of its chunk.
@@ -52,7 +52,7 @@ class RetrievedFate:
 
 @dataclass(frozen=True)
 class RetrievalReport:
-    """What became of all that was retrieved for a prompt.
+    """Says what became of all that was retrieved for a prompt.
 
     Attributes:
         fates: One for each text.

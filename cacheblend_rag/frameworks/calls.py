@@ -1,4 +1,4 @@
-"""Tool calls: which ones a call must make, as a JSON schema, and which ones an answer makes."""
+"""Handles tool calls: which ones a call must make, as a JSON schema, and which ones an answer makes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class CallRead(NamedTuple):
 
 @dataclass(frozen=True)
 class CallsRead:
-    """What an answer's end holds.
+    """Holds what stands at an answer's end.
 
     Attributes:
         text: The rest of its text.

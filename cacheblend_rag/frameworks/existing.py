@@ -1,4 +1,4 @@
-"""The KV of texts that stand in somebody's index already: what it will take, and computing it batch by batch."""
+"""Computes the KV of texts that stand in somebody's index already, batch by batch, and says what it will take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAMPLE = 8
 
 @dataclass(frozen=True)
 class ExistingEstimate:
-    """What computing the KV of an index will take.
+    """Says what computing the KV of an index will take.
 
     Attributes:
         chunks: Different texts in it that can be chunks of a prompt.

@@ -1,4 +1,4 @@
-"""A prompt that frameworks have made of what was retrieved: what of it is found, and what to do about the rest."""
+"""Finds what was retrieved in a prompt that a framework has made, and decides what to do about the rest."""
 
 from __future__ import annotations
 

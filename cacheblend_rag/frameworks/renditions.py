@@ -1,4 +1,4 @@
-"""The forms that formatters commonly give a text: escaped as JSON or HTML, as Python prints it, or with its whitespace closed up.
+"""Makes the forms that formatters commonly give a text: escaped as JSON or HTML, Python's, whitespace closed up.
 
 A rendition is a text of its own: its tokens, and so its KV, are those that a prompt with it has. All of them can be made from the
 text alone, so that what is stored of them can be deleted with it.

@@ -1,4 +1,4 @@
-"""What retrievers have returned, kept until the model is asked: by the run of a framework that it belongs to."""
+"""Keeps what retrievers have returned until the model is asked, by the framework's run that it belongs to."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RetrievalLog:
 
     @property
     def loose(self) -> list[Retrieved]:
-        """What was retrieved lately and for no run that is open, oldest first."""
+        """Return what was retrieved lately and for no run that is open, oldest first."""
         with self._lock:
             return list(dict.fromkeys(self._loose))
 

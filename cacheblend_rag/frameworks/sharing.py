@@ -1,4 +1,4 @@
-"""Engines by name: equal arguments give the same engine, which stays open until the process ends."""
+"""Shares engines by name: equal arguments give the same engine, which stays open until the process ends."""
 
 from __future__ import annotations
 

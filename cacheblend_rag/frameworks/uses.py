@@ -1,4 +1,4 @@
-"""Which documents use which chunks of an engine, so that deleting one drops KV only when no other needs it."""
+"""Counts which documents use which chunks of an engine: deleting one drops KV only when no other needs it."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class VerifyReport:
 
 
 class TierOptions(TypedDict, total=False):
-    """What any tier can be told when it is opened; see :class:`KVStore`."""
+    """Lists what any tier can be told when it is opened; see :class:`KVStore`."""
 
     tier: str
     format: EntryFormat
@@ -141,7 +141,7 @@ class KVStore(ABC):
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """How its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`)."""
+        """Return how its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`)."""
         return tuple(dict.fromkeys(each.codec.name for each in self.formats))
 
     def key_name(self, tenant: str) -> KeyName | None:

@@ -1,4 +1,4 @@
-"""Where an entry's bytes lie in host memory: each layer one contiguous block, its keys, then its values."""
+"""Lays an entry's bytes out in host memory: each layer one contiguous block, its keys, then its values."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class RemoteCalls:
 
     @property
     def out(self) -> str:
-        """Why the tier is not used at the moment; empty if it is."""
+        """Return why the tier is not used at the moment; empty if it is."""
         return self._why if self._breaker.opened else ""
 
     def __call__(self, function: Callable[[], _T], long: bool = False) -> _T:

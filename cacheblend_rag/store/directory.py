@@ -30,7 +30,7 @@ class EntryFile(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """What eviction removed, in bytes of each, and which entries should go and could not yet."""
+    """Says what eviction removed, in bytes of each, and which entries should go and could not yet."""
 
     freed: list[int]
     held_back: list[EntryFile]

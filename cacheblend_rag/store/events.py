@@ -13,7 +13,7 @@ Event = Literal["hits", "misses", "puts", "evictions", "damaged"]
 
 
 class Counts(TypedDict):
-    """How often each event was counted."""
+    """Counts how often each event happened."""
 
     hits: int
     misses: int
@@ -101,7 +101,7 @@ class ReadClock:
 
 @dataclass(frozen=True)
 class Activity:
-    """All that was counted of a tier, by one process or by several.
+    """Holds all that was counted of a tier, by one process or by several.
 
     Attributes:
         hits: Look-ups that found an entry.

@@ -1,4 +1,4 @@
-"""What the operating system says when it refuses, in words a user can act on."""
+"""Words what the operating system says when it refuses, so that a user can act on it."""
 
 from __future__ import annotations
 

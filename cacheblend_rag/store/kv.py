@@ -216,7 +216,7 @@ class Shard(NamedTuple):
 
 
 class KeyName(NamedTuple):
-    """What a key gives to the names of the entries that it encrypts.
+    """Holds what a key gives to the names of the entries that it encrypts.
 
     Attributes:
         id: 16 hex digits that tell the key from others; every such name ends with them.

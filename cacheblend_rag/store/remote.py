@@ -37,7 +37,7 @@ HEAD_BYTES = 32 << 10
 
 
 class Head(NamedTuple):
-    """What a look-up brings.
+    """Holds what a look-up brings.
 
     Attributes:
         nbytes: Size of the whole entry.
@@ -51,7 +51,7 @@ class Head(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What became of an entry that was put.
+    """Says what became of an entry that was put.
 
     Attributes:
         stored: Whether the tier has it.
@@ -65,7 +65,7 @@ class Written(NamedTuple):
 
 
 class RemoteOptions(TierOptions, total=False):
-    """What a tier on another machine can be told besides.
+    """Lists what a tier on another machine can be told besides.
 
     Attributes:
         ttl_s: Seconds after which an entry that was put is gone; None, which it is if nothing is said: never.

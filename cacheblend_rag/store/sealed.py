@@ -1,4 +1,4 @@
-"""Encrypted entries: the bytes of an entry's file in parts, each by AES-256-GCM, so that each layer is still one read.
+"""Encrypts entries: the bytes of an entry's file in parts, each by AES-256-GCM, so that each layer is still one read.
 
 ``docs/store.md`` describes the format.
 """

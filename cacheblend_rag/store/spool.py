@@ -1,4 +1,4 @@
-"""Temporary files, and how those of dead writers are told from those of living ones."""
+"""Writes temporary files, and tells those of dead writers from those of living ones."""
 
 from __future__ import annotations
 

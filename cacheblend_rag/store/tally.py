@@ -1,4 +1,4 @@
-"""What the processes that have used a store's directory counted, kept there for ``cacheblend store stats``."""
+"""Adds up what the processes that have used a store's directory counted, for ``cacheblend store stats``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants: users of one engine or server who must not see, or notice, each other's chunks and KV."""
+"""Names tenants: users of one engine or server who must not see, or notice, each other's chunks and KV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whose chunks and KV a request may use.
+    """Says whose chunks and KV a request may use.
 
     Attributes:
         name: The tenant; what it registers and stores is its own. 1 to 63 of a-z, 0-9, ``.``, ``_`` and ``-``.

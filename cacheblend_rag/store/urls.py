@@ -82,7 +82,7 @@ class TierURL:
 
     @property
     def name(self) -> str:
-        """What such a tier is called in statistics and costs."""
+        """Return what such a tier is called in statistics and costs."""
         return {"file": "disk", **dict.fromkeys(REDIS, "redis")}.get(self.scheme, self.scheme)
 
 

@@ -1,4 +1,4 @@
-"""Attention of scattered queries: each stands at a position of its own and sees the keys up to it, wherever its neighbours stand.
+"""Computes attention of scattered queries: each stands at a position of its own and sees the keys up to it.
 
 One launch for all queries of a pass. A program takes a few neighbouring queries with all heads that share one KV head, and reads
 keys up to its last query's position; only those behind its first query's position are masked. Scores, weights' sums and
@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 class Tile(NamedTuple):
-    """What one program works on.
+    """Says what one program works on.
 
     Attributes:
         rows: Queries times the heads that share a KV head.

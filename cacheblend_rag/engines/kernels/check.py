@@ -1,4 +1,4 @@
-"""Whether the kernels run here and give what torch gives: each is tried once for a shape of heads, before a blend needs it."""
+"""Tries each kernel once for a shape of heads, before a blend needs it: does it run here, and give what torch gives?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored KV into a KV cache of pages, keys rotated on the way: one launch, nothing in between is written.
+"""Places stored KV in a KV cache of pages, keys rotated on the way: one launch, nothing in between is written.
 
 Equal bit for bit to :func:`~cacheblend_rag.blending.rope.moved` and a copy: each product is rounded to fp32, as torch does it.
 """

@@ -1,4 +1,4 @@
-"""The client of `cacheblend serve`, as a blend engine."""
+"""Asks a `cacheblend serve`, as a blend engine."""
 
 from cacheblend_rag.errors import InputError
 

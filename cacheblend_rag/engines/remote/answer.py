@@ -1,4 +1,4 @@
-"""A streamed completion, piece by piece, into the events of an engine."""
+"""Turns a streamed completion, piece by piece, into the events of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to a server, and what their failures mean to a user."""
+"""Connects to a server, and words what failures mean to a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transformers engine."""
+"""Runs models on transformers."""
 
 from cacheblend_rag.engines.transformers.engine import TransformersEngine
 

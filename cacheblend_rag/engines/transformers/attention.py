@@ -1,4 +1,4 @@
-"""Attention for queries at given positions, without a mask of all queries by all keys.
+"""Computes attention for queries at given positions, without a mask of all queries by all keys.
 
 Registered with transformers as an attention implementation; outside a pass of the fusor it is transformers' own SDPA. Inside
 one, queries and the keys they see are cut into rectangles. On a CPU a rectangle that its queries see whole needs no mask, and

@@ -1,4 +1,4 @@
-"""The KV cache handed to the model's forward: full-length buffers, written at given positions."""
+"""Holds the KV cache handed to the model's forward: full-length buffers, written at given positions."""
 
 from __future__ import annotations
 

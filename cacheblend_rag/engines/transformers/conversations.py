@@ -1,4 +1,4 @@
-"""KV of conversations so far, for the prompts that go on with them."""
+"""Keeps KV of conversations so far, for the prompts that go on with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guided decoding: at each token, only those are left that can still become JSON of the wanted schema (llguidance)."""
+"""Guides decoding: at each token only those are left that can still become JSON of the wanted schema (llguidance)."""
 
 from __future__ import annotations
 

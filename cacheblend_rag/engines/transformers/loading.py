@@ -1,4 +1,4 @@
-"""Getting a model: from a directory, a hub name, an object in memory, or random weights of a known shape."""
+"""Loads a model: from a directory, a hub name, an object in memory, or random weights of a known shape."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class ModelOwner(BlendEngine):
 
     @property
     def stores(self) -> bool:
-        """Whether anything of this model is kept in a store."""
+        """Return whether anything of this model is kept in a store."""
         return self.gate.passed or self.snapshots is not None
 
     def beside(self, store: KVStore) -> Self:

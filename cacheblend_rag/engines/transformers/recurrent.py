@@ -1,4 +1,4 @@
-"""Models with recurrent layers (linear attention, Mamba, short convolutions): their exact prefix is reused, nothing is blended.
+"""Reuses the exact prefix of models with recurrent layers (linear attention, Mamba, short convolutions).
 
 A recurrent layer keeps one state of all tokens so far, which is right behind exactly these tokens and nowhere else. So an entry
 of such a model is a *snapshot*: the KV that its attention layers keep of the entry's tokens, and the states behind the last of

@@ -1,4 +1,4 @@
-"""Blending inside vLLM: a KV connector and a worker class, loaded by configuration; no file of vLLM is changed."""
+"""Blends inside vLLM by a KV connector and a worker class, loaded by configuration; no file of vLLM is changed."""
 
 from cacheblend_rag.engines.vllm.versions import check_version
 

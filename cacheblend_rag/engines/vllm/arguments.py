@@ -32,7 +32,7 @@ _CHOSEN_BY: Final = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start vLLM for one model.
+    """Says how to start vLLM for one model.
 
     Attributes:
         arguments: For ``AsyncEngineArgs`` or the server's namespace.

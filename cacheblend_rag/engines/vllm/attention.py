@@ -1,4 +1,4 @@
-"""A pass of few tokens in vLLM with attention of our own, which can be watched: vLLM's kernels show no weights.
+"""Runs a pass of few tokens in vLLM with attention of our own, which can be watched: vLLM's shows no weights.
 
 It writes nothing into the paged cache, so it may run tokens that have no pages yet, as the question has none while a blend runs.
 """

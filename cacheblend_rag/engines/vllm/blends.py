@@ -1,4 +1,4 @@
-"""The blends that wait in one worker: they go on between engine steps, as far as each step allows."""
+"""Queues the blends that wait in one worker: they go on between engine steps, as far as each step allows."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _Blend:
 
     @property
     def loading(self) -> bool:
-        """Whether it waits for its stored KV, while streams run."""
+        """Return whether it waits for its stored KV, while streams run."""
         return self._ahead is not None and self._ahead.kind == "load"
 
     def advance(self, allowance: Allowance | None) -> bool:

@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads by name; it hands each half of its interface to the side that does the work."""
+"""Defines the KV connector that vLLM loads by name; each half of its interface is done by another class."""
 
 from __future__ import annotations
 

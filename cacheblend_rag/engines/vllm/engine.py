@@ -1,4 +1,4 @@
-"""vLLM in process, as a blend engine: an AsyncLLM in an event loop of its own, shared by all callers."""
+"""Runs vLLM in process, as a blend engine: an AsyncLLM in an event loop of its own, shared by all callers."""
 
 from __future__ import annotations
 

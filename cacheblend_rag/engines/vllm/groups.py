@@ -1,4 +1,4 @@
-"""Which pages of a sequence vLLM keeps, for each group of layers: those with a window lose what lies before it."""
+"""Tells which pages of a sequence vLLM keeps, by group of layers: those with a window lose what lies before it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MissingPageError(Exception):
 
 @dataclass(frozen=True)
 class PageGroup:
-    """How vLLM keeps the pages of one KV cache group.
+    """Says how vLLM keeps the pages of one KV cache group.
 
     Attributes:
         block_size: Tokens in a page.

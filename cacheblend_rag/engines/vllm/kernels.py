@@ -1,4 +1,4 @@
-"""Our kernels in a vLLM worker: stored KV goes straight into the pages, and scattered tokens attend in one launch a layer.
+"""Runs our kernels in a vLLM worker: stored KV goes straight into pages, scattered tokens attend in one launch a layer.
 
 Without them each run of neighbouring tokens is a request of its own to vLLM's attention, which gives every request at least
 one tile, most of it empty. Here a pass's tokens share tiles, and vLLM's attention is replaced while the pass runs.
@@ -105,7 +105,7 @@ class Kernels:
         output: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """What vLLM calls as ``impl.forward``, once the tokens' own KV is in the pages: write ``output`` and return it."""
+        """Write ``output`` and return it; vLLM calls it as ``impl.forward``, once the tokens' KV is in the pages."""
         from cacheblend_rag.engines.kernels.attention import attend
 
         attend(

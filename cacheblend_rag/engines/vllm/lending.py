@@ -1,4 +1,4 @@
-"""Pages lent to a blend, in the scheduler: vLLM gives layers with a window none for what lies before the window of its end.
+"""Lends pages to a blend, in the scheduler: vLLM gives layers with a window none before the window of its end.
 
 A blend computes tokens in the middle of the prompt, too, and they look back. So it borrows the pages in between from vLLM's pool
 and gives them back when it ends. Workers run one blend at a time, and so one at a time has borrowed.
@@ -39,7 +39,7 @@ class PageLender:
 
     @property
     def lends(self) -> bool:
-        """Whether a blend has borrowed pages."""
+        """Return whether a blend has borrowed pages."""
         return bool(self._lent)
 
     def never(self, start: int, end: int, prompt_tokens: int) -> str | None:

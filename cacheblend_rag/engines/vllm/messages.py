@@ -1,4 +1,4 @@
-"""What travels between the client, the scheduler's connector and the workers' connectors."""
+"""Defines what travels between the client, the scheduler's connector and the workers' connectors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BlendJob:
 
     @property
     def options(self) -> FuseOptions:
-        """What the fusor is told."""
+        """Return what the fusor is told."""
         schedule = BlendSchedule(self.settings.check_layers, self.widths)
         return FuseOptions(policy(self.settings.policy), self.ratio, schedule)
 
@@ -176,7 +176,7 @@ class LoadOrder:
 
     @property
     def options(self) -> FuseOptions:
-        """What the fusor is told."""
+        """Return what the fusor is told."""
         return self.job.options if self.choice is None else self.choice.limits(self.job.options)
 
 
@@ -206,13 +206,13 @@ class Save:
 
     @property
     def complete(self) -> bool:
-        """Whether this is the last part."""
+        """Return whether this is the last part."""
         return self.end == len(self.token_ids)
 
 
 @dataclass
 class StepMeta(KVConnectorMetadata):
-    """What the workers are to do in one engine step.
+    """Says what the workers are to do in one engine step.
 
     Attributes:
         loads: New blends.
@@ -229,7 +229,7 @@ class StepMeta(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class FinishReport:
-    """What a finished request's output says in its ``kv_transfer_params``, as JSON values.
+    """Holds what a finished request's output says in its ``kv_transfer_params``, as JSON values.
 
     Attributes:
         outcome: What became of its prompt, as far as scheduler and workers know.
@@ -245,7 +245,7 @@ class FinishReport:
 
     @property
     def cost(self) -> MeasuredCost:
-        """What corrects the loading controller's costs."""
+        """Return what corrects the loading controller's costs."""
         return MeasuredCost(self.measured, self.outcome.reads, self.outcome.load_s)
 
     def to_params(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class FinishReport:
 
 @dataclass
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """What became of the blends that ended in this step, by request, and why others failed; what work took.
+    """Says what became of the blends that ended in this step, by request, why others failed, and what work took.
 
     The counts of an outcome are within the positions that the blend filled; ``traces`` has what was recorded, where asked for.
 

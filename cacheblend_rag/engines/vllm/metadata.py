@@ -1,4 +1,4 @@
-"""What vLLM's attention must be told of a pass at given positions of one sequence."""
+"""Tells vLLM's attention of a pass at given positions of one sequence."""
 
 from __future__ import annotations
 

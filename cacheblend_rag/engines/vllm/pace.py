@@ -1,4 +1,4 @@
-"""How long work takes in the workers, and how much of it fits into an engine step while streams run.
+"""Measures how long work takes in the workers, and says how much of it fits into a step while streams run.
 
 The first rank measures, the scheduler averages and hands the same numbers to all ranks: each cuts a blend's passes by them, and
 ranks that cut differently would wait for each other for ever.
@@ -24,7 +24,7 @@ _LEAST_SEGMENT: Final = 64  # shorter passes read all weights for next to nothin
 
 
 class Pace:
-    """In the scheduler: seconds per token of each kind of work, averaged with exponentially fading weights.
+    """Averages seconds per token of each kind of work in the scheduler, with exponentially fading weights.
 
     Attributes:
         seconds_per_token: By kind.
@@ -46,7 +46,7 @@ class Pace:
 
 
 class Allowance:
-    """In the workers: what is left of the time that blends may take in one step."""
+    """Holds what is left, in the workers, of the time that blends may take in one step."""
 
     def __init__(self, pace: Mapping[str, float], step_tokens: float):
         """Allow what a step of ordinary prefill takes for ``step_tokens`` tokens.
@@ -84,7 +84,7 @@ class Stopwatch:
 
 
 class StepClock:
-    """In the workers: measures work on the device without waiting for it, and on a CPU by the clock.
+    """Measures work in the workers: on the device without waiting for it, on a CPU by the clock.
 
     Attributes:
         totals: Tokens and seconds by kind of all that has been taken.

@@ -1,4 +1,4 @@
-"""A vLLM model on one worker: its paged KV cache read and written by position, and its own forward at given positions."""
+"""Runs a vLLM model's own forward at given positions, and reads and writes its paged KV cache by position."""
 
 from __future__ import annotations
 

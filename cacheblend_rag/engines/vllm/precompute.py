@@ -1,4 +1,4 @@
-"""Precomputing chunks in vLLM: ordinary requests ``[header] + chunk``, whose KV the workers copy out and write."""
+"""Precomputes chunks in vLLM: ordinary requests ``[header] + chunk``, whose KV the workers copy out and write."""
 
 from __future__ import annotations
 

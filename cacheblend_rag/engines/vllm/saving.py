@@ -1,4 +1,4 @@
-"""Precomputed prompts on their way from a worker's paged cache into the store, without holding up an engine step."""
+"""Saves precomputed prompts from a worker's paged cache into the store, without holding up an engine step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNCOPIED_BYTES = 256 << 20
 
 
 class Saver:
-    """Every save gets a receipt: an empty string, or why its entry is not in the store. Steps wait for neither copy nor disk.
+    """Saves entries, each with a receipt: empty, or why it is not stored. Steps wait for neither copy nor disk.
 
     Called from the worker's thread alone; one more thread writes.
     """

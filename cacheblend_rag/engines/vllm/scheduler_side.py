@@ -1,4 +1,4 @@
-"""The connector's half in vLLM's scheduler: which requests are blended, and how many of their tokens that provides."""
+"""Decides in vLLM's scheduler which requests are blended, and how many of their tokens that provides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM writes while it starts: whole into a file, without tracebacks to the terminal, and the cause of a failure in words.
+"""Keeps what vLLM writes while it starts in a file, off the terminal, and words the cause of a failure.
 
 Where vLLM cannot start, each of its processes writes the same traceback once or twice, a hundred lines and more, with the cause
 somewhere in the middle.

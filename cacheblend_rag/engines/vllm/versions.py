@@ -1,4 +1,4 @@
-"""Which vLLM this package works with, and all that differs between its versions and model runners."""
+"""Says which vLLM this package works with, and holds all that differs between versions and model runners."""
 
 from __future__ import annotations
 

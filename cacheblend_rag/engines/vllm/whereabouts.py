@@ -1,4 +1,4 @@
-"""Where entries are, for the loading controller: the scheduler's process sees every tier but the workers' RAM."""
+"""Finds where entries are, for the loading controller: the scheduler sees every tier but the workers' RAM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_STATIC = 4096
 
 
 class RAMLog:
-    """In the first rank's worker: what came into its RAM and what left it, until it is reported."""
+    """Records in the first rank's worker what came into its RAM and what left it, until it is reported."""
 
     def __init__(self, store: KVStore):
         """Take note of what changes in the RAM tiers of ``store``."""
@@ -39,7 +39,7 @@ class RAMLog:
 
 
 class Whereabouts:
-    """In the scheduler: the tier and size of an entry, as the first rank's worker would find it, without reading it.
+    """Finds, in the scheduler, an entry's tier and size as the first rank's worker would, without reading it.
 
     What a worker has taken into its RAM is known from its next report on; of what has left it meanwhile another tier is read.
     """

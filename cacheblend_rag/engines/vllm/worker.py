@@ -1,4 +1,4 @@
-"""vLLM's own worker, which also shows its model to the connector. Loaded by vLLM as ``worker_cls``."""
+"""Extends vLLM's worker: it shows its model to the connector. Loaded by vLLM as ``worker_cls``."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
 
 
 class _Call(NamedTuple):
-    """What the engine is asked, and what reads tool calls off the answer where it may hold any."""
+    """Holds what the engine is asked, and what reads tool calls off the answer where it may hold any."""
 
     asked: Asked
     reader: CallReader | None

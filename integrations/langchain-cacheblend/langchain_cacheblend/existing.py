@@ -1,4 +1,4 @@
-"""What a vector store holds already, document by document."""
+"""Reads what a vector store holds already, document by document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chat model and the text LLM share: their fields, a call's parameters, and what a call reports."""
+"""Shares between chat model and text LLM their fields, a call's parameters, and what a call reports."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PromptTooLong(PromptTooLongError, ContextOverflowError):  # noqa: N818 - n
 
 
 class Asked(NamedTuple):
-    """What the engine is asked, and what became in its prompt of what was retrieved for it."""
+    """Holds what the engine is asked, and what became in its prompt of what was retrieved for it."""
 
     request: Request
     retrieved: RetrievalReport
@@ -208,12 +208,12 @@ class EngineFields(Serializable):
 
     @property
     def model_name(self) -> str:
-        """What the user called the engine's model."""
+        """Return what the user called the engine's model."""
         return self.engine.fingerprint.name
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What decides the answer: the key of LangChain's LLM cache, and what tracers see."""
+        """Return what decides the answer: the key of LangChain's LLM cache, and what tracers see."""
         return {"model_name": self.model_name, "fingerprint": self.engine.fingerprint.digest, **self._options()}
 
     def get_token_ids(self, text: str) -> list[int]:

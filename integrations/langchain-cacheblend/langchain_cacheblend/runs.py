@@ -1,4 +1,4 @@
-"""What LangChain's retrievers return, overheard: the model says what became of it, whatever stands between the two."""
+"""Overhears what LangChain's retrievers return: the model says what became of it, whatever stands between the two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RetrievalWatcher(BaseCallbackHandler):
 
     @property
     def ignore_llm(self) -> bool:
-        """Whether models' runs are left out: yes, and so are their prompts, which LangChain would print for it."""
+        """Leave out models' runs, and so their prompts, which LangChain would print for it."""
         return True
 
     @property

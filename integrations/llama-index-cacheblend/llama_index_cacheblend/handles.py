@@ -1,4 +1,4 @@
-"""What may be pickled: an engine that is a handle to a server, never a model."""
+"""Checks what may be pickled: an engine that is a handle to a server, never a model."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class CacheBlendLLM(FunctionCallingLLM):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the chat template shows tools, and guided decoding can make the model call them."""
+        """Return whether the chat template shows tools, and guided decoding can make the model call them."""
         if self._calls_tools is None:
             self._calls_tools = self.engine.supports_json_schema and reads_tools(self.engine.tokenizer)
         return self._calls_tools

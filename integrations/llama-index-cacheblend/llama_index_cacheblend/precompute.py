@@ -51,7 +51,7 @@ class CacheBlendPrecompute(TransformComponent):
 
     @property
     def report(self) -> PrecomputeReport:
-        """What the last call did."""
+        """Return what the last call did."""
         return self._report
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

@@ -1,4 +1,4 @@
-"""What LlamaIndex asks for, as what a `BlendEngine` takes: prompt, sampling and blend settings of one call."""
+"""Turns what LlamaIndex asks for into what a `BlendEngine` takes: prompt, sampling and blend settings of one call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Build = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], BlendPrompt]
 
 
 class Asked(NamedTuple):
-    """What the engine is asked, and what became in its prompt of what was retrieved for it."""
+    """Holds what the engine is asked, and what became in its prompt of what was retrieved for it."""
 
     request: Request
     retrieved: RetrievalReport

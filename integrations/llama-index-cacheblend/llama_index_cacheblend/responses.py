@@ -1,4 +1,4 @@
-"""What the engine reports, as LlamaIndex responses; and how to see it in chains that do not hand responses out."""
+"""Turns what the engine reports into LlamaIndex responses, also for chains that do not hand responses out."""
 
 from __future__ import annotations
 

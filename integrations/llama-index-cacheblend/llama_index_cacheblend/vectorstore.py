@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Holdings:
-    """What is known of a base: the nodes of each document, and the document of each node. Thread-safe."""
+    """Holds what is known of a base: the nodes of each document, and the document of each node. Thread-safe."""
 
     def __init__(self) -> None:
         self._nodes: defaultdict[str, set[str]] = defaultdict(set)
