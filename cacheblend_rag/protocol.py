@@ -1,4 +1,7 @@
-"""Defines what goes over the wire beside OpenAI's own fields: request options, chunk bodies."""
+"""Defines what goes over the wire beside OpenAI's own fields: request options and chunk bodies.
+
+What is reported of an answer is :class:`~cacheblend_rag.blending.outcome.PromptOutcome`.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PARAMS = "cacheblend"
 
 @dataclass(frozen=True)
 class BlendJob:
-    """A request to blend: where its chunks are and how to treat them. :meth:`to_params` travels as JSON.
+    """Asks for a blend: where the chunks are and how to treat them. :meth:`to_params` travels as JSON.
 
     Attributes:
         spans: Start, end and id of each chunk, ascending.
@@ -115,7 +115,7 @@ class BlendJob:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A request whose prompt is ``header + chunk``, to be stored; a ``start`` of 0 stores the header itself.
+    """Asks for a prompt of ``header + chunk`` to be stored; a ``start`` of 0 stores the header itself.
 
     With ``rank`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored entry.
     The entry is the ``tenant``'s.

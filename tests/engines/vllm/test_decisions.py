@@ -244,7 +244,7 @@ def test_the_controllers_ratio_is_the_lowest_of_the_rule_that_knows_the_text() -
     choice = Choice(frozenset(), 0.4, "", 1.0)
     load = LoadOrder("a", (), 0, 0, (), BlendJob((), SETTINGS, (1.0,), AutoRatio(0.2, 0.5)), choice)
     assert load.options.ratio == AutoRatio(0.4, 0.5)
-    assert replace(load, job=replace(load.job, ratio=0.2)).ratio == 0.4
+    assert replace(load, job=replace(load.job, ratio=0.2)).options.ratio == 0.4
     assert replace(load, choice=None).options.ratio == AutoRatio(0.2, 0.5)
 
 
