@@ -158,7 +158,7 @@ def upgrade(
     budgets: BudgetOptions,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Add what chunks stored by an older version or with --rank off lack: the ranking of their tokens. Loads the model."""
+    """Add what chunks stored with --rank off lack: the ranking of their tokens. Loads the model."""
     with open_pipeline(model, directory, budgets, tenant=tenant) as pipeline, progress("Ranking") as show:
         chunks = list(pipeline.chunks.chunks())
         done = 0

@@ -6,11 +6,11 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from filelock import FileLock
 
@@ -27,13 +27,12 @@ from cacheblend_rag.store.private import file_mode, make_root
 FILE_NAME = "index.sqlite3"
 _log = logging.getLogger(__name__)
 
-# "manifest" is the table of the index's config: files that exist call it so.
 _SCHEMA = """
-CREATE TABLE manifest (json TEXT NOT NULL, checksum BLOB NOT NULL);
+CREATE TABLE config (json TEXT NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE documents (id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, digest TEXT NOT NULL);
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, text TEXT NOT NULL, token_ids BLOB NOT NULL, checksum BLOB NOT NULL,
-    signature BLOB NOT NULL DEFAULT x''  -- of the text; not in the checksum, since what it finds is compared
+    signature BLOB NOT NULL  -- of the text; not in the checksum, since what it finds is compared
 );
 CREATE INDEX signatures ON chunks (id, signature);
 CREATE TABLE rows (
@@ -49,17 +48,6 @@ CREATE TABLE occurrences (
 ) WITHOUT ROWID;
 CREATE INDEX occurrences_of_chunk ON occurrences (chunk);
 """
-
-
-def _upgrade(database: IndexDatabase) -> None:
-    """Add what format 1 did not have: signatures, rows that are never used twice, packed vectors."""
-    database.db.execute("ALTER TABLE chunks ADD COLUMN signature BLOB NOT NULL DEFAULT x''")
-    database.db.execute("CREATE TABLE rows (last INTEGER NOT NULL)")
-    database.db.execute("INSERT INTO rows SELECT ifnull(max(id), 0) FROM chunks")
-    database.sign("chunks")
-    database.db.execute("CREATE INDEX signatures ON chunks (id, signature)")
-    database.db.execute(PACKED_TABLE)
-
 
 _CHUNK = "c.name, c.text, c.token_ids, c.checksum"
 _METADATA_OF_CHUNK = (
@@ -84,7 +72,6 @@ class IndexDatabase(SQLiteFile):
     )
     format = 2
     schema = _SCHEMA + VECTOR_TABLES + PACKED_TABLE
-    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {1: _upgrade}
 
     def __init__(self, directory: Path, config: IndexConfig | None):
         """Open the file in ``directory``; create it for ``config`` where there is none.
@@ -202,7 +189,7 @@ class IndexDatabase(SQLiteFile):
 
     def config(self) -> IndexConfig:
         """Return what the index was made with."""
-        for text, stored in self.rows("SELECT json, checksum FROM manifest"):
+        for text, stored in self.rows("SELECT json, checksum FROM config"):
             if isinstance(text, str) and checksum(text.encode()) == stored:
                 return IndexConfig.from_json(text)
         raise self.damaged("its configuration fails its checksum")
@@ -210,8 +197,8 @@ class IndexDatabase(SQLiteFile):
     def put_config(self, config: IndexConfig) -> None:
         """Write what the index was made with."""
         text = config.to_json()
-        self.db.execute("DELETE FROM manifest")
-        self.db.execute("INSERT INTO manifest (json, checksum) VALUES (?, ?)", (text, checksum(text.encode())))
+        self.db.execute("DELETE FROM config")
+        self.db.execute("INSERT INTO config (json, checksum) VALUES (?, ?)", (text, checksum(text.encode())))
 
     def counts(self) -> tuple[int, int, int]:
         """Return the numbers of documents, of distinct chunks, and of their tokens."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import xxhash
 
@@ -17,13 +17,13 @@ from cacheblend_rag.store.private import make_root
 from cacheblend_rag.store.tenants import DEFAULT_NAME
 
 FILE_NAME = "registered.sqlite"
-_TABLE = f"""
+_TABLE = """
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so a row says whether a chunk is new
     name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, metadata TEXT NOT NULL,
     signature BLOB NOT NULL,
-    tenant TEXT NOT NULL DEFAULT '{DEFAULT_NAME}',
-    kv_bytes INTEGER NOT NULL DEFAULT 0,  -- size of its KV when it was registered
+    tenant TEXT NOT NULL,
+    kv_bytes INTEGER NOT NULL,  -- size of its KV when it was registered
     expires REAL,  -- seconds since the epoch
     checksum BLOB NOT NULL,  -- of all other columns but id
     UNIQUE (model, tenant, name)
@@ -35,43 +35,13 @@ _EXPIRY = "CREATE INDEX expiry ON chunks (model, tenant, expires) WHERE expires 
 _SIZES = "CREATE INDEX sizes ON chunks (model, tenant, kv_bytes)"
 # Clients of one tenant share its chunks: one that lets go of a text must not take it from the others.
 _HOLDERS = """
-CREATE TABLE IF NOT EXISTS holders (
+CREATE TABLE holders (
     model TEXT NOT NULL, tenant TEXT NOT NULL, name TEXT NOT NULL, holder TEXT NOT NULL,
     PRIMARY KEY (model, tenant, name, holder)
 ) WITHOUT ROWID
 """
-_OWN = "signature, tenant, kv_bytes, expires"
-
-
 _COLUMNS = "name, model, text, token_ids, metadata"
-
-
-def _upgrade(order: str) -> Callable[[RegisteredChunks], None]:
-    """Return what makes the table anew, with chunks in that order.
-
-    Format 1 had no rows and signatures, 2 no checksums, 3 no tenants: all is the default tenant's.
-    """
-
-    def upgrade(file: RegisteredChunks) -> None:
-        file.db.execute("ALTER TABLE chunks RENAME TO former")
-        file.db.execute(_TABLE)
-        file.db.execute(
-            f"INSERT INTO chunks ({_COLUMNS}, signature, checksum) SELECT {_COLUMNS}, x'', x'' FROM former ORDER BY {order}"
-        )
-        file.db.execute("DROP TABLE former")
-        file.sign("chunks")
-        file.db.create_function("checksum", 9, _checksum, deterministic=True)
-        file.db.execute(f"UPDATE chunks SET checksum = checksum({_COLUMNS}, {_OWN})")
-        file.db.execute(_SIGNATURES)
-        file.db.execute(_EXPIRY)
-        file.db.execute(_SIZES)
-
-    return upgrade
-
-
-def _add_holders(file: RegisteredChunks) -> None:
-    """Format 4 had no holders: its chunks go with whoever deletes them first."""
-    file.db.execute(_HOLDERS)
+_OWN = "signature, tenant, kv_bytes, expires"
 
 
 def _checksum(
@@ -94,12 +64,6 @@ class RegisteredChunks(SQLiteFile):
     start_over = "To start over, delete it and register the chunks again; their stored KV is kept."
     format = 5
     schema = f"{_TABLE};\n{_SIGNATURES};\n{_EXPIRY};\n{_SIZES};\n{_HOLDERS}"
-    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {
-        1: _upgrade("name"),
-        2: _upgrade("id"),
-        3: _upgrade("id"),
-        4: _add_holders,
-    }
     busy_timeout_s = 30.0  # a client waits for it
 
     def __init__(self, directory: Path | None, model: str, tenant: str = DEFAULT_NAME):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +39,6 @@ class SQLiteFile:
         format: The format of the tables, which the file holds as its ``user_version``.
         schema: The statements that make the tables, separated by ";" at a line's end.
         busy_timeout_s: How long to wait for another process that is writing.
-        upgrades: By format, what brings the tables to the next one.
     """
 
     name: ClassVar[str]
@@ -48,7 +47,6 @@ class SQLiteFile:
     format: ClassVar[int]
     schema: ClassVar[str]
     busy_timeout_s: ClassVar[float] = 60.0
-    upgrades: ClassVar[Mapping[int, Callable[[Any], None]]] = {}
     db: sqlite3.Connection
 
     def __init__(self, path: Path):
@@ -85,23 +83,12 @@ class SQLiteFile:
         return version
 
     def check_format(self) -> None:
-        """Refuse a file whose tables are of another format, after :meth:`upgrade` has had a chance to change that.
+        """Refuse a file whose tables are of another format.
 
         Raises:
             StoreMismatchError: They are.
         """
         version = self.stored_format()
-        if version in self.upgrades:
-            try:
-                with self.transaction():
-                    while (version := self.stored_format()) in self.upgrades:
-                        self.upgrades[version](self)
-                        self.db.execute(f"PRAGMA user_version = {version + 1}")
-            except StoreError as error:
-                raise StoreError(
-                    f"{self.name.capitalize()} {self.path} has format {version} and must be brought to format {self.format} "
-                    f"once, by a user who may write it. {error}"
-                ) from error
         if version != self.format:
             raise StoreMismatchError(
                 f"{self.name.capitalize()} {self.path} has format {version}; this version reads format {self.format}. "
@@ -156,11 +143,6 @@ class SQLiteFile:
                 rows += (row for row, _ in page)
                 stored.append(b"".join(signature for _, signature in page))
             return np.array(rows, np.int64), np.frombuffer(b"".join(stored), SIGNATURE)
-
-    def sign(self, table: str) -> None:
-        """Fill in the signatures of all chunks of a table; part of an upgrade."""
-        self.db.create_function("signature", 1, signature_bytes, deterministic=True)
-        self.db.execute(f"UPDATE {table} SET signature = signature(text)")
 
     @contextmanager
     def explained(self, action: str) -> Iterator[None]:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import InputError, ModelError, StoreError, StoreMismatchError, UnknownChunkError
-from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.chunking import split_text
 from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
@@ -455,43 +454,3 @@ def test_an_index_holds_what_its_documents_hold(words: None, steps: list[tuple[s
             for each in (index, reader):
                 assert {d.path: d.chunks for d in each.documents()} == {p: len(c) for p, c in model.items()}
                 assert sorted(c.text for c in each.chunks()) == sorted(texts(each, "alpha", 99)) == sorted(live)
-
-
-def as_format_1(directory: Path) -> None:
-    """Take from an index what format 2 has more."""
-    with sqlite3.connect(directory / FILE_NAME) as database:
-        database.execute("DROP INDEX signatures")
-        database.execute("ALTER TABLE chunks DROP COLUMN signature")
-        database.execute("DROP TABLE rows")
-        database.execute("DROP TABLE packed")
-        database.execute("PRAGMA user_version = 1")
-    database.close()
-
-
-def test_an_index_of_format_1_is_brought_up_to_date_with_all_it_holds(words: None, tmp_path: Path) -> None:
-    held = chunks("The first text of the old index.", "The second text of the old index.")
-    with ChunkIndex.open(tmp_path, CONFIG) as index:
-        index.add("/a", "d", held)
-    as_format_1(tmp_path)
-    with ChunkIndex.open(tmp_path) as index:
-        registry = ChunkRegistry()
-        registry.attach(index)
-        assert registry.find(held[1].text + held[0].text) == held[::-1]
-        assert texts(index, "first", 1) == [held[0].text]
-        index.delete("/a")
-        later = chunks("A text that came after the others.")
-        index.add("/b", "d", later)
-        registry.follow()
-        assert registry.find(later[0].text) == later
-
-
-def test_an_index_of_format_1_that_may_not_be_written_says_what_to_do(words: None, directory: Path) -> None:
-    with ChunkIndex.open(directory, CONFIG) as index:
-        index.add("/a", "d", chunks("text"))
-    as_format_1(directory)
-    for file in directory.iterdir():
-        file.chmod(0o444)
-    directory.chmod(0o555)
-    _, refusal = call(index_workers.read_only, directory)
-    directory.chmod(0o755)
-    assert "must be brought to format 2 once, by a user who may write it" in refusal

@@ -10,7 +10,6 @@ from cacheblend_rag.errors import StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.registered import FILE_NAME, RegisteredChunks
-from cacheblend_rag.retrieval.sqlite import chunk_row
 from tests.retrieval.index_workers import chunk, chunks
 
 
@@ -101,63 +100,6 @@ def test_a_file_of_another_format_or_program_is_refused(tmp_path: Path) -> None:
         RegisteredChunks(tmp_path, "one")
 
 
-def test_a_file_of_format_1_is_brought_up_to_date_with_all_it_holds(tmp_path: Path) -> None:
-    made = [chunk("The first chunk, registered long ago."), chunk("Grüße — 你好 🎉, and some more.", "/a", 7)]
-    with sqlite3.connect(tmp_path / FILE_NAME) as database:
-        database.execute(
-            "CREATE TABLE chunks (name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, "
-            "metadata TEXT NOT NULL, PRIMARY KEY (model, name)) WITHOUT ROWID"
-        )
-        for model in ("one", "two"):
-            for name, text, token_ids, metadata, _ in map(chunk_row, made):
-                database.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", (name, model, text, token_ids, metadata))
-        database.execute("PRAGMA user_version = 1")
-    database.close()
-    kept = RegisteredChunks(tmp_path, "one")
-    registry = ChunkRegistry()
-    registry.attach(kept)
-    assert sorted(c.id for c in registry) == sorted(c.id for c in made) and len(registry) == 2
-    assert registry.find("".join(c.text for c in made)) == made
-    assert dict(registry.get(made[1].id).metadata) == dict(made[1].metadata)
-
-
-def test_a_file_of_format_2_gets_checksums_and_keeps_its_order(tmp_path: Path) -> None:
-    made = [chunk(f"Chunk {number}, registered some time ago.") for number in (3, 1, 2)]
-    kept = RegisteredChunks(tmp_path, "one")
-    kept.add(made)
-    kept.close()
-    change(tmp_path, "ALTER TABLE chunks DROP COLUMN checksum")
-    change(tmp_path, "PRAGMA user_version = 2")
-    kept = RegisteredChunks(tmp_path, "one")
-    assert [kept.chunk_at(row) for row in (1, 2, 3)] == made
-    registry = ChunkRegistry()
-    registry.attach(kept)
-    assert registry.find("".join(c.text for c in made)) == made
-
-
-def test_a_file_of_format_3_is_the_default_tenants(tmp_path: Path) -> None:
-    made = [chunk(f"Chunk {number}, registered before there were tenants.") for number in (3, 1, 2)]
-    kept = RegisteredChunks(tmp_path, "one")
-    kept.add(made)
-    kept.close()
-    change(tmp_path, "DROP INDEX signatures")
-    change(tmp_path, "ALTER TABLE chunks RENAME TO newer")
-    change(
-        tmp_path,
-        "CREATE TABLE chunks (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, "
-        "token_ids BLOB NOT NULL, metadata TEXT NOT NULL, signature BLOB NOT NULL, checksum BLOB NOT NULL, UNIQUE (model, name))",
-    )
-    columns = "id, name, model, text, token_ids, metadata, signature, checksum"
-    change(tmp_path, f"INSERT INTO chunks SELECT {columns} FROM newer")
-    change(tmp_path, "DROP TABLE newer")
-    change(tmp_path, "CREATE INDEX signatures ON chunks (model, id, signature)")
-    change(tmp_path, "PRAGMA user_version = 3")
-    kept = RegisteredChunks(tmp_path, "one")
-    assert [kept.chunk_at(row) for row in (1, 2, 3)] == made
-    other = RegisteredChunks(tmp_path, "one", "acme")
-    assert (everything(other), other.count(), other.known([made[0].id])) == ([], 0, set())
-
-
 def test_tenants_have_nothing_in_common_but_the_file(tmp_path: Path) -> None:
     one, two = RegisteredChunks(tmp_path, "one", "acme"), RegisteredChunks(tmp_path, "one", "globex")
     mine, other = Chunk("policy", "What acme calls its policy.", (1,)), Chunk("policy", "What globex calls it.", (2,))
@@ -195,15 +137,3 @@ def test_a_chunk_is_let_go_of_by_its_last_holder(tmp_path: Path) -> None:
     kept.remove([first.id])
     kept.add([first], holder="b")
     assert kept.release([first.id], "b") == [first.id]  # who held it before it was removed holds it no more
-
-
-def test_a_file_of_format_4_has_no_holders_yet(tmp_path: Path) -> None:
-    made = chunk("A chunk, registered before there were holders.")
-    kept = RegisteredChunks(tmp_path, "one")
-    kept.add([made])
-    kept.close()
-    change(tmp_path, "DROP TABLE holders")
-    change(tmp_path, "PRAGMA user_version = 4")
-    kept = RegisteredChunks(tmp_path, "one")
-    assert everything(kept) == [made]
-    assert kept.release([made.id], "anybody") == [made.id]
