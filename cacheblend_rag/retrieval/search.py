@@ -65,7 +65,7 @@ class VectorSearch:
             logger.warning("The vectors cannot be packed: %s. All of them are searched in memory.", error)
             return 0
         with self._database.transaction():
-            # Else another process has replaced them meanwhile.
+            # Where fewer are left, another process has replaced them meanwhile.
             if self._vectors.count(last=last) > (1 - _FRESH) * count:
                 self._vectors.put_packed(PackedVectors(path.name, checksum, last, count))
         # The one before may just be about to be opened.
@@ -87,10 +87,8 @@ class VectorSearch:
         if described != self._described:
             self._packed = self._opened(described) if described is not None else None
             self._described = described
-            self._recent, self._first = (
-                None,
-                described.last if described is not None and self._packed is not None else 0,
-            )
+            self._recent = None
+            self._first = described.last if described is not None and self._packed is not None else 0
         if self._recent is not None and self._recent.ntotal > 1000 + 1.5 * self._vectors.count(self._first):
             self._recent = None  # most of them are gone
         self._read_recent()

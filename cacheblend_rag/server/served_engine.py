@@ -146,7 +146,8 @@ def _with_own_salt(prompt: Any, tenant: Tenant) -> Any:
     salt = tenant.salt(clients_salt(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None))
     if salt is None:
         return prompt
-    if isinstance(prompt, Mapping) and "decoder_prompt" in prompt:  # where vLLM looks for it
+    if isinstance(prompt, Mapping) and "decoder_prompt" in prompt:
+        # vLLM looks for the salt there.
         return {**prompt, "decoder_prompt": {**prompt["decoder_prompt"], "cache_salt": salt}}
     return {**_tokens_of(prompt), "cache_salt": salt}
 

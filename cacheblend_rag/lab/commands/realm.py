@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cacheblend_rag.console import options
+from cacheblend_rag.console.groups import takes_groups
 from cacheblend_rag.console.output import counted, print_json, progress, table
+from cacheblend_rag.lab.commands.realm_options import (
+    TRAINING,
+    Batch,
+    MaskingOptions,
+    PretrainOptions,
+    Questions,
+    RandomSeed,
+    Threads,
+    given_of,
+)
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.realm.questions import RealmQuestion
@@ -22,56 +33,9 @@ realm = typer.Typer(
     "To tune the retriever that they use, see tune-retriever.",
 )
 
-_TRAINING = "Training"
-
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads (default: all; 1 for a tiny BERT).")]
-Questions = Annotated[
-    Path,
-    typer.Option(
-        "--questions",
-        "-q",
-        help='JSON lines of {"question", "answers"}, or a file of NQ-open, WebQuestions or CuratedTREC as it is published.',
-    ),
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(min=1, help="Sentences or questions in a step (default: 16; tiny: 12).", rich_help_panel=_TRAINING),
-]
-Spans = Annotated[
-    Literal["salient", "random"],
-    typer.Option(
-        help="What is masked: names and dates, or any words (the paper's ablation).", rich_help_panel=_TRAINING
-    ),
-]
-ICT = Annotated[
-    bool, typer.Option("--ict/--no-ict", help="Begin with the inverse cloze task.", rich_help_panel=_TRAINING)
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Steps of masked spans over retrieved passages (default: 5000; demo and tiny: 60).",
-        rich_help_panel=_TRAINING,
-    ),
-]
-WarmSteps = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Steps of the warm start (default: 2000; tiny: 400; demo of minilm: 150).",
-        rich_help_panel=_TRAINING,
-    ),
-]
-RefreshEvery = Annotated[
-    int | None,
-    typer.Option(
-        min=0, help="Steps between renewals of the index; 0: never (default: 500; tiny: 20).", rich_help_panel=_TRAINING
-    ),
-]
-RandomSeed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help_panel=_TRAINING)]
-
 
 @realm.command()
+@takes_groups
 def pretrain(
     *,
     corpus: Annotated[
@@ -87,41 +51,8 @@ def pretrain(
             help="Directory of a BERT; minilm: the bundled embedding's, 6 layers of 384; tiny: 2 layers of 128, random weights."
         ),
     ] = "tiny",
-    steps: Steps = None,
-    warm_steps: WarmSteps = None,
-    refresh_every: RefreshEvery = None,
-    spans: Spans = "salient",
-    ict: ICT = True,
-    candidates: Annotated[
-        int | None,
-        typer.Option(min=1, help="Passages retrieved for a sentence, besides the null document (default: 7; tiny: 3)."),
-    ] = None,
-    batch: Batch = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Highest learning rate (default: 3e-5; tiny: 1e-4).", rich_help_panel=_TRAINING)
-    ] = None,
-    warm_batch: Annotated[
-        int, typer.Option(min=2, help="Sentences in a step of the warm start.", rich_help_panel=_TRAINING)
-    ] = 64,
-    warm_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Highest learning rate of the warm start (default: 1e-4; tiny: 2e-3).", rich_help_panel=_TRAINING
-        ),
-    ] = None,
-    passage_tokens: Annotated[
-        int | None, typer.Option(min=16, help="Most word pieces of a passage (default: 288; tiny: 48).")
-    ] = None,
-    query_tokens: Annotated[
-        int | None,
-        typer.Option(min=8, help="Most word pieces of a question or a masked sentence (default: 64; tiny: 32)."),
-    ] = None,
-    faiss: Annotated[str, typer.Option(help="Kind of index, in FAISS's words; Flat is exact.")] = "Flat",
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(help="What BERT's matrices are multiplied in, here and whenever this model is used."),
-    ] = "float32",
-    seed: RandomSeed = 0,
+    masking: MaskingOptions,
+    how: PretrainOptions,
     device: options.Device = None,
     threads: Threads = None,
     as_json: options.AsJSON = False,
@@ -136,18 +67,20 @@ def pretrain(
     preset = pretraining(bert if bert in (TINY, BUNDLED) else str(Path(bert).expanduser().resolve()))
     settings = replace(
         preset,
-        shape=replace(preset.shape, **_given(query_tokens=query_tokens, passage_tokens=passage_tokens), dtype=dtype),
-        ict=ict,
-        warm_batch=warm_batch,
-        spans=spans,
-        faiss=faiss,
-        seed=seed,
-        **_given(warm_steps=warm_steps, warm_rate=warm_rate, steps=steps, batch=batch, rate=rate),
-        **_given(candidates=candidates, refresh_every=refresh_every),
+        shape=replace(
+            preset.shape, **given_of(query_tokens=how.query_tokens, passage_tokens=how.passage_tokens), dtype=how.dtype
+        ),
+        ict=masking.ict,
+        warm_batch=how.warm_batch,
+        spans=masking.spans,
+        faiss=how.faiss,
+        seed=how.seed,
+        **given_of(warm_rate=how.warm_rate, batch=how.batch, rate=how.rate, candidates=how.candidates),
+        **masking.given,
     )
     where = check_device(device)
     _use_threads(threads, bert)
-    finder = salient_finder()[0] if spans == "salient" else "random"
+    finder = salient_finder()[0] if masking.spans == "salient" else "random"
     typer.echo(_SPANS.get(finder, f"Masking what {finder} finds, and dates."), err=True)
     with progress("Pre-training:") as show:
         run(lambda tokenizer, size: read_corpus(corpus.expanduser(), tokenizer, size), output, settings, where, show)
@@ -167,18 +100,18 @@ def finetune(
     questions: Questions,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the model; run again to go on.")],
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps (default: 2000; tiny: 400).", rich_help_panel=_TRAINING)
+        int | None, typer.Option(min=1, help="Steps (default: 2000; tiny: 400).", rich_help_panel=TRAINING)
     ] = None,
     batch: Batch = None,
     rate: Annotated[
-        float | None, typer.Option(help="Highest learning rate (default: 3e-5; tiny: 1e-3).", rich_help_panel=_TRAINING)
+        float | None, typer.Option(help="Highest learning rate (default: 3e-5; tiny: 1e-3).", rich_help_panel=TRAINING)
     ] = None,
     refresh_every: Annotated[
         int,
         typer.Option(
             min=0,
             help="Steps between renewals of the index, passages' vectors learning, too; 0: they stay, as in the paper.",
-            rich_help_panel=_TRAINING,
+            rich_help_panel=TRAINING,
         ),
     ] = 0,
     k: Annotated[int, typer.Option("--k", "-k", min=1, help="Passages read for each question.")] = 5,
@@ -195,7 +128,7 @@ def finetune(
     where = check_device(device)
     preset = tuning(read_shape(model).random)
     settings = replace(
-        preset, refresh_every=refresh_every, k=k, seed=seed, **_given(steps=steps, batch=batch, rate=rate)
+        preset, refresh_every=refresh_every, k=k, seed=seed, **given_of(steps=steps, batch=batch, rate=rate)
     )
     _use_threads(threads, "tiny" if _is_tiny(model) else "")
     found = _read(questions)
@@ -248,6 +181,7 @@ def evaluate_command(
 
 
 @realm.command()
+@takes_groups
 def demo(
     *,
     seeds: Annotated[
@@ -260,21 +194,17 @@ def demo(
             help="Begin with the bundled embedding's BERT, or with random weights: on one core, and it reads badly."
         ),
     ] = "minilm",
-    spans: Spans = "salient",
-    ict: ICT = True,
-    warm_steps: WarmSteps = None,
-    steps: Steps = None,
-    refresh_every: RefreshEvery = None,
+    masking: MaskingOptions,
     finetune_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of fine-tuning (default: 300; tiny: 400).", rich_help_panel=_TRAINING),
+        typer.Option(min=1, help="Steps of fine-tuning (default: 300; tiny: 400).", rich_help_panel=TRAINING),
     ] = None,
     finetune_refresh_every: Annotated[
         int | None,
         typer.Option(
             min=0,
             help="Steps of fine-tuning between renewals of the index; 0: passages' vectors stay (default: 30; tiny: 0).",
-            rich_help_panel=_TRAINING,
+            rich_help_panel=TRAINING,
         ),
     ] = None,
     output: Annotated[
@@ -289,10 +219,9 @@ def demo(
 
     _use_threads(None, bert)
     pretraining, tuning = demonstration(bert)
-    given = _given(warm_steps=warm_steps, steps=steps, refresh_every=refresh_every)
     settings = DemoSettings(
-        pretrain=replace(pretraining, spans=spans, ict=ict, **given),
-        finetune=replace(tuning, **_given(steps=finetune_steps, refresh_every=finetune_refresh_every)),
+        pretrain=replace(pretraining, spans=masking.spans, ict=masking.ict, **masking.given),
+        finetune=replace(tuning, **given_of(steps=finetune_steps, refresh_every=finetune_refresh_every)),
     )
     typer.echo(
         f"{counted(seeds, 'world')} of {settings.entities} entities, and for each {_DEMO_BERTS[bert]}.", err=True
@@ -302,6 +231,10 @@ def demo(
     if as_json:
         print_json(found)
         return
+    _print_demo(found)
+
+
+def _print_demo(found: dict[str, Any]) -> None:
     for world in found["worlds"]:
         typer.echo(
             f"world {world['seed']}: {world['passages']} passages, {world['train']} questions to learn from, {world['held_out']} "
@@ -347,11 +280,6 @@ def _read(questions: Path) -> list[RealmQuestion]:
     if len(found.skipped) > 3:
         typer.echo(f"Skipped {len(found.skipped) - 3} more rows.", err=True)
     return found.questions
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """Return the options that were given."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _is_tiny(model: Path) -> bool:

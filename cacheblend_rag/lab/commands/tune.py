@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,12 +18,41 @@ from cacheblend_rag.demo.bundle import demo_store_name
 if TYPE_CHECKING:
     from cacheblend_rag.console.output import Show
     from cacheblend_rag.lab.tuning.questions import TuningQuestion
-    from cacheblend_rag.lab.tuning.tune import TuneResult
+    from cacheblend_rag.lab.tuning.result import TuneResult
     from cacheblend_rag.rag.pipeline import RagPipeline
 
 _DEMO_WORLDS = 3  # pooled, so that there are names enough
 _SHOWN_ROWS = 3
 _SHOWN_TEXT = 90
+
+
+@dataclass(frozen=True)
+class TuningOptions:
+    """What is tuned, on how much, and how it is judged."""
+
+    loss: Annotated[
+        Literal["marginal", "kl", "infonce"],
+        typer.Option(
+            help="REALM's marginal likelihood, KL to the reader's preference, or contrast with the best chunk."
+        ),
+    ] = "marginal"
+    part: Annotated[
+        Literal["adapter", "tower", "both"],
+        typer.Option(
+            help="Tune one layer behind the query encoder, all of it, or what embeds the chunks, too: finds most, takes longest, "
+            "and the index is embedded again (`store reembed`)."
+        ),
+    ] = "adapter"
+    candidates: Annotated[int, typer.Option(min=2, help="Chunks that the model judges for each question.")] = 16
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Most rounds over the questions (default: 20; both: 2).")
+    ] = None
+    answers: Annotated[
+        int, typer.Option(min=0, help="Most held-out questions to answer before and after; 0 for none.")
+    ] = 200
+    seed: Annotated[
+        int, typer.Option(min=0, help="Draws the split, the order of questions, what is generated, and --demo's world.")
+    ] = 0
 
 
 @takes_groups
@@ -44,29 +74,7 @@ def tune_retriever(
     output: Annotated[
         Path | None, typer.Option(help="A new directory for the query encoder (default: STORE-retriever).")
     ] = None,
-    loss: Annotated[
-        Literal["marginal", "kl", "infonce"],
-        typer.Option(
-            help="REALM's marginal likelihood, KL to the reader's preference, or contrast with the best chunk."
-        ),
-    ] = "marginal",
-    part: Annotated[
-        Literal["adapter", "tower", "both"],
-        typer.Option(
-            help="Tune one layer behind the query encoder, all of it, or what embeds the chunks, too: finds most, takes longest, "
-            "and the index is embedded again (`store reembed`)."
-        ),
-    ] = "adapter",
-    candidates: Annotated[int, typer.Option(min=2, help="Chunks that the model judges for each question.")] = 16,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Most rounds over the questions (default: 20; both: 2).")
-    ] = None,
-    answers: Annotated[
-        int, typer.Option(min=0, help="Most held-out questions to answer before and after; 0 for none.")
-    ] = 200,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Draws the split, the order of questions, what is generated, and --demo's world.")
-    ] = 0,
+    how: TuningOptions,
     model: EngineOptions,
     budgets: BudgetOptions,
     as_json: options.AsJSON = False,
@@ -80,7 +88,7 @@ def tune_retriever(
 
     if [questions is not None, generate is not None, demo].count(True) != 1:
         raise InputError("Give one of --questions FILE, --generate N and --demo.")
-    directory = _demo_directory(store, model.device, seed) if demo else options.store_directory(store)
+    directory = _demo_directory(store, model.device, how.seed) if demo else options.store_directory(store)
     target = (output or directory.with_name(f"{directory.name}-retriever")).expanduser()
     if demo and output is None and store is None:
         shutil.rmtree(target, ignore_errors=True)  # an earlier demonstration's
@@ -90,9 +98,11 @@ def tune_retriever(
         from cacheblend_rag.lab.tuning.tune import TuneSettings, tune
 
         check_free(target)
-        settings = TuneSettings(TrainSettings(loss, part, epochs, seed=seed), candidates, seed, answers)
+        settings = TuneSettings(
+            TrainSettings(how.loss, how.part, how.epochs, seed=how.seed), how.candidates, how.seed, how.answers
+        )
         with progress("Tuning") as show:
-            asked = _questions(pipeline, questions, generate, seed, show)
+            asked = _questions(pipeline, questions, generate, how.seed, show)
             result = tune(
                 pipeline,
                 asked,

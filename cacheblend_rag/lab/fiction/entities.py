@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from cacheblend_rag.lab.fiction import words
+from cacheblend_rag.lab.fiction.asides import ASIDES, FILLER, FILLER_WORDS
 from cacheblend_rag.lab.fiction.names import NameMaker, article
-from cacheblend_rag.lab.fiction.phrases import ASIDES, FILLER, FILLER_WORDS, KINDS, Attribute
+from cacheblend_rag.lab.fiction.phrases import KINDS, Attribute
 
 
 @dataclass(frozen=True)

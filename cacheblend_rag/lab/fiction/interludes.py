@@ -10,8 +10,9 @@ from itertools import combinations
 from random import Random
 from typing import Final
 
+from cacheblend_rag.lab.fiction.asides import UNITS
 from cacheblend_rag.lab.fiction.entities import Entity
-from cacheblend_rag.lab.fiction.phrases import KINDS, UNITS
+from cacheblend_rag.lab.fiction.phrases import KINDS
 from cacheblend_rag.lab.fiction.writer import Writer
 
 _ROW_TOKENS: Final = 9

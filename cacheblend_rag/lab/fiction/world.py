@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from random import Random
 
 from cacheblend_rag.errors import InputError
@@ -93,7 +94,7 @@ def sample_context(
     interludes: bool = False,
     crowded: bool = False,
 ) -> FictionContext:
-    """Draw a context of consecutive chunks and questions about it.
+    """Draw a context of consecutive chunks, and questions about it in random order.
 
     Args:
         rng: Source of randomness; the same state gives the same context.
@@ -110,9 +111,6 @@ def sample_context(
         interludes: Write lists, units and facts told of a nickname between documents, and ask about them, and for comparisons.
         crowded: Have as many of these as fit, for training.
 
-    Returns:
-        The context; its questions in random order.
-
     Raises:
         InputError: Both a missing chunk and interludes, whose titles and units might be what is missing.
     """
@@ -123,21 +121,20 @@ def sample_context(
     # Six million parameters tell people of one first name apart nineteen times of twenty, which would hide what blending does.
     names = NameMaker(rng, held_out=held_out, unseen_syllables=unseen_syllables, distinct_first_names=True)
     if filler is None:
-        filler = rng.choice([0.1, 0.25, 0.4]) if chunk_tokens >= 100 else rng.choice([0.0, 0.0, 0.2])
+        filler = rng.choice((0.1, 0.25, 0.4) if chunk_tokens >= 100 else (0.0, 0.0, 0.2))
     wanted = chunks + missing_chunk
     count = int(wanted * chunk_tokens / (110 if chunk_tokens >= 100 else 60)) + 2
     grouped = list_kinds(rng, chunks, chunk_tokens, crowded=crowded) if interludes else []
-    kinds = draw_kinds(rng, count)
-    made = make_entities(rng, names, kinds + [kind for group in grouped for kind in group], alias_share)
-    entities, groups, end = made[:count], [], count
-    for group in grouped:
-        groups.append(made[end : end + len(group)])
-        end += len(group)
+    made = make_entities(
+        rng, names, draw_kinds(rng, count) + [kind for group in grouped for kind in group], alias_share
+    )
+    listed = iter(made[count:])
+    groups = [list(islice(listed, len(group))) for group in grouped]
     between = Interludes(rng, wanted, groups, crowded=crowded) if interludes else None
     writer = Writer(rng, count_tokens, chunks=wanted, chunk_tokens=chunk_tokens, style=Style(filler))
-    _write_documents(rng, writer, entities, filler, between)
+    _write_documents(rng, writer, made[:count], filler, between)
     del writer.chunks[wanted:]
     if missing_chunk:
-        _drop_chunk(rng, writer, entities)
+        _drop_chunk(rng, writer, made[:count])
     chosen = choose_questions(rng, made, questions, shares, comparisons=interludes)
     return FictionContext(tuple(tuple(chunk) for chunk in writer.chunks if chunk), tuple(chosen))

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from cacheblend_rag.lab.fiction.asides import NICKNAMES, REMARKS, UNIT_NOTES
 from cacheblend_rag.lab.fiction.entities import Entity, Place, capital, filler_sentence, render
-from cacheblend_rag.lab.fiction.phrases import KINDS, NICKNAMES, REMARKS, UNIT_NOTES
+from cacheblend_rag.lab.fiction.phrases import KINDS
 
 CountTokens = Callable[[str], int]
 

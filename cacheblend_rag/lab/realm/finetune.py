@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.marginal import log_marginal
 from cacheblend_rag.lab.realm.index import PassageIndex, bring_index, link, newest_step
 from cacheblend_rag.lab.realm.inputs import Collator, Inputs
 from cacheblend_rag.lab.realm.model import RealmModel
@@ -20,7 +21,6 @@ from cacheblend_rag.lab.realm.reading import Library, answer_likelihood, as_quer
 from cacheblend_rag.lab.realm.refresh import PASSAGES
 from cacheblend_rag.lab.realm.renewal import RenewedIndex, age
 from cacheblend_rag.lab.realm.runs import RunDirectory, Say, Stage, Told, train
-from cacheblend_rag.retrieval.marginal import log_marginal
 
 _STAGE = 2
 

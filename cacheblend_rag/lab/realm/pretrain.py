@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.marginal import log_marginal
 from cacheblend_rag.lab.realm.examples import Examples, Masked
 from cacheblend_rag.lab.realm.index import PassageIndex, newest_step
 from cacheblend_rag.lab.realm.inputs import Collator
@@ -21,7 +22,6 @@ from cacheblend_rag.lab.realm.refresh import PASSAGES
 from cacheblend_rag.lab.realm.renewal import RenewedIndex, age
 from cacheblend_rag.lab.realm.runs import RunDirectory, Say, Stage, Told, train
 from cacheblend_rag.lab.realm.salient import Finder, Spans, salient_finder
-from cacheblend_rag.retrieval.marginal import log_marginal
 
 WARM, MASKED = 0, 1
 """Numbers of the stages."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from cacheblend_rag.lab.marginal import posterior
 from cacheblend_rag.lab.tuning.candidates import StoredCandidates
+from cacheblend_rag.lab.tuning.result import TuneResult
 from cacheblend_rag.lab.tuning.teacher import Judged
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.retrieval.marginal import posterior
-
-if TYPE_CHECKING:
-    from cacheblend_rag.lab.tuning.tune import TuneResult
 
 LABELS = {
     "recall_at_1": "recall@1",

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 
 import torch
 
-from cacheblend_rag.retrieval.marginal import log_marginal
+from cacheblend_rag.lab.marginal import log_marginal
 
 Loss = Literal["marginal", "kl", "infonce"]
 LOSSES: Final[tuple[str, ...]] = get_args(Loss)

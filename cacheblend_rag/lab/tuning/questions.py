@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -137,11 +137,3 @@ def split_questions(questions: Sequence[TuningQuestion], seed: int) -> Split:
     first, second = (round(len(names) * share) for share in (_SHARES[0], sum(_SHARES)))
     parts = (names[:first], names[first:second], names[second:])
     return Split(*([question for name in part for question in groups[name]] for part in parts))
-
-
-def shuffled_answers(questions: Iterable[TuningQuestion], seed: int) -> list[TuningQuestion]:
-    """Return the questions with each other's answers: a control from which nothing can be learned. Relevant chunks stay."""
-    listed = list(questions)
-    answers = [question.answers for question in listed]
-    Random(seed).shuffle(answers)
-    return [replace(question, answers=other) for question, other in zip(listed, answers, strict=True)]

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.fiction.asides import NICKNAMES, UNITS
 from cacheblend_rag.lab.fiction.names import NameMaker, is_held_out
-from cacheblend_rag.lab.fiction.phrases import KINDS, NICKNAMES, UNITS
+from cacheblend_rag.lab.fiction.phrases import KINDS
 from cacheblend_rag.lab.fiction.questions import QUESTION_KINDS
 from cacheblend_rag.lab.fiction.world import sample_context
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cacheblend_rag.lab.marginal import log_marginal, posterior
 from cacheblend_rag.lab.realm.inputs import Collator, Query
 from cacheblend_rag.lab.realm.model import RealmModel
 from cacheblend_rag.lab.realm.passages import Passage, tokenize
-from cacheblend_rag.retrieval.marginal import log_marginal, marginal_gradient
 
 
 def test_the_parameters_of_the_towers_get_r_times_the_gradient_of_f(model: RealmModel, passages: list[Passage]) -> None:
@@ -27,7 +27,7 @@ def test_the_parameters_of_the_towers_get_r_times_the_gradient_of_f(model: Realm
         return model.relevance(model.query(query), model.document(documents))
 
     whole = torch.autograd.grad(log_marginal(f(), likelihood).sum(), weights)
-    r = marginal_gradient(f().detach(), likelihood)
+    r = posterior(f().detach(), likelihood) - f().detach().softmax(-1)
     summed = [torch.zeros_like(weight) for weight in weights]
     for z in range(4):
         for total, one in zip(summed, torch.autograd.grad(f()[0, z], weights), strict=True):

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.lab.marginal import log_marginal
 from cacheblend_rag.lab.realm.index import PassageIndex, newest_step
 from cacheblend_rag.lab.realm.inputs import Collator
 from cacheblend_rag.lab.realm.model import RealmModel
 from cacheblend_rag.lab.realm.passages import Passage
 from cacheblend_rag.lab.realm.pretrain import MASKED, Pretraining, PretrainSettings, pretrain
 from cacheblend_rag.lab.realm.runs import RunDirectory
-from cacheblend_rag.retrieval.marginal import log_marginal
 from tests.lab.realm.conftest import SHAPE
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.tuning.questions import TuningQuestion, read_questions, shuffled_answers, split_questions
+from cacheblend_rag.lab.tuning.questions import TuningQuestion, read_questions, split_questions
 from cacheblend_rag.prompts.chunk import make_chunk
 from tests.conftest import tokenizer_named
 
@@ -92,11 +92,3 @@ def test_a_split_keeps_groups_whole_and_loses_nothing(groups: int, each: int, se
 def test_too_few_questions_are_refused_with_what_to_do() -> None:
     with pytest.raises(InputError, match=r"39 questions in 39 groups are too few.*--generate"):
         split_questions([TuningQuestion(f"{i}?", ("x",)) for i in range(39)], 0)
-
-
-def test_shuffled_answers_are_the_same_answers_at_other_questions() -> None:
-    questions = [TuningQuestion(f"{i}?", (str(i),), frozenset([f"c{i}"])) for i in range(50)]
-    shuffled = shuffled_answers(questions, 0)
-    assert sorted(q.answers for q in shuffled) == sorted(q.answers for q in questions)
-    assert sum(a.answers == b.answers for a, b in zip(questions, shuffled, strict=True)) < 10
-    assert [(q.text, q.relevant) for q in shuffled] == [(q.text, q.relevant) for q in questions]

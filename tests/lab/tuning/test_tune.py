@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from cacheblend_rag.errors import InputError, ModelError, StoreMismatchError
 from cacheblend_rag.lab.tuning.candidates import EMBEDDED, LearnedCandidates, StoredCandidates
 from cacheblend_rag.lab.tuning.judging import Gain, gain
 from cacheblend_rag.lab.tuning.out_of_domain import DocstringTask
-from cacheblend_rag.lab.tuning.questions import TuningQuestion, shuffled_answers, split_questions
+from cacheblend_rag.lab.tuning.questions import TuningQuestion, split_questions
 from cacheblend_rag.lab.tuning.students import STUDENTS
 from cacheblend_rag.lab.tuning.teacher import Teacher
 from cacheblend_rag.lab.tuning.training import TrainSettings
@@ -182,7 +183,10 @@ def test_what_guards_the_tuning_is_not_what_judges_it(pipeline) -> None:
 
 
 def test_with_shuffled_answers_nothing_is_saved(pipeline, questions, tmp_path) -> None:
-    result = tune(pipeline, shuffled_answers(questions, 1), tmp_path / "out", replace(FAST, answers=0))
+    answers = [question.answers for question in questions]
+    Random(1).shuffle(answers)
+    shuffled = [replace(question, answers=other) for question, other in zip(questions, answers, strict=True)]
+    result = tune(pipeline, shuffled, tmp_path / "out", replace(FAST, answers=0))
     assert result.saved is None and "not better, not saved" in result.why
     assert [each.name for each in tmp_path.iterdir()] == ["out.scores.jsonl"]
 

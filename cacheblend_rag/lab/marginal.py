@@ -1,4 +1,4 @@
-"""Computes p(y|x) = Σ p(y|z,x) p(z|x) over candidates, and its gradient for a retriever (REALM, arXiv 2002.08909)."""
+"""Computes p(y|x) = Σ p(y|z,x) p(z|x) over candidates (REALM, arXiv 2002.08909)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 def log_marginal(relevance: Tensor, likelihood: Tensor) -> Tensor:
     """Return log p(y|x) (section 3.1).
 
-    Its gradient in ``relevance`` is r(z), see :func:`marginal_gradient`: autograd through both softmaxes gives it.
+    Its gradient in ``relevance`` is r(z) = [p(y|z,x) / p(y|x) - 1] p(z|x) (section 3.3), posterior minus prior: autograd through
+    both softmaxes gives it.
 
     Args:
         relevance: f(x, z), ``[x, z]``: of all candidates, the null document among them.
@@ -23,11 +24,3 @@ def log_marginal(relevance: Tensor, likelihood: Tensor) -> Tensor:
 def posterior(relevance: Tensor, likelihood: Tensor) -> Tensor:
     """Return p(z|x,y), ``[x, z]``: which candidate explains y."""
     return (relevance.log_softmax(-1) + likelihood).softmax(-1)
-
-
-def marginal_gradient(relevance: Tensor, likelihood: Tensor) -> Tensor:
-    """Return r(z) = [p(y|z,x) / p(y|x) - 1] p(z|x), ``[x, z]``: posterior minus prior (section 3.3).
-
-    A candidate that predicts y better than the candidates do on average gains relevance, one that predicts it worse loses some.
-    """
-    return posterior(relevance, likelihood) - relevance.softmax(-1)
