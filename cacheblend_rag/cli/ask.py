@@ -35,7 +35,7 @@ def ask(
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer one question from the indexed documents."""
-    from cacheblend_rag.engines.tracing import traced
+    from cacheblend_rag.engines.spans import traced
 
     sampling, settings = how.sampling.params(), how.blend.settings()
     opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever, tenant=tenant)

@@ -1,10 +1,12 @@
-"""Tells one request of an engine as OpenTelemetry spans, made of what its trace has recorded."""
+"""Tells what an engine does: one request as OpenTelemetry spans, made of what its trace has recorded, or all in a file."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +15,8 @@ from opentelemetry.trace import Span, SpanKind
 from cacheblend_rag import spans
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.trace import DECODE, PLAN, PREFILL, REST, Recorded, Trace
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import InputError
 
 _Events = Sequence[Mapping[str, Any]]
 _PARTS = {
@@ -133,3 +137,27 @@ def _load_attributes(events: _Events) -> dict[str, int]:
         name = f"cacheblend.tier.{event['args']['tier']}.bytes"
         found[name] = found.get(name, 0) + event["args"]["bytes"]
     return found
+
+
+@contextmanager
+def traced(engine: BlendEngine, file: Path | None) -> Iterator[None]:
+    """Write to ``file`` when each layer was loaded and computed of what runs inside; nothing without a file.
+
+    Raises:
+        InputError: This engine records nothing, or the file cannot be written.
+    """
+    if file is None:
+        yield
+        return
+    if not engine.supports_trace:
+        raise InputError(
+            "--trace is for models that run here, on --engine transformers or vllm: a server records nothing. Leave out --server."
+        )
+    trace = Trace()
+    trace.write(file)  # what cannot be written is told before the work, not after it
+    engine.trace = trace
+    try:
+        yield
+    finally:
+        engine.trace = None
+    trace.write(file)

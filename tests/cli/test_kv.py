@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from cacheblend_rag.engines.tracing import traced
+from cacheblend_rag.engines.spans import traced
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import Keyring, open_store, record_tiers, recorded_tiers
 from tests.cli.conftest import as_json
