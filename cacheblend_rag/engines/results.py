@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-from tokenizers.decoders import DecodeStream
+from typing import Literal
 
 from cacheblend_rag.blending.outcome import PromptOutcome
 
@@ -54,25 +51,6 @@ class Score:
     def logprob(self) -> float:
         """The log-likelihood of the whole completion: log p(y | prompt)."""
         return sum(self.token_logprobs)
-
-
-def openai_logprobs(logprobs: Iterable[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:
-    """Return log-probabilities in the form of OpenAI's chat API: for each token its text, bytes and alternatives.
-
-    A token's text is what it adds behind those before it, so that they join to the answer. A token that ends inside a character
-    adds none and has no bytes; the one that completes the character has all of it.
-    """
-    backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=False)
-
-    def one(behind: DecodeStream, token_id: int, logprob: float) -> dict[str, Any]:
-        text = behind.step(backend, token_id)
-        return {"token": text or "", "logprob": logprob, "bytes": None if text is None else list(text.encode())}
-
-    found = []
-    for each in logprobs:
-        others = [one(copy(stream), *other) for other in each.top]
-        found.append({**one(stream, each.token_id, each.logprob), "top_logprobs": others})
-    return found
 
 
 def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:

@@ -1,4 +1,4 @@
-"""Handles tool calls: which ones a call must make, as a JSON schema, and which ones an answer makes."""
+"""Says which tools an answer must call, as a JSON schema, and reads the calls of tools off an answer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,46 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.templates import reads_tools
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import BlendEngine
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
+
+
+class ToolsAsked(NamedTuple):
+    """Holds the tools that a prompt shows, and which one its answer must call: a name, True for any, False for none."""
+
+    specs: Sequence[Mapping[str, Any]] = ()
+    required: str | bool = False
+
+
+NO_TOOLS = ToolsAsked()
+
+
+def tools_asked(tools: Sequence[Mapping[str, Any]], choice: Any) -> ToolsAsked:
+    """Return the tools of a call by its ``tool_choice``; see :func:`required_tool`."""
+    if choice == "none" or not tools:
+        return NO_TOOLS
+    return ToolsAsked(tools, required_tool(choice, tools))
+
+
+def check_shown(engine: BlendEngine, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse tools that the model would never see.
+
+    Raises:
+        InputError: The chat template does not show tools.
+    """
+    if tools and not reads_tools(engine.tokenizer):
+        raise InputError(
+            f"The chat template of {engine.fingerprint.name} does not show tools to the model, so it cannot call any. Use a "
+            "model whose template does, or call it without tools."
+        )
 
 
 def required_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | bool:

@@ -10,7 +10,6 @@ import torch
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.decoding import Sampler
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.frameworks import sampling_of, with_usual_names
 
 WRONG: list[tuple[str, Any]] = [
     ("max_tokens", 0),
@@ -76,23 +75,3 @@ def test_top_k_leaves_the_likeliest() -> None:
     steps = [[3.0, 2.9, 2.8, 2.7]] * 60
     assert set(sampled(steps, temperature=2.0, seed=1)) == {0, 1, 2, 3}
     assert set(sampled(steps, temperature=2.0, seed=1, top_k=2)) == {0, 1}
-
-
-def test_other_names_for_the_same_are_understood_and_not_given_twice() -> None:
-    assert with_usual_names({"max_completion_tokens": 5, "stop_sequences": ["x"], "request_timeout": 3, "seed": 1}) == {
-        "max_tokens": 5,
-        "stop": ["x"],
-        "timeout": 3,
-        "seed": 1,
-    }
-    assert with_usual_names({"logprobs": True, "top_logprobs": 3}) == {"logprobs": 3}
-    assert with_usual_names({"logprobs": False}) == {"logprobs": None}
-    with pytest.raises(InputError, match="max_completion_tokens and max_tokens are the same"):
-        with_usual_names({"max_completion_tokens": 5, "max_tokens": 5})
-    with pytest.raises(InputError, match="logprobs=True"):
-        with_usual_names({"top_logprobs": 3})
-
-
-def test_an_answer_is_512_tokens_long_at_most_or_what_the_window_leaves() -> None:
-    assert [sampling_of({}, room).max_tokens for room in (4000, 100, -3)] == [512, 100, 1]
-    assert sampling_of({"stop": "end", "max_tokens": 3, "seed": None}, 100) == SamplingParams(3, stop=("end",))

@@ -5,35 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 from uuid import UUID
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.tool import ToolCallChunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError, StreamEvent, chat_prompt
-from cacheblend_rag.frameworks import DEFAULT_MAX_TOKENS, CallReader, call_schema, reads_tools, required_tool
+from cacheblend_rag.frameworks import DEFAULT_MAX_TOKENS, Asked, check_shown, reads_tools, required_tool, tools_asked
 from langchain_cacheblend.messages import chat_messages
-from langchain_cacheblend.requests import Asked, EngineFields, langchain_errors, usage_metadata
+from langchain_cacheblend.requests import EngineFields, langchain_errors, usage_metadata
 from langchain_cacheblend.runs import run_of
 from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name
 from langchain_cacheblend.tools import tool_call_chunks, tool_calls
 
 _OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
-
-
-class _Call(NamedTuple):
-    """Holds what the engine is asked, and what reads tool calls off the answer where it may hold any."""
-
-    asked: Asked
-    reader: CallReader | None
 
 
 class ChatCacheBlend(EngineFields, BaseChatModel):
@@ -93,30 +85,23 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
     def _prompt(
         self, messages: Sequence[BaseMessage], chunk_ids: Sequence[str] = (), tools: Sequence[Mapping[str, Any]] = ()
     ) -> BlendPrompt:
-        if tools and not reads_tools(self.engine.tokenizer):
-            raise InputError(
-                f"The chat template of {self.model_name} does not show tools to the model, so it cannot call any. Use a model "
-                "whose template does, or call it without tools."
-            )
+        check_shown(self.engine, tools)
         plain = chat_messages(messages, self.engine)
         return chat_prompt(self.engine.tokenizer, plain, self.engine.registry, chunk_ids=chunk_ids, tools=tools or None)
 
     def _call(
         self, messages: Sequence[BaseMessage], run: UUID | None, stop: Sequence[str] | None, kwargs: dict[str, Any]
-    ) -> _Call:
+    ) -> Asked:
         """Resolve a call of ``run``."""
         choice = kwargs.get("tool_choice")
-        tools = [] if choice == "none" else [convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ()]
-        required = required_tool(choice, tools) if tools else False
+        tools = tools_asked([convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ()], choice)
         schema = schema_of(kwargs.get("response_format")) or kwargs.get("json_schema")
-        if required is not False:
+        if tools.required is not False:
             self._require_guidance(f"tool_choice={choice!r}")
-            schema = call_schema(tools, required)
         elif schema is not None:
             self._require_guidance("a JSON schema")
-        build = partial(self._prompt, messages, kwargs.get("chunk_ids") or (), tools)
-        asked = self.request(build, run, stop, {**kwargs, "json_schema": schema}, _OWN_ARGUMENTS)
-        return _Call(asked, CallReader(tools, required) if tools else None)
+        build = partial(self._prompt, messages, kwargs.get("chunk_ids") or (), tools.specs)
+        return self.request(build, run, stop, {**kwargs, "json_schema": schema}, _OWN_ARGUMENTS, tools)
 
     def _require_guidance(self, what: str) -> None:
         if not self.engine.supports_json_schema:
@@ -133,8 +118,8 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with langchain_errors():
-            call = self._call(messages, run_of(run_manager), stop, kwargs)
-            return self._result(self._answer(call.asked.request), call)
+            asked = self._call(messages, run_of(run_manager), stop, kwargs)
+            return self._result(asked.answer(), asked)
 
     async def _agenerate(
         self,
@@ -144,20 +129,18 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with langchain_errors():
-            call = await asyncio.to_thread(self._call, messages, run_of(run_manager), stop, kwargs)
-            return self._result(await self._aanswer(call.asked.request), call)
+            asked = await asyncio.to_thread(self._call, messages, run_of(run_manager), stop, kwargs)
+            return self._result(await asked.aanswer(), asked)
 
-    def _result(self, done: Generation, call: _Call) -> ChatResult:
+    def _result(self, done: Generation, asked: Asked) -> ChatResult:
+        text, calls = asked.read(done.text)
         message = AIMessage(
-            content=done.text,
-            usage_metadata=usage_metadata(done, call.asked.request),
-            response_metadata=self.answer_metadata(done, call.asked),
+            content=text,
+            usage_metadata=usage_metadata(done, asked.request),
+            response_metadata=self.answer_metadata(done, asked),
         )
-        if call.reader is not None:
-            text = call.reader.push(done.text)
-            read = call.reader.finish()
-            message.content = text + read.text
-            message.tool_calls, message.invalid_tool_calls = tool_calls(read)
+        if calls is not None:
+            message.tool_calls, message.invalid_tool_calls = tool_calls(calls)
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _stream(
@@ -168,10 +151,10 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         with langchain_errors():
-            call = self._call(messages, run_of(run_manager), stop, kwargs)
-            with self._events(call.asked.request) as events:
+            asked = self._call(messages, run_of(run_manager), stop, kwargs)
+            with asked.events() as events:
                 for event in events:
-                    for chunk in self._chunks(event, call):
+                    for chunk in self._chunks(event, asked):
                         if run_manager is not None:
                             run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
@@ -184,32 +167,26 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with langchain_errors():
-            call = await asyncio.to_thread(self._call, messages, run_of(run_manager), stop, kwargs)
-            async with self._aevents(call.asked.request) as events:
+            asked = await asyncio.to_thread(self._call, messages, run_of(run_manager), stop, kwargs)
+            async with asked.aevents() as events:
                 async for event in events:
-                    for chunk in self._chunks(event, call):
+                    for chunk in self._chunks(event, asked):
                         if run_manager is not None:
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
 
-    def _chunks(self, event: StreamEvent, call: _Call) -> Iterator[ChatGenerationChunk]:
-        reader = call.reader
-        text = event.text if reader is None else reader.push(event.text)
+    def _chunks(self, event: StreamEvent, asked: Asked) -> Iterator[ChatGenerationChunk]:
         done = event.generation
+        text, calls = asked.read(event.text, last=done is not None)
         if done is None:
             if text:
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
             return
-        calls: list[ToolCallChunk] = []
-        if reader is not None:
-            read = reader.finish()
-            text += read.text
-            calls = tool_call_chunks(read)
         message = AIMessageChunk(
             content=text,
-            tool_call_chunks=calls,
-            usage_metadata=usage_metadata(done, call.asked.request),
-            response_metadata=self.answer_metadata(done, call.asked),
+            tool_call_chunks=[] if calls is None else tool_call_chunks(calls),
+            usage_metadata=usage_metadata(done, asked.request),
+            response_metadata=self.answer_metadata(done, asked),
             chunk_position="last",
         )
         yield ChatGenerationChunk(message=message)

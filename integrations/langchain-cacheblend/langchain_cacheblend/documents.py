@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.embeddings import Embeddings
 
 from cacheblend_rag import BlendEngine, split_text
-from cacheblend_rag.frameworks import DEFAULT_CHUNK_TOKENS, DEFAULT_EMBEDDING, Embedder
+from cacheblend_rag.frameworks import DEFAULT_CHUNK_TOKENS, DEFAULT_EMBEDDING, Embedder, open_embedder, text_vectors
 
 
 class ChunkSplitter(BaseDocumentTransformer):
@@ -60,8 +59,7 @@ class BundledEmbeddings(Embeddings):
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return a unit vector for each text."""
-        means = [windows.mean(axis=0) for windows in self._model().texts(texts)]
-        return [(mean / max(float(np.linalg.norm(mean)), 1e-12)).tolist() for mean in means]
+        return text_vectors(self._model(), texts)
 
     def embed_query(self, text: str) -> list[float]:
         """Return the unit vector of a question."""
@@ -71,6 +69,5 @@ class BundledEmbeddings(Embeddings):
     def _model(self) -> Embedder:
         with self._lock:
             if self._embedder is None:
-                embedder = Embedder.load(self.name)
-                self._embedder = embedder if self.query_encoder is None else embedder.asked_by(self.query_encoder)
+                self._embedder = open_embedder(self.name, self.query_encoder)
             return self._embedder

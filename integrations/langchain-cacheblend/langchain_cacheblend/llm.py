@@ -15,7 +15,8 @@ from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
 
 from cacheblend_rag import BlendPrompt, Generation, text_prompt
-from langchain_cacheblend.requests import Asked, EngineFields, langchain_errors, usage_metadata
+from cacheblend_rag.frameworks import Asked
+from langchain_cacheblend.requests import EngineFields, langchain_errors, usage_metadata
 from langchain_cacheblend.runs import run_of
 
 
@@ -49,7 +50,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     ) -> LLMResult:
         with langchain_errors():
             asked = [self._request(prompt, run_of(run_manager), stop, kwargs) for prompt in prompts]
-            return self._result([self._answer(each.request) for each in asked], asked)
+            return self._result([each.answer() for each in asked], asked)
 
     async def _agenerate(
         self,
@@ -61,7 +62,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
         with langchain_errors():
             run = run_of(run_manager)
             asked = [await asyncio.to_thread(self._request, prompt, run, stop, kwargs) for prompt in prompts]
-            return self._result(await asyncio.gather(*(self._aanswer(each.request) for each in asked)), asked)
+            return self._result(await asyncio.gather(*(each.aanswer() for each in asked)), asked)
 
     def _result(self, answers: Sequence[Generation], asked: Sequence[Asked]) -> LLMResult:
         generations, total = [], None
@@ -84,7 +85,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     ) -> Iterator[GenerationChunk]:
         with langchain_errors():
             asked = self._request(prompt, run_of(run_manager), stop, kwargs)
-            with self._events(asked.request) as events:
+            with asked.events() as events:
                 for event in events:
                     chunk = self._chunk(event.text, event.generation, asked)
                     if run_manager is not None:
@@ -100,7 +101,7 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:
         with langchain_errors():
             asked = await asyncio.to_thread(self._request, prompt, run_of(run_manager), stop, kwargs)
-            async with self._aevents(asked.request) as events:
+            async with asked.aevents() as events:
                 async for event in events:
                     chunk = self._chunk(event.text, event.generation, asked)
                     if run_manager is not None:

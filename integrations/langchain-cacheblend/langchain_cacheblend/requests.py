@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
-from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple, Self, cast, get_args
+from contextlib import contextmanager
+from typing import Any, Literal, Self, get_args
 from uuid import UUID
 
 from langchain_core.exceptions import ContextOverflowError
@@ -24,26 +23,26 @@ from pydantic import (
     model_validator,
 )
 
-from cacheblend_rag import BlendEngine, BlendPrompt, BlendSettings, Generation, InputError, PromptTooLongError
+from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError, PromptTooLongError
 from cacheblend_rag.frameworks import (
-    SAMPLING_OPTIONS,
+    CALL_OPTIONS,
+    NO_TOOLS,
+    Asked,
     EngineName,
     OnMiss,
     Request,
-    RetrievalReport,
     Reuse,
-    checked_on_miss,
+    ToolsAsked,
+    ask,
+    check_given,
     encoder_for,
-    find_retrieved,
-    openai_logprobs,
+    options_of,
     sampling_of,
     shared_engine,
-    uses_of,
     with_usual_names,
 )
 from langchain_cacheblend.runs import RETRIEVALS
 
-_BLEND = tuple(option.name for option in fields(BlendSettings))
 # Passed by LangChain to every provider; they ask for nothing that a model run in-process could do otherwise.
 _IGNORED = {"strict", "parallel_tool_calls", "stream", "streaming"}
 # What names an engine: with one that is given it would say nothing, or something else.
@@ -55,13 +54,6 @@ _CONNECTION = ("api_key", "timeout", "max_retries")
 
 class PromptTooLong(PromptTooLongError, ContextOverflowError):  # noqa: N818 - named like its base
     """The prompt exceeds the context window, in the terms of both libraries (LangChain's middleware catches its own)."""
-
-
-class Asked(NamedTuple):
-    """Holds what the engine is asked, and what became in its prompt of what was retrieved for it."""
-
-    request: Request
-    retrieved: RetrievalReport
 
 
 @contextmanager
@@ -150,14 +142,13 @@ class EngineFields(Serializable):
             raise InputError(f"{cls.__name__} has no field {unknown[0]!r}; it has {known}.")
         _check_named(engine, given)
         # Before pydantic coerces the values: what is wrong is said as in a call.
-        _blend_settings(given)
-        checked_on_miss(given.get("on_miss", "warn"))
+        check_given(given)
         return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Refuse values outside their range when the model is made, not at its first call."""
-        sampling_of(self._options(), room=1)
+        sampling_of(options_of(self), room=1)
         return self
 
     @property
@@ -214,15 +205,11 @@ class EngineFields(Serializable):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Return what decides the answer: the key of LangChain's LLM cache, and what tracers see."""
-        return {"model_name": self.model_name, "fingerprint": self.engine.fingerprint.digest, **self._options()}
+        return {"model_name": self.model_name, "fingerprint": self.engine.fingerprint.digest, **options_of(self)}
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's own tokens of ``text``, without any that a template adds."""
         return encoder_for(self.engine.tokenizer).document(text)
-
-    def _options(self) -> dict[str, Any]:
-        """Return the fields that a call may give, too."""
-        return {name: getattr(self, name) for name in (*SAMPLING_OPTIONS, *_BLEND)}
 
     def request(
         self,
@@ -231,8 +218,9 @@ class EngineFields(Serializable):
         stop: Sequence[str] | None,
         kwargs: Mapping[str, Any],
         known: Sequence[str] = (),
+        tools: ToolsAsked = NO_TOOLS,
     ) -> Asked:
-        """Return the engine call for a prompt, which is tokenised here and nowhere else.
+        """Return the engine call for a prompt.
 
         Args:
             build: Makes the prompt, of the chunks that the engine knows then.
@@ -240,6 +228,7 @@ class EngineFields(Serializable):
             stop: Stop strings of this call; None takes the field's.
             kwargs: The other arguments of this call; they go before the fields.
             known: Names in ``kwargs`` that the caller has dealt with.
+            tools: The tools that the prompt shows.
 
         Raises:
             InputError: An argument that nothing reads, a value out of range, or another model than the engine's.
@@ -247,7 +236,7 @@ class EngineFields(Serializable):
             AlteredChunkError: As ``on_miss`` wants it.
         """
         kwargs = with_usual_names(kwargs)
-        allowed = {*SAMPLING_OPTIONS, *_BLEND, *_IGNORED, *known, "json_schema", "model", "on_miss"}
+        allowed = {*CALL_OPTIONS, *_IGNORED, *known, "json_schema", "model", "on_miss"}
         if unknown := sorted(set(kwargs) - allowed):
             raise InputError(
                 f"Unknown argument {unknown[0]!r}; this model takes {', '.join(sorted(allowed - _IGNORED))}."
@@ -256,49 +245,18 @@ class EngineFields(Serializable):
             raise InputError(
                 f"This engine runs {self.model_name!r} and cannot answer as {kwargs['model']!r}; make an engine for it."
             )
-        options = {**self._options(), **kwargs}
+        options = {**options_of(self), "on_miss": self.on_miss, **kwargs}
         if stop is not None:
             options["stop"] = stop
-        settings = _blend_settings(options)
-        on_miss = checked_on_miss(kwargs.get("on_miss", self.on_miss))
-        engine = self.engine
-        prompt, report = find_retrieved(engine, build, RETRIEVALS, run, on_miss)
-        tokens = engine.tokenize(prompt)
-        if not tokens.spans:
-            # An engine that is a client may yet find chunks in the text, in the registry of its server.
-            tokens = replace(tokens, text="".join(s for s in prompt.segments if isinstance(s, str)))
-        room = engine.context_window - len(tokens.token_ids)
-        request = engine.request(tokens, sampling_of(options, room), settings)
-        uses_of(engine).introduce([span.chunk for span in tokens.spans], engine)
-        return Asked(request, report)
-
-    def _answer(self, request: Request) -> Generation:
-        return self.engine.generate(request.prompt, request.sampling, request.settings)
-
-    async def _aanswer(self, request: Request) -> Generation:
-        return await self.engine.agenerate(request.prompt, request.sampling, request.settings)
-
-    def _events(self, request: Request) -> closing[Any]:
-        """Return the stream of an answer as a context manager; leaving it ends the engine's work."""
-        return closing(cast(Any, self.engine.stream(request.prompt, request.sampling, request.settings)))
-
-    def _aevents(self, request: Request) -> aclosing[Any]:
-        return aclosing(cast(Any, self.engine.astream(request.prompt, request.sampling, request.settings)))
+        return ask(self.engine, build, options, log=RETRIEVALS, run=run, tools=tools)
 
     def answer_metadata(self, done: Generation, asked: Asked) -> dict[str, Any]:
         """Return the response metadata of an answer: which model, why it ended, how its KV came about."""
-        report = asked.retrieved.answered(done.missing)
-        wanted = asked.request.sampling.logprobs is not None
         return {
-            **({"logprobs": {"content": openai_logprobs(done.logprobs, self.engine.tokenizer)}} if wanted else {}),
+            **asked.logprobs(done),
             "model_name": self.model_name,
             "finish_reason": done.finish_reason,
-            "cacheblend": {
-                **done.facts,
-                "reason": f"{done.reason}; {report.summary}" if report.altered else done.reason,
-                "retrieved": report.to_dict(),
-                "timings": dict(vars(done.timings)),
-            },
+            "cacheblend": asked.report(done),
         }
 
 
@@ -336,8 +294,3 @@ def usage_metadata(done: Generation, request: Request) -> UsageMetadata:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         input_token_details=InputTokenDetails(**details),  # type: ignore[typeddict-item]
     )
-
-
-def _blend_settings(options: Mapping[str, Any]) -> BlendSettings:
-    """Return how to treat stored KV."""
-    return BlendSettings.from_params({name: options[name] for name in _BLEND if name in options})

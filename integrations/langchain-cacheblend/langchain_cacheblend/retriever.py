@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,9 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field
 
 from cacheblend_rag import BlendEngine, InputError, PrecomputeReport
-from cacheblend_rag.frameworks import uses_of
+from cacheblend_rag.frameworks import read_ahead, uses_of
 from langchain_cacheblend.documents import BundledEmbeddings
 from langchain_cacheblend.precompute import precompute
-
-_log = logging.getLogger(__name__)
-# One thread for all: what it reads ahead of the LLM comes from one disk.
-_prefetcher = ThreadPoolExecutor(1, "cacheblend-prefetch")
 
 
 class CacheBlendRetriever(BaseRetriever):
@@ -118,8 +112,8 @@ class CacheBlendRetriever(BaseRetriever):
     def _register(self, found: Sequence[Document], kwargs: dict[str, Any]) -> list[Document]:
         documents = list(found)[: kwargs.get("k", self.k)]
         chunks = uses_of(self.engine).register(self.engine, _texts(documents))
-        if self.prefetch and chunks:
-            _prefetcher.submit(_read_ahead, self.engine, [chunk.id for chunk in chunks])
+        if self.prefetch:
+            read_ahead(self.engine, chunks)
         return documents
 
 
@@ -133,10 +127,3 @@ def _takes_k(retriever: RetrieverLike, method: str) -> bool:
         return False
     parameters = inspect.signature(getattr(type(retriever), method)).parameters.values()
     return any(p.name == "k" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def _read_ahead(engine: BlendEngine, chunk_ids: list[str]) -> None:
-    try:
-        engine.prefetch(chunk_ids)
-    except Exception:  # the prompt reads it again, and reports what is wrong
-        _log.debug("stored KV could not be read ahead", exc_info=True)

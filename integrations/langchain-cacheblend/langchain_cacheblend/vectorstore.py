@@ -6,21 +6,18 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheblend_rag import BlendEngine, InputError, PrecomputeReport, chunk_id
-from cacheblend_rag.frameworks import ExistingEstimate, estimate_existing, precompute_existing, uses_of
+from cacheblend_rag import BlendEngine, Chunk, InputError, PrecomputeReport
+from cacheblend_rag.frameworks import ExistingEstimate, StoreChunks, estimate_existing, owner_of, precompute_existing
 from langchain_cacheblend.existing import existing_documents
 from langchain_cacheblend.precompute import precompute
 from langchain_cacheblend.runs import RETRIEVALS, retrieved
 
 _Item = TypeVar("_Item", Document, tuple[Document, float])
-
-_owners: WeakKeyDictionary[VectorStore, object] = WeakKeyDictionary()
 
 
 class CacheBlendVectorStore(VectorStore):
@@ -40,9 +37,7 @@ class CacheBlendVectorStore(VectorStore):
     def __init__(self, base: VectorStore, engine: BlendEngine):
         """Wrap ``base``."""
         self.base, self.engine = base, engine
-        self._uses = uses_of(engine)
-        # The same store wrapped twice is one owner, and no table keeps it alive.
-        self._owner = _owners.setdefault(base, object())
+        self._chunks = StoreChunks(engine, owner_of(base, object))
 
     @property
     def embeddings(self) -> Embeddings | None:
@@ -129,7 +124,7 @@ class CacheBlendVectorStore(VectorStore):
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete from the base, and the KV of texts no other document uses; return what the base says."""
-        names = ids if ids is not None else self._uses.held_by(self._owner)
+        names = ids if ids is not None else self._chunks.names()
         self._learn(names)
         done = self.base.delete(ids, **kwargs)
         if done is not False and names:
@@ -141,7 +136,7 @@ class CacheBlendVectorStore(VectorStore):
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Async twin of :meth:`delete`."""
-        names = ids if ids is not None else self._uses.held_by(self._owner)
+        names = ids if ids is not None else self._chunks.names()
         await self._alearn(names)
         done = await self.base.adelete(ids, **kwargs)
         if done is not False and names:
@@ -180,11 +175,8 @@ class CacheBlendVectorStore(VectorStore):
         RETRIEVALS.note(None, retrieved(documents))
         return list(found)
 
-    def _hold(self, documents: Sequence[Document]) -> None:
-        chunks = self._uses.register(self.engine, [document.page_content for document in documents])
-        by_id = {chunk.id: chunk for chunk in chunks}
-        held = [(d.id, by_id.get(chunk_id(d.page_content.strip()))) for d in documents]
-        self._forget(self._uses.hold(self._owner, held))
+    def _hold(self, documents: Sequence[Document]) -> list[Chunk]:
+        return self._chunks.hold((document.id, [document.page_content]) for document in documents)
 
     def _learn(self, names: Sequence[str]) -> None:
         """Note what the base holds under those ids, before it changes: it may be from before this process."""
@@ -198,22 +190,18 @@ class CacheBlendVectorStore(VectorStore):
                 await asyncio.to_thread(self._hold, await self.base.aget_by_ids(names))
 
     def _compute(self, documents: Sequence[Document]) -> PrecomputeReport:
-        self._hold(documents)
-        return self.engine.precompute(self._uses.register(self.engine, [d.page_content for d in documents]))
+        return self.engine.precompute(self._hold(documents))
 
     def _take_in(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
-        self._hold([Document(id=name, page_content=d.page_content) for name, d in zip(ids, documents, strict=False)])
-        precompute(self.engine, self._uses.register(self.engine, [d.page_content for d in documents]))
+        # Not every base returns an id for each.
+        named = zip([*ids, *(None for _ in documents)], documents, strict=False)
+        precompute(self.engine, self._chunks.hold((name, [document.page_content]) for name, document in named))
 
     def _let_go(self, names: Sequence[str], left: Sequence[Document] | None, *, named: bool) -> None:
         """Let go of what was deleted; ``left`` is what the base still has of it, None where it cannot say."""
         # Where it cannot, it is taken at its word for ids, and nothing is known of other deletions.
         kept = set(() if named else names) if left is None else {document.id or "" for document in left}
-        self._forget(self._uses.release(self._owner, [name for name in names if name not in kept]))
-
-    def _forget(self, chunk_ids: set[str]) -> None:
-        if chunk_ids:
-            self._uses.forget(self.engine, chunk_ids)
+        self._chunks.release([name for name in names if name not in kept])
 
 
 def _given_ids(documents: Sequence[Document], kwargs: dict[str, Any]) -> list[str]:

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from cacheblend_rag import InputError, StoreError, chunk_id
 from cacheblend_rag.frameworks import DEFAULT_EMBEDDING, Embedder
+from cacheblend_rag.frameworks.keeping import READER
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChatCacheBlend, ChunkSplitter
-from langchain_cacheblend.retriever import _prefetcher
 
 from scripted import ScriptedEngine
 
@@ -55,7 +55,7 @@ def test_what_is_found_is_registered_and_read_ahead_but_not_computed(scripted: S
     assert found == DOCUMENTS
     assert {chunk.text for chunk in scripted.registry} == {d.page_content for d in DOCUMENTS}
     assert scripted.stored == set()
-    _prefetcher.submit(lambda: None).result()
+    READER.submit(lambda: None).result()
     assert scripted.prefetched == [chunk_id(d.page_content) for d in DOCUMENTS]
 
 
@@ -66,7 +66,7 @@ def test_prefetching_can_be_switched_off_and_its_failures_do_not_matter(scripted
     CacheBlendRetriever(base_retriever=Fixed(), engine=scripted, prefetch=False).invoke("x")
     scripted.prefetch = fail  # type: ignore[method-assign]
     assert CacheBlendRetriever(base_retriever=Fixed(), engine=scripted).invoke("x") == DOCUMENTS
-    _prefetcher.submit(lambda: None).result()
+    READER.submit(lambda: None).result()
 
 
 def test_arguments_reach_the_base(scripted: ScriptedEngine) -> None:

@@ -6,12 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
-from cacheblend_rag.frameworks import DEFAULT_EMBEDDING, Embedder
+from cacheblend_rag.frameworks import DEFAULT_EMBEDDING, Embedder, open_embedder, text_vectors
 
 
 class BundledEmbedding(BaseEmbedding):
@@ -43,8 +41,7 @@ class BundledEmbedding(BaseEmbedding):
             StoreMismatchError: The query encoder was tuned for another model.
         """
         super().__init__(model_name=model_name, **kwargs)
-        embedder = Embedder.load(model_name, device)
-        self._embedder = embedder if query_encoder is None else embedder.asked_by(query_encoder)
+        self._embedder = open_embedder(model_name, query_encoder, device)
 
     @classmethod
     def class_name(cls) -> str:
@@ -52,13 +49,14 @@ class BundledEmbedding(BaseEmbedding):
         return "CacheBlendBundledEmbedding"
 
     def _get_query_embedding(self, query: str) -> list[float]:
-        return _as_list(self._embedder.question(query))
+        vector: list[float] = self._embedder.question(query).tolist()
+        return vector
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return self._get_text_embeddings([text])[0]
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-        return [_mean(windows) for windows in self._embedder.texts(texts)]
+        return text_vectors(self._embedder, texts)
 
     async def _aget_query_embedding(self, query: str) -> list[float]:
         return await asyncio.to_thread(self._get_query_embedding, query)
@@ -68,12 +66,3 @@ class BundledEmbedding(BaseEmbedding):
 
     async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
         return await asyncio.to_thread(self._get_text_embeddings, texts)
-
-
-def _mean(windows: npt.NDArray[np.float32]) -> list[float]:
-    mean = windows.mean(axis=0)
-    return _as_list(mean / max(float(np.linalg.norm(mean)), 1e-12))
-
-
-def _as_list(vector: npt.NDArray[np.float32]) -> list[float]:
-    return [float(value) for value in vector]

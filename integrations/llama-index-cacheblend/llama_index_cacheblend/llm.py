@@ -29,27 +29,26 @@ from llama_index.core.utils import set_global_tokenizer
 
 from cacheblend_rag import BlendEngine, Chunk, Generation, InputError, StreamEvent
 from cacheblend_rag.frameworks import (
+    Asked,
     CallsRead,
     EngineName,
     OnMiss,
     Reuse,
-    checked_on_miss,
+    check_given,
     encoder_for,
+    options_of,
     reads_tools,
     sampling_of,
     with_usual_names,
 )
 from llama_index_cacheblend.handles import engine_for, named_engine, refuse_unpicklable
 from llama_index_cacheblend.requests import (
-    Asked,
     Build,
     answer_tokens,
-    blend_settings,
     listed,
     make_request,
     of_messages,
     of_text,
-    options_of,
 )
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
 from llama_index_cacheblend.tools import chat_arguments, selections, with_calls
@@ -171,8 +170,7 @@ class CacheBlendLLM(FunctionCallingLLM):
         if unknown:
             raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
         # Before pydantic coerces the values: what is wrong is said as in a call.
-        blend_settings(data)
-        checked_on_miss(data.get("on_miss", "warn"))
+        check_given(data)
         super().__init__(**{**data, "engine": named_engine(engine, named)})
         sampling_of(options_of(self), room=1)
         self._check_window()
@@ -338,68 +336,48 @@ class CacheBlendLLM(FunctionCallingLLM):
         return make_request(build, self, [chunk.id for chunk in self._explicit], kwargs)
 
     def _answer(self, asked: Asked, make: _Make[_Response]) -> _Response:
-        request = asked.request
-        return self._made(self.engine.generate(request.prompt, request.sampling, request.settings), asked, make)
+        return self._made(asked.answer(), asked, make)
 
     async def _aanswer(self, asked: Asked, make: _Make[_Response]) -> _Response:
-        request = asked.request
-        return self._made(await self.engine.agenerate(request.prompt, request.sampling, request.settings), asked, make)
+        return self._made(await asked.aanswer(), asked, make)
 
     def _made(self, done: Generation, asked: Asked, make: _Make[_Response]) -> _Response:
-        if asked.reader is None:
-            return make(done.text, None, self._raw(done, asked))
-        text = asked.reader.push(done.text)
-        read = asked.reader.finish()
-        return _with_calls(make(text + read.text, None, self._raw(done, asked)), read)
+        text, calls = asked.read(done.text)
+        return _with_calls(make(text, None, self._raw(done, asked)), calls)
 
     def _raw(self, generation: Generation, asked: Asked) -> dict[str, Any]:
-        raw = raw_of(generation, self.engine, asked)
+        raw = raw_of(generation, asked)
         if self._record is not None:
             self._record.append(raw)
         return raw
 
     def _pieces(self, asked: Asked, make: _Make[_Response]) -> Generator[_Response, None, None]:
-        request = asked.request
         # Not part of the generator: a prompt that cannot be answered is refused by the call, not by its first piece.
-        stream = self.engine.stream(request.prompt, request.sampling, request.settings)
+        events = asked.events()
 
         def generator() -> Generator[_Response, None, None]:
             text = ""
-            try:
+            with events as stream:
                 for event in stream:
                     piece = self._piece(text, event, make, asked)
                     text += piece.delta or ""
                     yield piece
-            finally:
-                close = getattr(stream, "close", None)
-                if close is not None:
-                    close()
 
         return generator()
 
     async def _apieces(self, asked: Asked, make: _Make[_Response]) -> AsyncGenerator[_Response, None]:
-        request, text = asked.request, ""
-        stream = self.engine.astream(request.prompt, request.sampling, request.settings)
-        try:
+        text = ""
+        async with asked.aevents() as stream:
             async for event in stream:
                 piece = self._piece(text, event, make, asked)
                 text += piece.delta or ""
                 yield piece
-        finally:
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
 
     def _piece(self, text: str, event: StreamEvent, make: _Make[_Response], asked: Asked) -> _Response:
         """Return the next piece of an answer of which ``text`` was said before; the last one brings its calls."""
-        new = event.text if asked.reader is None else asked.reader.push(event.text)
-        if event.generation is None:
-            return make(text + new, new, None)
-        if asked.reader is None:
-            return make(text + new, new, self._raw(event.generation, asked))
-        read = asked.reader.finish()
-        new += read.text
-        return _with_calls(make(text + new, new, self._raw(event.generation, asked)), read)
+        done = event.generation
+        new, calls = asked.read(event.text, last=done is not None)
+        return _with_calls(make(text + new, new, None if done is None else self._raw(done, asked)), calls)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be pickled with a model inside."""
@@ -411,9 +389,9 @@ class CacheBlendLLM(FunctionCallingLLM):
         return self.model_copy()
 
 
-def _with_calls(response: _Response, read: CallsRead) -> _Response:
-    if isinstance(response, ChatResponse):
-        with_calls(response, read)
+def _with_calls(response: _Response, calls: CallsRead | None) -> _Response:
+    if calls is not None and isinstance(response, ChatResponse):
+        with_calls(response, calls)
     return response
 
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
 
-from cacheblend_rag import BlendEngine, BlendPrompt, BlendSettings, InputError, chat_prompt, text_prompt
+from cacheblend_rag import BlendEngine, BlendPrompt, InputError, chat_prompt, text_prompt
 from cacheblend_rag.frameworks import (
+    CALL_OPTIONS,
     DEFAULT_MAX_TOKENS,
-    SAMPLING_OPTIONS,
-    CallReader,
-    Request,
-    RetrievalReport,
-    call_schema,
-    checked_on_miss,
-    find_retrieved,
-    reads_tools,
-    required_tool,
-    sampling_of,
-    uses_of,
+    Asked,
+    ask,
+    check_shown,
+    options_of,
+    tools_asked,
     with_usual_names,
 )
 from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_message
@@ -31,15 +25,7 @@ Build = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], BlendPrompt]
 """Builds a prompt, given the ids of the chunks to look for in it first, and the tools that the model is shown."""
 
 
-class Asked(NamedTuple):
-    """Holds what the engine is asked, and what became in its prompt of what was retrieved for it."""
-
-    request: Request
-    retrieved: RetrievalReport
-    reader: CallReader | None = None  # of tool calls, where the answer may hold any
-
-
-_BLEND = tuple(option.name for option in fields(BlendSettings))
+_KNOWN = (*CALL_OPTIONS, "json_schema", CHUNK_IDS, "on_miss", "tools", "tool_choice")
 
 
 def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage]) -> Build:
@@ -66,7 +52,7 @@ def of_text(engine: BlendEngine, text: str) -> Build:
 
 
 def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any]) -> Asked:
-    """Put a call together; its prompt is tokenised here and nowhere else.
+    """Put a call together.
 
     Args:
         build: Builds the prompt.
@@ -81,41 +67,13 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
         AlteredChunkError: As ``on_miss`` wants it.
     """
     kwargs = with_usual_names(kwargs)
-    known = (*SAMPLING_OPTIONS, *_BLEND, "json_schema", CHUNK_IDS, "on_miss", "tools", "tool_choice")
-    if unknown := set(kwargs) - set(known):
-        raise InputError(f"A call of {type(llm).__name__} takes no {listed(unknown)}. It takes {listed(known)}.")
-    tools = () if kwargs.get("tool_choice") == "none" else kwargs.get("tools") or ()
-    if tools and not reads_tools(llm.engine.tokenizer):
-        raise InputError(
-            f"The chat template of {llm.engine.fingerprint.name} does not show tools to the model, so it cannot call any. Use a "
-            "model whose template does, or call it without tools."
-        )
-    required = required_tool(kwargs.get("tool_choice"), tools) if tools else False
-    options = {**options_of(llm), **kwargs}
-    if required is not False:
-        options["json_schema"] = call_schema(tools, required)
-    settings = blend_settings(options)
+    if unknown := set(kwargs) - set(_KNOWN):
+        raise InputError(f"A call of {type(llm).__name__} takes no {listed(unknown)}. It takes {listed(_KNOWN)}.")
+    tools = tools_asked(kwargs.get("tools") or (), kwargs.get("tool_choice"))
+    check_shown(llm.engine, tools.specs)
+    options = {**options_of(llm), "on_miss": llm.on_miss, **kwargs}
     ids = [*checked_ids(kwargs.get(CHUNK_IDS)), *named]
-    on_miss = checked_on_miss(kwargs.get("on_miss", llm.on_miss))
-    prompt, report = find_retrieved(llm.engine, lambda: build(ids, tools), RETRIEVALS, current_span(), on_miss)
-    tokens = llm.engine.tokenize(prompt)
-    if not tokens.spans:
-        # An engine that is a client may yet find chunks in the text, in the registry of its server.
-        tokens = replace(tokens, text="".join(part for part in prompt.segments if isinstance(part, str)))
-    room = llm.engine.context_window - len(tokens.token_ids)
-    request: Request = llm.engine.request(tokens, sampling_of(options, room), settings)
-    uses_of(llm.engine).introduce([span.chunk for span in tokens.spans], llm.engine)
-    return Asked(request, report, CallReader(tools, required) if tools else None)
-
-
-def options_of(llm: Any) -> dict[str, Any]:
-    """Return the attributes of an LLM that a call may give, too."""
-    return {name: getattr(llm, name) for name in (*SAMPLING_OPTIONS, *_BLEND)}
-
-
-def blend_settings(options: Mapping[str, Any]) -> BlendSettings:
-    """Return how to treat stored KV."""
-    return BlendSettings.from_params({name: options[name] for name in _BLEND if name in options})
+    return ask(llm.engine, lambda: build(ids, tools.specs), options, log=RETRIEVALS, run=current_span(), tools=tools)
 
 
 def answer_tokens(max_tokens: int | None, context_window: int) -> int:

@@ -14,37 +14,31 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 
-from cacheblend_rag import BlendEngine, Generation
-from cacheblend_rag.frameworks import openai_logprobs
-from llama_index_cacheblend.requests import Asked
+from cacheblend_rag import Generation
+from cacheblend_rag.frameworks import Asked
 
 _OWN = "cacheblend"
 
 
-def raw_of(generation: Generation, engine: BlendEngine, asked: Asked) -> dict[str, Any]:
+def raw_of(generation: Generation, asked: Asked) -> dict[str, Any]:
     """Return the `raw` of a finished response.
 
     ``usage`` has OpenAI's names and Usage's: ``prompt_tokens = reused_tokens + computed_tokens``; ``recomputed_tokens`` are those
     of the computed ones that had stored KV. Every token in ``prompt_tokens_details.cached_tokens`` was reused as it is.
     ``retrieved`` says what became of each retrieved chunk.
     """
-    usage = generation.usage
-    report = asked.retrieved.answered(generation.missing)
-    wanted = asked.request.sampling.logprobs is not None
+    usage, report = generation.usage, asked.report(generation)
     return {
-        **({"logprobs": {"content": openai_logprobs(generation.logprobs, engine.tokenizer)}} if wanted else {}),
+        **asked.logprobs(generation),
         "object": _OWN,
-        "model": engine.fingerprint.name,
-        **generation.facts,
+        "model": asked.engine.fingerprint.name,
+        "finish_reason": generation.finish_reason,
+        **report,
         "usage": {
-            **vars(usage),
+            **report["usage"],
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         },
-        "reason": f"{generation.reason}; {report.summary}" if report.altered else generation.reason,
-        "retrieved": report.to_dict(),
-        "finish_reason": generation.finish_reason,
-        "timings": dict(vars(generation.timings)),
     }
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -15,13 +13,10 @@ from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from cacheblend_rag import BlendEngine
+from cacheblend_rag.frameworks import read_ahead
 from llama_index_cacheblend.handles import engine_in_settings, refuse_unpicklable
 from llama_index_cacheblend.nodes import register_nodes
 from llama_index_cacheblend.watch import note_instead
-
-_log = logging.getLogger(__name__)
-# One thread for all: what it reads ahead of the LLM comes from one disk.
-_reader = ThreadPoolExecutor(1, "cacheblend-read-ahead")
 
 
 class CacheBlendRetriever(BaseRetriever):
@@ -62,8 +57,8 @@ class CacheBlendRetriever(BaseRetriever):
         engine = self._engine or engine_in_settings()
         if engine is not None:
             chunks = register_nodes(engine, nodes)
-            if self._prefetch and chunks:
-                _reader.submit(_read_ahead, engine, [chunk.id for chunk in chunks])
+            if self._prefetch:
+                read_ahead(engine, chunks)
         return nodes
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -71,13 +66,6 @@ class CacheBlendRetriever(BaseRetriever):
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._register, await self._base.aretrieve(query_bundle))
-
-
-def _read_ahead(engine: BlendEngine, chunk_ids: list[str]) -> None:
-    try:
-        engine.prefetch(chunk_ids)
-    except Exception:  # the prompt reads it again, and reports what is wrong
-        _log.debug("Stored KV could not be read ahead.", exc_info=True)
 
 
 class CacheBlendPostprocessor(BaseNodePostprocessor):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,8 +24,8 @@ from llama_index.core.vector_stores import (
 from llama_index.core.vector_stores.simple import DEFAULT_VECTOR_STORE
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag import BlendEngine, CacheBlendError, InputError, PrecomputeReport, chunk_id
-from cacheblend_rag.frameworks import ChunkUses, ExistingEstimate, estimate_existing, precompute_existing, uses_of
+from cacheblend_rag import BlendEngine, CacheBlendError, InputError, PrecomputeReport
+from cacheblend_rag.frameworks import ExistingEstimate, StoreChunks, estimate_existing, owner_of, precompute_existing
 from llama_index_cacheblend.handles import engine_for, refuse_unpicklable
 from llama_index_cacheblend.nodes import node_forms, node_text, precompute_nodes
 
@@ -41,12 +40,13 @@ class _Holdings:
         self._document: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def add(self, node: BaseNode) -> None:
-        document = node.ref_doc_id or node.node_id
+    def add(self, nodes: Iterable[BaseNode]) -> None:
         with self._lock:
-            self._remove(node.node_id)
-            self._document[node.node_id] = document
-            self._nodes[document].add(node.node_id)
+            for node in nodes:
+                document = node.ref_doc_id or node.node_id
+                self._remove(node.node_id)
+                self._document[node.node_id] = document
+                self._nodes[document].add(node.node_id)
 
     def remove(self, node_ids: Iterable[str]) -> None:
         with self._lock:
@@ -70,10 +70,6 @@ class _Holdings:
             self._nodes[document].discard(node_id)
             if not self._nodes[document]:
                 del self._nodes[document]
-
-
-# By the identity of the base, as long as that lives: wrapped twice, it is one owner.
-_holdings: dict[int, _Holdings] = {}
 
 
 class CacheBlendVectorStore(BasePydanticVectorStore):
@@ -101,7 +97,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     precompute: bool = True
 
     _known: _Holdings = PrivateAttr()
-    _uses: ChunkUses = PrivateAttr()
+    _chunks: StoreChunks = PrivateAttr()
 
     def __init__(
         self,
@@ -121,10 +117,9 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         engine = engine_for(engine, type(self).__name__)
         given = {"base": base, "engine": engine, "docstore": docstore, "precompute": precompute}
         super().__init__(**{**kwargs, **own, **given})
-        if id(base) not in _holdings:
-            _holdings[id(base)] = _Holdings()
-            weakref.finalize(base, _holdings.pop, id(base), None)
-        self._known, self._uses = _holdings[id(base)], uses_of(self.engine)
+        self._known = owner_of(base, _Holdings)
+        # A node has two texts: with its metadata, and without.
+        self._chunks = StoreChunks(engine, self._known, forms=2)
 
     @classmethod
     def class_name(cls) -> str:
@@ -269,15 +264,9 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
 
     def _hold(self, nodes: Iterable[BaseNode]) -> None:
         """Register nodes, and note which of their texts they hold."""
-        held: list[tuple[Hashable, Any]] = []
-        for node in nodes:
-            forms = node_forms(node)
-            chunks = {chunk.id: chunk for chunk in self._uses.register(self.engine, forms)}
-            names = [chunk_id(form) for form in forms]
-            # A node may have fewer forms than the one that it replaces.
-            held += [((node.node_id, n), chunks.get(names[n]) if n < len(names) else None) for n in range(_FORMS)]
-            self._known.add(node)
-        self._uses.forget(self.engine, self._uses.hold(self._known, held))
+        nodes = list(nodes)
+        self._known.add(nodes)
+        self._chunks.hold((node.node_id, node_forms(node)) for node in nodes)
 
     def _existing(self) -> Sequence[BaseNode]:
         """Return all nodes: of a base that keeps their text, else of the docstore."""
@@ -352,8 +341,4 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     def _let_go(self, node_ids: Iterable[str]) -> None:
         names = set(node_ids)
         self._known.remove(names)
-        gone = self._uses.release(self._known, [(name, n) for name in names for n in range(_FORMS)])
-        self._uses.forget(self.engine, gone)
-
-
-_FORMS = 2  # with metadata, and without
+        self._chunks.release(names)

@@ -81,11 +81,11 @@ class TestCacheBlendRetriever(RetrieverContract):
     async def test_what_it_finds_is_registered_and_read_ahead(
         self, retriever: CacheBlendRetriever, scripted: ScriptedEngine
     ) -> None:
-        from llama_index_cacheblend.retriever import _reader
+        from cacheblend_rag.frameworks.keeping import READER
 
         found = retriever.retrieve(QUESTION)
         assert {chunk.text for chunk in scripted.registry} == {node_text(node) for node in found}
-        _reader.submit(lambda: None).result()
+        READER.submit(lambda: None).result()
         assert set(scripted.prefetched) == {chunk.id for chunk in scripted.registry}
         scripted.registry.remove([chunk.id for chunk in scripted.registry])
         await retriever.aretrieve(QUESTION)

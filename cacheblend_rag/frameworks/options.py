@@ -1,4 +1,4 @@
-"""Reads how to decode from the options of a framework's model or call, whatever it calls them."""
+"""Reads the options of a framework's model, or of one call of it: how to decode, and how to treat stored KV."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from cacheblend_rag.blending.settings import OPTION_NAMES, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.frameworks.misses import checked_on_miss
 
-SAMPLING_OPTIONS = tuple(field.name for field in fields(SamplingParams) if field.name != "json_schema")
-"""Names of the options that say how to decode, as the frameworks' models take them."""
+SAMPLING_OPTIONS = tuple(option.name for option in fields(SamplingParams) if option.name != "json_schema")
+
+CALL_OPTIONS = (*SAMPLING_OPTIONS, *OPTION_NAMES)
+"""Names of the options that a call of a framework's model may give in place of the model's own attributes."""
 
 DEFAULT_MAX_TOKENS = 512
-"""Most tokens of an answer in the frameworks' models, where the context window leaves as many."""
+"""Most tokens of an answer, where the context window leaves as many."""
 
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "stop_sequences": "stop", "request_timeout": "timeout"}
 
 
 def with_usual_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a framework's model or call with our names where OpenAI's and others' were given.
+    """Return the options of a model or call with our names where OpenAI's and others' were given.
 
     ``max_completion_tokens`` is ``max_tokens``, ``stop_sequences`` is ``stop``, ``request_timeout`` is ``timeout``; OpenAI's
     ``logprobs=True`` and ``top_logprobs=n`` are ``logprobs=n``.
@@ -43,10 +47,10 @@ def with_usual_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_of(options: Mapping[str, Any], room: int) -> SamplingParams:
-    """Return how to decode by the options of a framework's model; what is None is left open.
+    """Return how to decode; what is None is left open.
 
     Args:
-        options: :data:`SAMPLING_OPTIONS` and ``json_schema``; ``stop`` may be one string.
+        options: SamplingParams' names; ``stop`` may be one string.
         room: Tokens that the context window leaves for the answer.
 
     Raises:
@@ -57,3 +61,27 @@ def sampling_of(options: Mapping[str, Any], room: int) -> SamplingParams:
     given.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, room)))
     stop = given.get("stop", ())
     return SamplingParams(**{**given, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+
+
+def blend_settings(options: Mapping[str, Any]) -> BlendSettings:
+    """Return how to treat stored KV.
+
+    Raises:
+        InputError: A value of a wrong type or outside its range.
+    """
+    return BlendSettings.from_params({name: options[name] for name in OPTION_NAMES if name in options})
+
+
+def check_given(options: Mapping[str, Any]) -> None:
+    """Refuse what cannot be an option's value, before pydantic coerces it: what is wrong is said as in a call.
+
+    Raises:
+        InputError: A value of a wrong type or outside its range.
+    """
+    blend_settings(options)
+    checked_on_miss(options.get("on_miss", "warn"))
+
+
+def options_of(model: Any) -> dict[str, Any]:
+    """Return the attributes of a framework's model that a call may give, too."""
+    return {name: getattr(model, name) for name in CALL_OPTIONS}

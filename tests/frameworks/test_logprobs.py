@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cacheblend_rag.engines.models import bundled_model_directory
-from cacheblend_rag.engines.results import TokenLogprob, openai_logprobs
+from cacheblend_rag.engines.results import TokenLogprob
+from cacheblend_rag.frameworks.asking import openai_logprobs
 
 
 def bundled() -> Any:

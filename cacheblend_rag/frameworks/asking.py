@@ -1,0 +1,146 @@
+"""Puts together what a framework's model asks its engine, and says of each answer what became of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import aclosing, closing
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+from tokenizers.decoders import DecodeStream
+
+from cacheblend_rag.engines.base import BlendEngine, Request
+from cacheblend_rag.engines.results import Generation, TokenLogprob
+from cacheblend_rag.frameworks.altered import RetrievalReport
+from cacheblend_rag.frameworks.calls import NO_TOOLS, CallReader, CallsRead, ToolsAsked, call_schema
+from cacheblend_rag.frameworks.misses import checked_on_miss, find_retrieved
+from cacheblend_rag.frameworks.options import blend_settings, sampling_of
+from cacheblend_rag.frameworks.retrieved import RetrievalLog
+from cacheblend_rag.frameworks.uses import uses_of
+from cacheblend_rag.prompts.prompt import BlendPrompt
+
+
+class AnswerPart(NamedTuple):
+    """Holds what a piece of an answer adds to its text, and with the last piece the calls of tools, where it may hold any."""
+
+    text: str
+    calls: CallsRead | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One call of a framework's model, ready for its engine; :func:`ask` makes it.
+
+    Attributes:
+        engine: The engine that answers.
+        request: What it is asked.
+        retrieved: What became in its prompt of what was retrieved for it.
+        reader: Reads calls of tools off the answer, where it may hold any.
+    """
+
+    engine: BlendEngine
+    request: Request
+    retrieved: RetrievalReport
+    reader: CallReader | None = None
+
+    def answer(self) -> Generation:
+        """Return the answer; raises as :meth:`BlendEngine.generate` does."""
+        return self.engine.generate(self.request.prompt, self.request.sampling, self.request.settings)
+
+    async def aanswer(self) -> Generation:
+        """Async twin of :meth:`answer`."""
+        return await self.engine.agenerate(self.request.prompt, self.request.sampling, self.request.settings)
+
+    def events(self) -> closing[Any]:
+        """Return the stream of the answer as a context manager; leaving it ends the engine's work."""
+        return closing(cast(Any, self.engine.stream(self.request.prompt, self.request.sampling, self.request.settings)))
+
+    def aevents(self) -> aclosing[Any]:
+        """Async twin of :meth:`events`."""
+        return aclosing(
+            cast(Any, self.engine.astream(self.request.prompt, self.request.sampling, self.request.settings))
+        )
+
+    def read(self, text: str, last: bool = True) -> AnswerPart:
+        """Take the next text of the answer, or all of it, and return what of it is no call; the ``last`` brings the calls."""
+        if self.reader is None:
+            return AnswerPart(text)
+        text = self.reader.push(text)
+        if not last:
+            return AnswerPart(text)
+        calls = self.reader.finish()
+        return AnswerPart(text + calls.text, calls)
+
+    def report(self, done: Generation) -> dict[str, Any]:
+        """Return what an answer's metadata say: how its KV came about, and what became of what was retrieved for it."""
+        retrieved = self.retrieved.answered(done.missing)
+        return {
+            **done.facts,
+            "reason": f"{done.reason}; {retrieved.summary}" if retrieved.altered else done.reason,
+            "retrieved": retrieved.to_dict(),
+            "timings": dict(vars(done.timings)),
+        }
+
+    def logprobs(self, done: Generation) -> dict[str, Any]:
+        """Return the log-probabilities of an answer under OpenAI's key; nothing where they were not asked for."""
+        if self.request.sampling.logprobs is None:
+            return {}
+        return {"logprobs": {"content": openai_logprobs(done.logprobs, self.engine.tokenizer)}}
+
+
+def ask(
+    engine: BlendEngine,
+    build: Callable[[], BlendPrompt],
+    options: Mapping[str, Any],
+    *,
+    log: RetrievalLog,
+    run: Hashable | None,
+    tools: ToolsAsked = NO_TOOLS,
+) -> Asked:
+    """Put a call together; its prompt is tokenised here and nowhere else.
+
+    Args:
+        engine: The engine that answers.
+        build: Builds the prompt, of the chunks that the engine knows then.
+        options: :data:`CALL_OPTIONS`, ``json_schema`` and ``on_miss``.
+        log: What was retrieved.
+        run: The run of the framework that this call is part of.
+        tools: The tools that the prompt shows, and which of them the answer must call.
+
+    Raises:
+        InputError: A value of a wrong type or outside its range.
+        PromptTooLongError: Prompt and answer exceed the context window.
+        AlteredChunkError: As ``on_miss`` wants it.
+    """
+    if tools.required is not False:
+        options = {**options, "json_schema": call_schema(tools.specs, tools.required)}
+    settings = blend_settings(options)
+    prompt, retrieved = find_retrieved(engine, build, log, run, checked_on_miss(options["on_miss"]))
+    tokens = engine.tokenize(prompt)
+    if not tokens.spans:
+        # An engine that is a client may yet find chunks in the text, in the registry of its server.
+        tokens = replace(tokens, text="".join(part for part in prompt.segments if isinstance(part, str)))
+    room = engine.context_window - len(tokens.token_ids)
+    request = engine.request(tokens, sampling_of(options, room), settings)
+    uses_of(engine).introduce([span.chunk for span in tokens.spans], engine)
+    return Asked(engine, request, retrieved, CallReader(*tools) if tools.specs else None)
+
+
+def openai_logprobs(logprobs: Iterable[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return log-probabilities in the form of OpenAI's chat API: for each token its text, bytes and alternatives.
+
+    A token's text is what it adds behind those before it, so that they join to the answer. A token that ends inside a character
+    adds none and has no bytes; the one that completes the character has all of it.
+    """
+    backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=False)
+
+    def one(behind: DecodeStream, token_id: int, logprob: float) -> dict[str, Any]:
+        text = behind.step(backend, token_id)
+        return {"token": text or "", "logprob": logprob, "bytes": None if text is None else list(text.encode())}
+
+    found = []
+    for each in logprobs:
+        others = [one(copy(stream), *other) for other in each.top]
+        found.append({**one(stream, each.token_id, each.logprob), "top_logprobs": others})
+    return found
