@@ -158,7 +158,7 @@ class _CPUReads:
 class _DeviceReads:
     """Copies every layer to memory on the device, which a later layer uses again.
 
-    Where all KV lies in pinned memory the copies are only asked for, so no thread is needed; else threads read.
+    Where all KV lies in page-locked memory the copies are only asked for, so no thread is needed; else threads read.
     """
 
     def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, transfer: Transfer, whole: bool):

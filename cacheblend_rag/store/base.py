@@ -136,7 +136,7 @@ class KVStore(ABC):
 
     @property
     def formats(self) -> tuple[EntryFormat, ...]:
-        """The formats of all its tiers."""
+        """Return the formats of all its tiers."""
         return (self.format,)
 
     @property

@@ -1,4 +1,4 @@
-"""Writing behind: a bounded queue in front of a slow tier, so that whoever puts an entry does not wait for it."""
+"""Writes behind: a bounded queue stands in front of a slow tier, so that whoever puts an entry does not wait for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Waiting(NamedTuple):
 
 
 class WriteQueue:
-    """Entries on their way to a tier. They can be read here until they are there; what the tier refuses is let go.
+    """Holds entries on their way to a tier. They can be read here until they are there; what the tier refuses is let go.
 
     Thread-safe. A thread writes them one by one, and is waited for at the interpreter's end.
     """

@@ -1,4 +1,4 @@
-"""Calls to what may not answer: each has a deadline, and after one that failed none is tried for a while."""
+"""Calls what may not answer: each call has a deadline, and after one that failed none is tried for a while."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST = 300
 
 
 class RemoteCalls:
-    """Calls to one remote tier.
+    """Calls one remote tier.
 
     A call runs in a thread of its own, so that whoever waits goes on at the deadline whatever the client does; the client's own
     timeouts end the call. The first call that fails or is late opens the circuit: for some seconds all others fail at once, so

@@ -43,7 +43,7 @@ class Codec:
 
     @property
     def exact(self) -> Codec:
-        """The codec for what must stay as it is."""
+        """Return the codec for what must stay as it is."""
         return Codec(RAW + _ZSTD * self._zstd, zstd=self._zstd)
 
     def encode(self, layer: LayerKV) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The directory of entries that all processes on one store share: who holds the lock may change it."""
+"""Keeps the directory of entries that all processes on one store share: who holds the lock may change it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USAGE = struct.Struct("<qq")
 
 
 class EntryFile(NamedTuple):
-    """One entry's file as the directory lists it. ``mtime_ns`` is when it was last used; it is the LRU clock."""
+    """Describes one entry's file as the directory lists it. ``mtime_ns`` is when it was last used; it is the LRU clock."""
 
     mtime_ns: int
     key: KVKey
@@ -37,7 +37,7 @@ class Evicted(NamedTuple):
 
 
 class EntryDirectory:
-    """``<root>/kv``: one file per entry, a lock, and a count of the bytes in use.
+    """Is ``<root>/kv``: one file per entry, a lock, and a count of the bytes in use.
 
     The count is an upper bound at every instant, also after a crash: it is raised before a file appears and lowered
     after one is gone. So a put need not list the directory; :meth:`recount` (at open, and when eviction has used up

@@ -1,4 +1,4 @@
-"""Numbers of one byte each, with a scale for every group of them.
+"""Encodes numbers in one byte each, with a scale for every group of them.
 
 Scales are powers of two. So a stored number times its scale is exact in every dtype that models compute in, and encoding what was
 decoded gives the same bytes again: an entry that moves between tiers, or is written anew, drifts no further.
@@ -16,7 +16,7 @@ _WHOLE: Final = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 class Quantised(NamedTuple):
-    """A tensor in one byte a number.
+    """Holds a tensor in one byte a number.
 
     Attributes:
         codes: The stored numbers, in the tensor's shape.
@@ -29,7 +29,7 @@ class Quantised(NamedTuple):
 
 @dataclass(frozen=True)
 class EightBits:
-    """A kind of numbers of one byte.
+    """Encodes tensors in one kind of numbers of one byte.
 
     Attributes:
         dtype: Theirs: ``int8`` or ``float8_e4m3fn``.

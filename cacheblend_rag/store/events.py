@@ -1,4 +1,4 @@
-"""Counters of what has happened in a tier: hits, misses, puts, evictions, damage, and what reading took."""
+"""Counts what has happened in a tier: hits, misses, puts, evictions, damage, and what reading took."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Counts(TypedDict):
 
 @dataclass(frozen=True)
 class TierReads:
-    """Reads from one tier.
+    """Sums up reads from one tier.
 
     Attributes:
         nbytes: Size of what was read.
@@ -86,7 +86,7 @@ class ReadClock:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that computations waited for reads so far."""
+        """Return the seconds that computations waited for reads so far."""
         with self._lock:
             return self._waited_s
 
@@ -130,23 +130,23 @@ class Activity:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the look-ups that found an entry; None without any."""
+        """Return the share of the look-ups that found an entry; None without any."""
         looked = self.hits + self.misses
         return self.hits / looked if looked else None
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate of reading; None where nothing was read."""
+        """Return the rate of reading; None where nothing was read."""
         return self.read_bytes / self.read_s if self.read_s > 0 else None
 
     @property
     def hidden(self) -> float | None:
-        """Share of the time of reading that hid behind computing (paper section 5); None where nothing was read."""
+        """Return the share of the time of reading that hid behind computing (paper section 5); None where nothing was read."""
         return max(0.0, 1 - self.waited_s / self.read_s) if self.read_s > 0 else None
 
 
 class Events:
-    """Thread-safe counters, named as the fields of :class:`~cacheblend_rag.store.base.StoreStats`.
+    """Counts, from any thread, under the names of the fields of :class:`~cacheblend_rag.store.base.StoreStats`.
 
     Attributes:
         reads: What reading layers took.

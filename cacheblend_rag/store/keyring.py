@@ -1,4 +1,4 @@
-"""Keys that KV is encrypted with at rest: one for each tenant, a file each."""
+"""Reads and makes the keys that KV is encrypted with at rest: one for each tenant, a file each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _ID_DIGITS: Final = 16
 
 
 class Keyring:
-    """The keys in a directory: ``<tenant>.key``, 64 hex digits each, as :func:`make_key` or ``openssl rand -hex 32`` writes them.
+    """Holds the keys in a directory: ``<tenant>.key``, 64 hex digits each.
+
+    So :func:`make_key` or ``openssl rand -hex 32`` writes them.
 
     An entry's name says by which key it is encrypted. One that names none of these is the default tenant's.
 

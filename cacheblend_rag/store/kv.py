@@ -1,4 +1,4 @@
-"""KV caches of chunks, the keys they are stored under, and the identity of the model that made them."""
+"""Defines KV caches of chunks, the keys they are stored under, and the identity of the model that made them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Take = Callable[[int], torch.Tensor]
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer, as the model caches them. What a store hands out lies in one block, keys, then values.
+    """Holds keys and values of one layer, as the model caches them. What a store hands out lies in one block, keys, then values.
 
     Attributes:
         k: ``[kv_heads, tokens, head_dim]``, after RoPE at the positions the entry was computed at. With MLA the rotary key that
@@ -68,7 +68,7 @@ def join_tokens(parts: Sequence[LayerKV]) -> LayerKV:
 
 
 class StoredKV(ABC):
-    """A readable KV entry, layer by layer; what :meth:`KVStore.get` returns.
+    """Reads a KV entry, layer by layer; :meth:`KVStore.get` returns one.
 
     Attributes:
         num_layers: Number of layers held.
@@ -118,7 +118,7 @@ class StoredKV(ABC):
 
 
 class ChunkKV(StoredKV):
-    """A whole KV entry in memory. Immutable by convention: one canonical copy, rotated once per use, never in place."""
+    """Holds a whole KV entry in memory. Immutable by convention: one canonical copy, rotated once per use, never in place."""
 
     def __init__(self, layers: Sequence[LayerKV], start: int, tier: str = "ram", static: torch.Tensor | None = None):
         """Hold ``layers`` (all with the same number of tokens), computed from position ``start`` on.
@@ -153,7 +153,7 @@ def read_whole(kv: StoredKV) -> ChunkKV | None:
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Identity of a model's numbers: architecture, weights and dtype.
+    """Identifies a model's numbers: architecture, weights and dtype.
 
     Two engines with equal fingerprints may share stored KV, whatever engine they are.
 

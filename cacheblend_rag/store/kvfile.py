@@ -1,4 +1,4 @@
-"""The format of one KV entry: a safetensors file, on a disk or elsewhere, whose every byte is checked before it is believed.
+"""Encodes and reads one KV entry: a safetensors file, on a disk or elsewhere, whose every byte is checked before it is believed.
 
 ``docs/store.md`` describes the format. Nothing here knows of budgets, locks or directories.
 """
@@ -43,7 +43,7 @@ _MAX_HEADER = 100_000_000  # what the safetensors library accepts; a flipped len
 
 
 class EncodedKV(NamedTuple):
-    """An entry ready to be written: named tensors in host memory, and the metadata that protects them."""
+    """Holds an entry ready to be written: named tensors in host memory, and the metadata that protects them."""
 
     tensors: dict[str, torch.Tensor]
     metadata: dict[str, str]
@@ -114,7 +114,7 @@ def parts_of(data: bytes) -> list[int]:
 
 
 class _Place(NamedTuple):
-    """A tensor in the file: what it is, and where it lies, in bytes from the file's beginning."""
+    """Describes a tensor in the file: what it is, and where it lies, in bytes from the file's beginning."""
 
     name: str
     dtype: str
@@ -124,7 +124,7 @@ class _Place(NamedTuple):
 
 
 class KVFile(StoredKV):
-    """A KV entry that is read from its source, one layer at a time, each into memory that the reader gives, and checked there."""
+    """Reads a KV entry from its source, one layer at a time, each into memory that the reader gives, and checks it there."""
 
     def __init__(
         self,

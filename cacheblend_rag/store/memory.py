@@ -1,4 +1,4 @@
-"""The RAM tier."""
+"""Keeps entries in RAM."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class PageLockedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes page-locked so far."""
+        """Return the bytes page-locked so far."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self, nbytes: int) -> torch.Tensor | None:

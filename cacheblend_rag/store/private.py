@@ -1,4 +1,4 @@
-"""Files and directories that are as private as what they lie in, and are never opened through a link.
+"""Makes files and directories as private as what they lie in, and never opens one through a link.
 
 A directory that the library makes is its user's alone (0700); what is made inside a directory has that directory's
 permissions, so one that a group was given is shared with that group.

@@ -63,7 +63,7 @@ def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterat
 
 
 class SealedSource:
-    """The bytes of an entry, read part by part from its encrypted ones; none is handed out that was not found genuine."""
+    """Reads the bytes of an entry part by part from its encrypted ones; none is handed out that was not found genuine."""
 
     def __init__(self, sealed: LayerSource, name: KVKey, keys: Keyring):
         """Read and check the first part.

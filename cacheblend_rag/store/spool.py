@@ -17,7 +17,7 @@ _LOCK_NAME = re.compile(r"[0-9a-f]{16}\.lock")  # whatever else stands in the di
 
 
 class Spool:
-    """A writer's own directory ``<root>/tmp/<token>``, beside a lock file that the writer holds while it lives.
+    """Is a writer's own directory ``<root>/tmp/<token>``, beside a lock file that the writer holds while it lives.
 
     The system frees the lock when the process dies, however it dies; process ids could be reused or of another host.
     Every method needs the store's lock, so that a spool is never seen between its creation and its locking.

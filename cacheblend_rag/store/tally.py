@@ -18,7 +18,7 @@ _LOCK_S = 5.0
 
 
 class StoreTally:
-    """Counters of each tier, added up over processes; each adds its own when it closes the store."""
+    """Adds up the counters of each tier over processes; each adds its own when it closes the store."""
 
     def __init__(self, directory: Path):
         """Keep them in ``directory``; touches nothing yet."""

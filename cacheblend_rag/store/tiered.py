@@ -88,12 +88,12 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
     @property
     def formats(self) -> tuple[EntryFormat, ...]:
-        """The formats of all tiers."""
+        """Return the formats of all tiers."""
         return tuple(each for tier in self.tiers for each in tier.formats)
 
     @property
     def unlisted(self) -> tuple[str, ...]:
-        """The tiers that cannot tell what they hold, by name; listings lack what they alone have."""
+        """Return the tiers that cannot tell what they hold, by name; listings lack what they alone have."""
         return tuple(tier.tier for tier in self.tiers if not isinstance(tier, Listing))
 
     def get(self, key: KVKey) -> StoredKV | None:

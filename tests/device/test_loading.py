@@ -173,7 +173,7 @@ def test_from_page_locked_ram_every_span_is_one_copy_without_thread_pin_or_host_
 
 
 @pytest.mark.parametrize("promotes", [True, False])
-def test_from_disk_kv_is_read_straight_into_pinned_memory(
+def test_from_disk_kv_is_read_straight_into_page_locked_memory(
     sim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promotes: bool
 ) -> None:
     transfer_to(torch.device(sim))

@@ -56,7 +56,7 @@ def test_copies_in_flight_do_not_mix(sim: str, transfer: Transfer, pin: bool) ->
         assert torch.equal(copy.parts[0].v.cpu(), kv.v)
 
 
-def test_what_lies_in_pinned_memory_is_copied_from_there_in_one_piece(sim: str, transfer: Transfer) -> None:
+def test_what_lies_in_page_locked_memory_is_copied_from_there_in_one_piece(sim: str, transfer: Transfer) -> None:
     layers = [pinned(sim, host_kv(factor)) for factor in (1, 2)]
     before = simulated.pins[0], simulated.SimulatedTensor.copies, simulated.SimulatedTensor.unpinned
     transfer.stage(Slot(), layers, 2 * TOKENS)

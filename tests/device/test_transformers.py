@@ -71,7 +71,7 @@ def test_kv_from_disk_is_copied_behind_the_computation_and_gives_the_same_answer
     assert got.usage == want.usage
 
 
-def test_each_chunk_leaves_the_device_in_one_late_copy_and_lies_in_pinned_memory(sim: str) -> None:
+def test_each_chunk_leaves_the_device_in_one_late_copy_and_lies_in_page_locked_memory(sim: str) -> None:
     scene = Scene()
     store = open_store(None, ram_budget=1 << 22)
     engine = engine_on(sim, "llama", scene, store=store)

@@ -1,4 +1,4 @@
-"""Pinned memory: blocks belong to whoever looks into them, and the RAM tier lives in them within its budget."""
+"""Page-locked memory: blocks belong to whoever looks into them, and the RAM tier lives in them within its budget."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_memory_that_cannot_be_pinned_ends_the_growth_and_nothing_else(
     assert memory.take(1) is None
 
 
-def test_entries_lie_in_pinned_memory_and_go_with_it(ram: MemoryStore) -> None:
+def test_entries_lie_in_page_locked_memory_and_go_with_it(ram: MemoryStore) -> None:
     for number in range(10):
         assert ram.put(key_of(number), kv_of(number))
         found = ram.get(key_of(number))
