@@ -105,6 +105,35 @@ def test_relative_and_absolute_imports_are_both_seen() -> None:
     ]
 
 
+NO_VERB = re.compile(
+    r"(What|Who|Whose|Whom|Which|How|Where|When|Why|Whether|Of|For|From|To|In|On|At|By|With|Behind|Between|Without|"
+    r"Every|Everything|All|Once|If|That)\b"
+)
+
+
+@pytest.mark.parametrize("folder", ["cacheblend_rag", "training", "benchmarks", "integrations"])
+def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
+    wrong = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        if "tests" not in file.relative_to(ROOT).parts:
+            wrong += [f"{file.relative_to(ROOT)}: {first}" for first in openings(file.read_text("utf-8"))]
+    assert wrong == []
+
+
+def openings(source: str) -> list[str]:
+    """Return the first lines of docstrings whose first word promises no verb."""
+    texts = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED))
+    return [text.splitlines()[0] for text in texts if text and NO_VERB.match(text)]
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def test_a_docstring_without_a_verb_is_seen() -> None:
+    source = '"""Of reading."""\nclass A:\n    """Reads."""\n    def b(self):\n        """What it is."""\n'
+    assert openings(source) == ["Of reading.", "What it is."]
+
+
 MODULES = modules()
 
 

@@ -59,7 +59,7 @@ RandomSeed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help
 
 @dataclass(frozen=True)
 class MaskingOptions:
-    """What is masked and retrieved for, and for how long."""
+    """Says what is masked, and for how many steps."""
 
     steps: Steps = None
     warm_steps: WarmSteps = None
@@ -75,7 +75,7 @@ class MaskingOptions:
 
 @dataclass(frozen=True)
 class PretrainOptions:
-    """How large model and steps of pre-training are."""
+    """Says how large the model and the steps of pre-training are."""
 
     candidates: Annotated[
         int | None,

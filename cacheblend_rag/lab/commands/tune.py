@@ -28,7 +28,7 @@ _SHOWN_TEXT = 90
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """What is tuned, on how much, and how it is judged."""
+    """Says what is tuned, on how much, and how it is judged."""
 
     loss: Annotated[
         Literal["marginal", "kl", "infonce"],
