@@ -117,7 +117,7 @@ class Trial:
         return self._run(self.ids, 0, cache)
 
     def after_prefix(self) -> MixedCache:
-        """The exact prefix's state and KV, and all stored KV in its place."""
+        """Return the exact prefix's state and KV, and all stored KV in its place."""
         cache = MixedCache(self.model.config, len(self.ids))
         cache.kv.append(self.prefix)
         self._run(self.ids[: self.prefix], 0, cache)

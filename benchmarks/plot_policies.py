@@ -34,7 +34,7 @@ ENGINES = {"transformers": "o", "vllm": "s"}
 
 
 def parts_of(name: str) -> tuple[str, float | None]:
-    """The policy and ratio of a method's name, as hkvd@0.15@2."""
+    """Return the policy and ratio of a method's name, as hkvd@0.15@2."""
     match = re.fullmatch(r"([a-z_+-]+)(?:@([\d.]+))?(?:@.*)?", name)
     assert match is not None, name
     return match[1], float(match[2]) if match[2] else None
@@ -66,7 +66,7 @@ LEFT, RIGHT, ABOVE, BELOW = (
 def point(
     axes: Any, x: float, found: dict[str, Any], policy: str, ratio: float | None, marker: str, bars: bool, side: Any
 ) -> None:
-    """One method: its colour says the policy, the number on one side the ratio; bars are the interval of its agreement."""
+    """Draw one method: its colour says the policy, the number the ratio; bars are the interval of its agreement."""
     share = 100 * found["agreement_with_full"]
     limits = found["intervals_95"]["agreement_with_full"] if bars else None
     low, high = limits or (share / 100, share / 100)
@@ -79,7 +79,7 @@ def point(
 
 
 def name_colours(axes: Any, policies: list[str]) -> None:
-    """A legend of policies, and of engines by marker."""
+    """Draw a legend of policies, and of engines by marker."""
     for policy in dict.fromkeys(policies):
         axes.plot([], [], "o", color=COLOURS[policy], label=NAMES.get(policy, policy))
     for engine, marker in ENGINES.items():

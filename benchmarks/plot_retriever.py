@@ -21,7 +21,7 @@ BARS = {
 
 
 def nearest_sentence(text: str, question: str) -> str:
-    """The sentence of a chunk that has most words of the question."""
+    """Return the sentence of a chunk that has most words of the question."""
     asked = set(re.findall(r"\w+", question))
     return max(re.split(r"(?<=\.) ", text), key=lambda sentence: len(asked & set(re.findall(r"\w+", sentence))))
 

@@ -15,7 +15,7 @@ from cacheblend_rag.lab.evaluation.summary import summarize  # not public: a tab
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The answers of one run; contexts of different runs are different groups."""
+    """Return the answers of one run; contexts of different runs are different groups."""
     _, *lines = file.read_text(encoding="utf-8").splitlines()
     return [{**row, "group": f"{file}:{row['group']}"} for row in map(json.loads, lines)]
 

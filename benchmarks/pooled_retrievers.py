@@ -22,7 +22,7 @@ ANSWERS = {"em": "answers, exact match"}
 
 
 def row(title: str, found: list[dict[str, float]]) -> str:
-    """A line of the table: means before and after, and the mean gain with its interval."""
+    """Return a line of the table: means before and after, and the mean gain with its interval."""
     before, after = ([100 * each[side] for each in found] for side in ("before", "after"))
     gains = [b - a for a, b in zip(before, after, strict=True)]
     half = stdev(gains) / len(gains) ** 0.5 * float(t.ppf(0.975, len(gains) - 1))

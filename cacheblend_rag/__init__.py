@@ -1,4 +1,4 @@
-"""CacheBlend RAG: reuse every chunk's KV cache at any position, recompute the few tokens that matter."""
+"""Reuses every chunk's KV cache at any position, and recomputes the few tokens that matter."""
 
 from __future__ import annotations
 

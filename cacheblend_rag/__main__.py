@@ -1,4 +1,4 @@
-"""`python -m cacheblend_rag` is `cacheblend`."""
+"""Runs `cacheblend` as `python -m cacheblend_rag`."""
 
 from cacheblend_rag.cli import main
 

@@ -1,4 +1,4 @@
-"""Try the two packages as their users will get them: the wheel, and the oldest and newest framework that they allow.
+"""Tries the two packages as their users get them: the wheel, with the oldest and newest framework that they allow.
 
     python integrations/release_check.py                       # both packages: wheel, imports, tests with both ends
     python integrations/release_check.py langchain-cacheblend --only lowest --pytest -k standard

@@ -1,4 +1,4 @@
-"""The engine that both packages' tests run on: transformers, vLLM or a server, by ``CACHEBLEND_TEST_ENGINE``."""
+"""Opens the engine that both packages' tests run on: transformers, vLLM or a server, by ``CACHEBLEND_TEST_ENGINE``."""
 
 from __future__ import annotations
 

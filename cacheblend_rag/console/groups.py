@@ -128,7 +128,7 @@ class BudgetOptions:
 
     @property
     def given(self) -> list[str]:
-        """The options that were given."""
+        """Return the options that were given."""
         return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
     def note(self, directory: Path) -> None:

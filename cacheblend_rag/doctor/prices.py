@@ -110,7 +110,7 @@ class PricedTier:
 
     @property
     def month(self) -> float:
-        """The price of a month, all in all."""
+        """Return the price of a month, all in all."""
         return self.keeping + self.reading + (self.computing or 0.0)
 
 

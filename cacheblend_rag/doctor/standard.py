@@ -70,7 +70,7 @@ class Standard:
 
     @property
     def most_kl(self) -> float:
-        """The mean KL, in nats, at which exp(-KL) is the agreement."""
+        """Return the mean KL, in nats, at which exp(-KL) is the agreement."""
         return -math.log(self.agreement)
 
     def bounds(self, results: Sequence[Result]) -> Bounds:

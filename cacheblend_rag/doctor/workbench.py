@@ -101,7 +101,7 @@ class Workbench:
 
     @property
     def model(self) -> Any:
-        """The transformers model itself, to run without this library; None in other engines."""
+        """Return the transformers model itself, to run without this library; None in other engines."""
         return self.engine.runner.model if isinstance(self.engine, TransformersEngine) else None
 
     def head(self, settings: Any, **more: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """The log-likelihood of the whole completion: log p(y | prompt)."""
+        """Return the log-likelihood of the whole completion: log p(y | prompt)."""
         return sum(self.token_logprobs)
 
 

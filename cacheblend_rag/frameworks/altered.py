@@ -67,7 +67,7 @@ class RetrievalReport:
 
     @property
     def summary(self) -> str:
-        """The numbers, in words; empty where nothing was retrieved."""
+        """Return the numbers, in words; empty where nothing was retrieved."""
         words = {"altered": "altered between retriever and model", "not_stored": "not stored yet"}
         counts = [(status, sum(fate.status == status for fate in self.fates)) for status in STATUSES]
         told = [f"{count} {words.get(status, status)}" for status, count in counts if count]

@@ -108,7 +108,7 @@ class CandidateTexts:
 
     @property
     def columns(self) -> tuple[Indices, Indices, Indices]:
-        """Their three arrays."""
+        """Return their three arrays."""
         return self.at, self.length, self.number
 
     def away_from(self, ranges: Sequence[Range]) -> CandidateTexts:

@@ -36,7 +36,7 @@ class Marginal:
 
     @property
     def best(self) -> str:
-        """The likeliest answer."""
+        """Return the likeliest answer."""
         return self.candidates[0][0]
 
     @property

@@ -56,7 +56,7 @@ class Source:
 
     @property
     def pages(self) -> str:
-        """The pages in words, as ``page 3`` or ``pages 3-4``; empty where the document has none."""
+        """Return the pages in words, as ``page 3`` or ``pages 3-4``; empty where the document has none."""
         if self.page is None:
             return ""
         word = "slide" if self.path.lower().endswith(".pptx") else "page"
@@ -77,7 +77,7 @@ class Retrieved:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The hits as they are shown to a user."""
+        """Return the hits as they are shown to a user."""
         return tuple(map(Source.of, self.hits))
 
 

@@ -109,7 +109,7 @@ class ChunkIndex:
 
     @property
     def generation(self) -> Hashable:
-        """A value that is another one after every change, by this process or by others."""
+        """Return a value that is another one after every change, by this process or by others."""
         return self._database.generation()
 
     def add(

@@ -59,7 +59,7 @@ class Served:
 
     @property
     def chunks(self) -> ServedChunks:
-        """Its chunks together with their KV."""
+        """Return its chunks together with their KV."""
         return ServedChunks(self.client, self.catalogue)
 
 
@@ -76,7 +76,7 @@ class ByTenant(Generic[T]):
 
     @property
     def current(self) -> T:
-        """The one of the tenant whose request this is.
+        """Return the one of the tenant whose request this is.
 
         Raises:
             LookupError: No request is being served.

@@ -59,7 +59,7 @@ class Exchange:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The chunks in the prompt as they are shown."""
+        """Return the chunks in the prompt as they are shown."""
         from cacheblend_rag.rag.results import Retrieved
 
         return Retrieved(self.hits, self.retrieve_s).sources
@@ -147,7 +147,7 @@ class Conversation:
 
     @property
     def current(self) -> Exchange | None:
-        """The exchange that is being answered."""
+        """Return the exchange that is being answered."""
         asked = self._current  # once: another thread may stop it
         return asked if asked is not None and asked.outcome == "answering" else None
 

@@ -71,7 +71,7 @@ class Workspace:
 
     @property
     def engine(self) -> BlendEngine:
-        """The model, once it is loaded."""
+        """Return the model, once it is loaded."""
         assert self._engine is not None
         return self._engine
 

@@ -134,7 +134,7 @@ class AnswerBuilder:
 
     @property
     def text(self) -> str:
-        """The text that is certain so far."""
+        """Return the text that is certain so far."""
         return self._stream.text
 
     def push(self, logits: torch.Tensor) -> str | None:

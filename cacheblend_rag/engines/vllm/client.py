@@ -112,7 +112,7 @@ class BlendClient:
 
     @property
     def entries(self) -> Entries:
-        """The tenant's entries of the model; with tensor parallelism every rank's shards."""
+        """Return the tenant's entries of the model; with tensor parallelism every rank's shards."""
         return self._entries.of(self.tenant)
 
     def of(self, tenant: Tenant) -> BlendClient:

@@ -139,7 +139,7 @@ class PagedSubject:
         return self._paged.logits(target.hidden)
 
     def decode(self, target: Any, tokens: Sequence[int]) -> torch.Tensor:
-        """Not needed here: the gate does not decode, and calibration runs on the transformers engine."""
+        """Refuse: the gate does not decode, and calibration runs on the transformers engine."""
         raise NotImplementedError("Calibrate with the transformers engine; its profile serves every engine.")
 
 

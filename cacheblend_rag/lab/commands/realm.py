@@ -213,7 +213,7 @@ def demo(
     ] = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """The whole of it with a small BERT on fictional worlds, in minutes: recall before and after, and a closed-book reader."""
+    """Run all of it with a small BERT on fictional worlds, in minutes: recall before and after, a closed-book reader."""
     from cacheblend_rag.lab.realm.demo import DemoSettings, run_demo
     from cacheblend_rag.lab.realm.presets import demonstration
 

@@ -159,7 +159,7 @@ def dialogue_example(dialogue: str, summary: str) -> str:
 
 
 def _contexts(row: Row, name: str) -> Sample:
-    """The layout of the data files of CacheBlend's authors, of DPR and of FiD: retrieved passages, each of them a chunk."""
+    """Read the layout of CacheBlend's authors, of DPR and of FiD: retrieved passages, each of them a chunk."""
     answers = row["answers"]
     if isinstance(answers, (list, tuple)):  # the authors' 2WikiMultihopQA nests them
         answers = tuple(one for answer in answers for one in _strings(answer, "an answer"))

@@ -71,7 +71,7 @@ class FictionQuestion:
 
     @property
     def found(self) -> tuple[str, ...]:
-        """The names in the answer behind which something about them is looked up, in order."""
+        """Return the names in the answer behind which something about them is looked up, in order."""
         return self.entities if self.kind == "comparison" else self.entities[1:]
 
     @property

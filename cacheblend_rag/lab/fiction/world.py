@@ -37,7 +37,7 @@ class FictionContext:
 
     @property
     def chunk_texts(self) -> list[str]:
-        """The chunks as text."""
+        """Return the chunks as text."""
         return ["".join(s.before * (i > 0) + s.text for i, s in enumerate(chunk)) for chunk in self.chunks]
 
 

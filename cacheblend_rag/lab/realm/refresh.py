@@ -50,7 +50,7 @@ class Refresher:
 
     @property
     def pid(self) -> int | None:
-        """The process's id."""
+        """Return the process's id."""
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A stuff-documents chain that hands the chunks over one by one."""
+"""Stuffs documents into a prompt by a chain that hands the chunks over one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat model."""
+"""Defines the chat model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents to chunks, and chunks to vectors, with what the engine and `cacheblend-rag` bring along."""
+"""Turns documents into chunks, and chunks into vectors, with what the engine and `cacheblend-rag` bring along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text model."""
+"""Defines the text model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LangChain's messages as `cacheblend_rag.chat_prompt` takes them."""
+"""Turns LangChain's messages into what `cacheblend_rag.chat_prompt` takes."""
 
 from __future__ import annotations
 

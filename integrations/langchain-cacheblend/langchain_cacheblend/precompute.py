@@ -1,4 +1,4 @@
-"""KV computed beforehand."""
+"""Computes KV beforehand."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class EngineFields(Serializable):
 
     @property
     def engine(self) -> BlendEngine:
-        """The engine that answers; opened now if it was named and is not open.
+        """Return the engine that answers; opened now if it was named and is not open.
 
         Raises:
             InputError, ModelError, ServerError, StoreError: As :func:`cacheblend_rag.frameworks.shared_engine`.
@@ -174,7 +174,7 @@ class EngineFields(Serializable):
 
     @property
     def lc_secrets(self) -> dict[str, str]:
-        """The field whose value ``dumps`` never writes, and the environment variable that ``loads`` takes it from."""
+        """Return the field that ``dumps`` never writes, and the environment variable that ``loads`` reads instead."""
         return {"api_key": _KEY_VARIABLE}
 
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:

@@ -1,4 +1,4 @@
-"""A retriever that lets the engine know what it found."""
+"""Wraps a retriever so that the engine knows what it found."""
 
 from __future__ import annotations
 

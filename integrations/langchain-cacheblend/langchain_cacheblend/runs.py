@@ -29,7 +29,7 @@ class RetrievalWatcher(BaseCallbackHandler):
 
     @property
     def ignore_chat_model(self) -> bool:
-        """The same of chat models."""
+        """Do the same for chat models."""
         return True
 
     def on_chain_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Structured output by guided decoding."""
+"""Gives structured output by guided decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls that were read off an answer, in LangChain's form."""
+"""Turns tool calls that were read off an answer into LangChain's form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vector store that keeps KV in step with its documents."""
+"""Wraps a vector store and keeps KV in step with its documents."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CacheBlendVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """The base's embeddings."""
+        """Return the base's embeddings."""
         return self.base.embeddings
 
     @classmethod

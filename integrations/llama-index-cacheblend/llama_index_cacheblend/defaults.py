@@ -1,4 +1,4 @@
-"""`use_engine`: LlamaIndex's global settings, all at once."""
+"""Sets LlamaIndex's global settings all at once: `use_engine`."""
 
 from __future__ import annotations
 

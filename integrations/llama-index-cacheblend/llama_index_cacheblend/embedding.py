@@ -1,4 +1,4 @@
-"""`BundledEmbedding`: the retrieval model that comes with cacheblend-rag, for LlamaIndex. No download, no account."""
+"""Embeds by the retrieval model that comes with cacheblend-rag: `BundledEmbedding`. No download, no account."""
 
 from __future__ import annotations
 

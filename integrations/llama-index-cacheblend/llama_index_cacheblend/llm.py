@@ -1,4 +1,4 @@
-"""`CacheBlendLLM`: a LlamaIndex LLM over a `BlendEngine`."""
+"""Defines `CacheBlendLLM`: a LlamaIndex LLM over a `BlendEngine`."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class CacheBlendLLM(FunctionCallingLLM):
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """The model's tokenizer as LlamaIndex wants one: text to token ids, no special tokens added. Thread-safe."""
+        """Return the model's tokenizer as LlamaIndex wants one: text to token ids, none special. Thread-safe."""
         return encoder_for(self.engine.tokenizer).document
 
     def holding(self, chunks: Sequence[Chunk], record: list[dict[str, Any]] | None = None) -> Self:

@@ -1,4 +1,4 @@
-"""LlamaIndex messages as the chats that `cacheblend_rag.chat_prompt` reads."""
+"""Turns LlamaIndex messages into the chats that `cacheblend_rag.chat_prompt` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LlamaIndex nodes as chunks: what the LLM will see of a node is what is computed, stored and found again."""
+"""Turns nodes into chunks: what the LLM will see of a node is what is computed, stored and found again."""
 
 from __future__ import annotations
 

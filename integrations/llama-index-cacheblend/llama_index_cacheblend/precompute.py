@@ -1,4 +1,4 @@
-"""`CacheBlendPrecompute`: the KV of nodes computed in an `IngestionPipeline`."""
+"""Computes the KV of nodes in an `IngestionPipeline`: `CacheBlendPrecompute`."""
 
 from __future__ import annotations
 

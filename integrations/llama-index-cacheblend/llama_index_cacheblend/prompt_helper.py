@@ -1,4 +1,4 @@
-"""`ChunkPreservingPromptHelper`: packs prompts to the context window without cutting through chunks."""
+"""Packs prompts to the context window without cutting through chunks: `ChunkPreservingPromptHelper`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CacheBlendQueryEngine` and `CacheBlendChatEngine`: everything joined, from documents or from an index you have."""
+"""Joins everything, from documents or an index: `CacheBlendQueryEngine` and `CacheBlendChatEngine`."""
 
 from __future__ import annotations
 

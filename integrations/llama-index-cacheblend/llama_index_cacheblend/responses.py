@@ -96,7 +96,7 @@ class UsageHandler(BaseEventHandler):
 
     @property
     def calls(self) -> list[Call]:
-        """The calls that have finished, in the order they did."""
+        """Return the calls that have finished, in the order they did."""
         return self._calls
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Retrieval that makes chunks known to the engine: around a retriever, or as the last node postprocessor."""
+"""Makes retrieved chunks known to the engine: around a retriever, or as the last node postprocessor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CacheBlendRetriever(BaseRetriever):
 
     @property
     def base(self) -> BaseRetriever:
-        """The retriever that does the work."""
+        """Return the retriever that does the work."""
         return self._base
 
     def _get_prompt_modules(self) -> PromptMixinType:

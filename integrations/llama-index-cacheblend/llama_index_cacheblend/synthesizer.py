@@ -1,4 +1,4 @@
-"""`CacheBlendSynthesizer`: LlamaIndex's response synthesizers, told exactly which chunks their prompts hold."""
+"""Tells LlamaIndex's response synthesizers exactly which chunks their prompts hold: `CacheBlendSynthesizer`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class CacheBlendSynthesizer(BaseSynthesizer):
 
     @property
     def engine(self) -> BlendEngine:
-        """The model."""
+        """Return the model."""
         return self._own.engine
 
     def _get_prompts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prompt templates that begin as chunks were computed: what stands before the first chunk is the engine's default header."""
+"""Begins prompts as chunks were computed: what stands before the first chunk is the engine's default header."""
 
 from __future__ import annotations
 

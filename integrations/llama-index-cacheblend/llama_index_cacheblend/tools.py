@@ -1,4 +1,4 @@
-"""Tool calls in LlamaIndex's form: which ones a chat must make, and which ones an answer makes."""
+"""Handles tool calls in LlamaIndex's form: which ones a chat must make, and which ones an answer makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vector store that keeps KV in step with its nodes: what is deleted or replaced is deleted from the KV store, too."""
+"""Wraps a vector store: what is deleted or replaced in it is deleted from the KV store, too."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
 
     @property
     def client(self) -> Any:
-        """The base's client."""
+        """Return the base's client."""
         return self.base.client
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Retrieval, overheard: an unchanged `index.as_query_engine()` tells the engine which chunks a prompt may hold.
+"""Overhears retrieval: an unchanged `index.as_query_engine()` tells the engine which chunks a prompt may hold.
 
 A node registered in an earlier process is not known in this one, and LlamaIndex hands the LLM nothing but text. Its
 instrumentation, however, reports every retrieval. The watcher notes the texts; the LLM registers them before its next prompt, in
@@ -100,7 +100,7 @@ class SpanWatcher(BaseSpanHandler[BaseSpan]):
         RETRIEVALS.end(id_)
 
     def span_drop(self, id_: str, *args: Any, **kwargs: Any) -> None:
-        """The same, by an error."""
+        """Do the same when it ends by an error."""
         RETRIEVALS.end(id_)
 
     def new_span(self, *args: Any, **kwargs: Any) -> None:

@@ -68,7 +68,7 @@ class FigureContext:
 
     @property
     def blend(self) -> ResolvedSettings:
-        """The run's blend, nothing left open."""
+        """Return the run's blend, nothing left open."""
         return self.engine.profile.resolve(self.settings.blend, self.engine.num_layers)
 
     def evaluate(self, methods: Sequence[str], say: Say, **changes: Any) -> EvalResult:
@@ -94,12 +94,12 @@ class FigureContext:
 
     @property
     def workbench(self) -> Workbench:
-        """The engine as sweeps over random tokens use it."""
+        """Return the engine as sweeps over random tokens use it."""
         return Workbench.of(self.engine)
 
     @property
     def main(self) -> EvalResult | None:
-        """The evaluation of the run's own settings, for tables and the worst disagreements; None if no figure needed it."""
+        """Return the evaluation of the run's own settings; None if no figure needed it."""
         return next((r for (_, changed), r in self._results.items() if not changed and "blend" in r.labels), None)
 
     @cached_property
@@ -110,7 +110,7 @@ class FigureContext:
 
     @cached_property
     def inspectors(self) -> list[PromptInspector]:
-        """A few prompts of the data set to look into, those whose question needs two chunks first."""
+        """Return a few prompts of the data set to look into, those whose question needs two chunks first."""
         how = self.settings.preparation
         data = load_data_set(
             self.settings.dataset,
