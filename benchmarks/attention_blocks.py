@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheblend_rag.doctor.measure import median
 from cacheblend_rag.engines.transformers.attention import Queries
 
 DIM, CHUNK, QUESTION = 64, 512, 32

@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import transformers as hf
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from cacheblend_rag.doctor.measure import median
 from cacheblend_rag.engines.transformers.attention import scattered
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.loading import usable_attention

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from statistics import median
 
 import psutil
 import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.doctor.measure import PeakMemory, median, take_turns
+from cacheblend_rag.doctor.measure import PeakMemory, take_turns
 from cacheblend_rag.doctor.workbench import BenchModel, EngineName, Workbench, name_methods
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.prompts.prompt import TokenizedPrompt

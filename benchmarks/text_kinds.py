@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cacheblend_rag import TransformersEngine
-from cacheblend_rag.blending.auto import AutoRatio, TextRange, left_out  # not public: a table of our own results
+from cacheblend_rag.blending.text_ratio import TextRange, TextRatio, left_out  # not public: a table of our own results
 from cacheblend_rag.lab.datasets import load_data_set
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--ratio", type=float, default=0.05)
     options = parser.parse_args()
-    rule: AutoRatio | None = None
+    rule: TextRatio | None = None
     print("| data | prompts | left out: mean | spread | least | most | ratio by auto |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     with TransformersEngine(options.model, rank="now") as engine:
@@ -49,7 +49,7 @@ def main() -> None:
             found = static_deviations(engine, name, options.data, options.limit)
             shares = np.array([left_out(static, options.ratio) for static in found])
             text = TextRange(float(shares.mean()), float(shares.std()))
-            rule = rule or AutoRatio(options.ratio, text.most_left_out)
+            rule = rule or TextRatio(options.ratio, text.most_left_out)
             ratios = [rule.choose(static) for static in found]
             figures = (text.left_out, text.spread, shares.min(), shares.max())
             shown = " | ".join(f"{value:.3f}" for value in figures)

@@ -13,13 +13,13 @@ from itertools import chain, product
 from math import prod
 from typing import Any, Self
 
-from cacheblend_rag.blending.auto import AutoRatio, raised
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, joined_static
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.text_ratio import TextRatio, raised
 
 SPENT = 0.05
 """How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""
@@ -31,7 +31,7 @@ _MOST_CHOICES = 256
 
 @dataclass(frozen=True)
 class Located:
-    """One stored span of a prompt, and where its KV is now.
+    """Says where the KV of one stored span of a prompt is now.
 
     Attributes:
         tokens: How many tokens it has.
@@ -48,7 +48,7 @@ class Located:
 
 @dataclass(frozen=True)
 class Load:
-    """A prompt as the controller sees it.
+    """Describes a prompt as the controller sees it.
 
     Attributes:
         spans: What is stored, in the prompt's order.
@@ -74,13 +74,13 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt that have no KV yet."""
+        """Return how many tokens of the prompt have no KV yet."""
         header = 0 if self.header is None else self.header.tokens
         return self.forced + header + sum(span.tokens for span in self.spans)
 
     @property
     def context(self) -> int:
-        """Length of the prompt."""
+        """Return the length of the prompt."""
         return self.before + self.tokens
 
 
@@ -133,9 +133,9 @@ class Terms:
             return cls(costs, dense)
         return cls(costs, dense, profile.dense_share(first.without_static, num_layers, settings.check_layers))
 
-    def wants_static(self, ratio: float | AutoRatio) -> bool:
+    def wants_static(self, ratio: float | TextRatio) -> bool:
         """Say whether :func:`control` asks for the chunks' static deviations."""
-        return self.dense_unranked is not None or isinstance(ratio, AutoRatio)
+        return self.dense_unranked is not None or isinstance(ratio, TextRatio)
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :meth:`from_params` reads."""
@@ -214,7 +214,7 @@ def decide(load: Load, costs: Costs) -> Decision:
     return Decision(best.used, ratio, best.seconds(ratio), best.load_s, best.compute_s(ratio), prefill)
 
 
-def control(plan: BlendPlan, terms: Terms, ratio: float | AutoRatio, waits_s: float = 0.0) -> Choice:
+def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: float = 0.0) -> Choice:
     """Return what to use of ``plan`` to be soonest, and the lowest ratio to blend it by.
 
     Args:
@@ -228,7 +228,7 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | AutoRatio, waits_s: fl
     static = {span.start: span.static_deviation() for span in wanted}
 
     def least(used: Sequence[bool]) -> float:
-        if not isinstance(ratio, AutoRatio):
+        if not isinstance(ratio, TextRatio):
             return ratio
         kept = [static[s.start] for s, use in zip(spans, used, strict=True) if use and s.start in static]
         # Where a chunk has none, the blend cannot tell either.
@@ -295,7 +295,7 @@ def blend_times(load: Load, costs: Costs, tier: str) -> BlendTimes:
 
 
 class _Arm:
-    """Using the stored KV of some spans, and computing the others."""
+    """Reckons with the use of some spans' stored KV, and the computing of the others."""
 
     def __init__(self, load: Load, costs: Costs, used: tuple[bool, ...]):
         self._load, self._costs, self.used = load, costs, used
@@ -317,7 +317,7 @@ class _Arm:
         return sum(self._passes_s(ratio))
 
     def seconds(self, ratio: float) -> float:
-        """Layer by layer, loading and computing overlap but for the first layer's load or the last one's computation."""
+        """Return the time to first token: all overlaps but the first layer's loading or the last one's computation."""
         dense, sparse = self._passes_s(ratio)
         if not any(self.used):
             return sparse + min(sparse, self._load.waits_s)

@@ -8,7 +8,7 @@ import torch
 
 
 class Fetch:
-    """A copy of ``values`` on its way to host memory."""
+    """Brings a copy of ``values`` to host memory."""
 
     def __init__(self, values: torch.Tensor):
         """Start to copy ``values``, behind what is queued on the device already."""

@@ -21,7 +21,6 @@ from typing import Literal, Protocol
 
 import torch
 
-from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.fetch import Fetch, sent
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
@@ -31,13 +30,14 @@ from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.target import BlendTarget
+from cacheblend_rag.blending.text_ratio import TextRatio
 from cacheblend_rag.blending.trace import LayerTrace
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
 
 
 class OtherRankError(Exception):
-    """Another tensor-parallel rank could not go on, so that none does."""
+    """Says that another tensor-parallel rank could not go on, so that none does."""
 
     def __init__(self) -> None:
         """Say so."""
@@ -45,7 +45,7 @@ class OtherRankError(Exception):
 
 
 class Awaited(Protocol):
-    """Stored KV that other machines and devices are to deliver."""
+    """Stands for stored KV that other machines and devices are to deliver."""
 
     @property
     def ready(self) -> bool:
@@ -135,11 +135,11 @@ class _Fusor:
     def __init__(self, plan: BlendPlan, target: BlendTarget, options: FuseOptions):
         self._plan, self._began = plan, time.perf_counter()
         policy, ratio, trace = options.policy, options.ratio, options.trace
-        wants_static = policy.needs_static or isinstance(ratio, AutoRatio)
+        wants_static = policy.needs_static or isinstance(ratio, TextRatio)
         self._candidates = _candidates(plan, plan.static_deviation() if wants_static else None)
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
         self._unranked = wants_static and not target.agree(self._candidates.static is not None)
-        if isinstance(ratio, AutoRatio):
+        if isinstance(ratio, TextRatio):
             static = None if self._unranked else self._candidates.static
             ratio = ratio.least if static is None else ratio.choose(static)
         if self._unranked and policy.needs_static:
@@ -219,7 +219,7 @@ class _Fusor:
             self._keep = self._select(self._candidates, self._count)
 
     def check(self, layer: int, width: float) -> Segments:
-        """Dense pass of what is kept so far up to ``layer``; keep ``width`` times the ratio, of the highest KV deviation."""
+        """Run a dense pass of what is kept so far up to ``layer``; keep ``width`` times the ratio of it, as the policy says."""
         running = self._candidates.at(self._keep)
         between = self._forced[self._forced < self._candidates.positions[-1]]
         positions = _merge(running.positions, between)
@@ -242,7 +242,7 @@ class _Fusor:
         self._keep[kept] = True
 
     def recompute(self) -> Segments:
-        """Sparse pass of the chosen tokens and the forced set through all layers."""
+        """Run a sparse pass of the chosen tokens and the forced set through all layers."""
         positions = _merge(self._recomputed, self._forced)
         yield from self._run(
             "sparse", positions, 1.0, lambda part: self._target.forward(part, self._placer.before_layer)

@@ -50,7 +50,7 @@ class GateSubject(Protocol):
 
     @property
     def window(self) -> int | None:
-        """Tokens in the smallest sliding window of a layer; None without any."""
+        """Return the tokens in the smallest sliding window of a layer; None without any."""
 
     def fits(self, tokens: int) -> bool:
         """Return whether there is room for a prompt of ``tokens``."""
@@ -73,7 +73,7 @@ class GateSubject(Protocol):
 
 @dataclass(frozen=True)
 class GateReport:
-    """The gate's findings.
+    """Holds the gate's findings.
 
     Attributes:
         passed: Whether the model may be blended.
@@ -166,12 +166,12 @@ class _Prompt:
     def alone(self) -> list[ChunkKV]:
         """Return each chunk's KV, computed by itself."""
         whole = [self._subject.full_prefill(self.ids[s : s + self._chunk])[1] for s in self._starts]
-        return [_cut(kv, 0, self._chunk, 0) for kv in whole]
+        return [cut(kv, 0, self._chunk) for kv in whole]
 
     def in_context(self) -> tuple[torch.Tensor, list[ChunkKV]]:
         """Return the logits of the full prefill at other positions, and each chunk's KV from there."""
         logits, shifted = self._subject.full_prefill(self.ids, offset=37)
-        return logits, [_cut(shifted, s, s + self._chunk, 37) for s in self._starts]
+        return logits, [cut(shifted, s, s + self._chunk, 37) for s in self._starts]
 
     def blend(self, kvs: Sequence[ChunkKV], name: str, ratio: float) -> torch.Tensor:
         """Return the logits of a blend of ``kvs``."""
@@ -219,6 +219,6 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).abs().max() / want.float().std())
 
 
-def _cut(kv: ChunkKV, start: int, end: int, offset: int) -> ChunkKV:
-    # In host memory, as a store hands it out.
+def cut(kv: ChunkKV, start: int, end: int | None = None, offset: int = 0) -> ChunkKV:
+    """Return tokens of a prefill that was shifted by ``offset``, in host memory, as a store hands them out."""
     return ChunkKV([type(x)(x.k[:, start:end].cpu(), x.v[:, start:end].cpu()) for x in kv.layers], start + offset)

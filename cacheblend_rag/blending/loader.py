@@ -20,7 +20,7 @@ from cacheblend_rag.store.kv import LayerKV
 
 @dataclass(frozen=True)
 class PlacedLayer:
-    """One layer's stored KV for a set of spans, on the compute device, and what moves it to the prompt's positions.
+    """Holds one layer's stored KV for a set of spans, on the compute device, and what moves it to the prompt's positions.
 
     Attributes:
         kv: ``[kv_heads, tokens, head_dim]``, the spans one after another, keys as they were stored.
@@ -58,7 +58,7 @@ class LayerLoader:
         whole: bool = False,
         most_wait_s: float | None = None,
     ):
-        """Start reading at once; see :func:`~cacheblend_rag.blending.fusor.fuse_stepwise` for the last two."""
+        """Start reading at once; see :class:`~cacheblend_rag.blending.options.FuseOptions` for the last two."""
         self._exact, self._all = tuple(exact), (*exact, *stale)
         self._rope, self._stale_from_layer = rope, stale_from_layer
         self._reads = reads_of(self._spans, num_layers, device, trace, whole)

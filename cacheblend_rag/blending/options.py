@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.policies.base import SelectionPolicy
+from cacheblend_rag.blending.text_ratio import TextRatio
 from cacheblend_rag.blending.trace import Trace
 
 
@@ -20,6 +20,11 @@ class BlendSchedule:
 
     check_layers: tuple[int, ...] = (1,)
     widths: tuple[float, ...] = (1.0,)
+
+    def dense_share(self, ratio: float, num_layers: int) -> float:
+        """Return what the dense passes of a blend compute, as a share of its stale tokens through all layers."""
+        sizes = [1.0, *(min(1.0, ratio * width) for width in self.widths[:-1])]
+        return sum(size * layer / num_layers for size, layer in zip(sizes, self.check_layers, strict=True))
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class FuseOptions:
     """
 
     policy: SelectionPolicy
-    ratio: float | AutoRatio
+    ratio: float | TextRatio
     schedule: BlendSchedule = BlendSchedule()
     trace: Trace | None = None
     most_wait_s: float | None = None

@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
-from cacheblend_rag.blending.auto import ratio_to_json
 from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.text_ratio import ratio_to_json
 
 
 @dataclass(frozen=True)

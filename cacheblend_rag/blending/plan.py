@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredSpan:
-    """Stored KV for the prompt positions ``start`` (inclusive) to ``end`` (exclusive); no chunk means the header.
+    """Holds stored KV for the prompt positions ``start`` (inclusive) to ``end`` (exclusive); no chunk means the header.
 
     The entry's tokens before ``skip`` and behind ``skip + end - start`` are not wanted.
     """
@@ -80,7 +80,7 @@ class BlendPlan:
 
     @property
     def exact_tokens(self) -> int:
-        """Length of the exact prefix, with what is there already."""
+        """Return the length of the exact prefix, with what is there already."""
         return self.exact[-1].end if self.exact else self.start
 
     def within(self, start: int, end: int) -> BlendPlan:
@@ -116,7 +116,7 @@ class BlendPlan:
 
     @property
     def stored_tokens(self) -> int:
-        """Number of tokens whose stored KV is used."""
+        """Return the number of tokens whose stored KV is used."""
         return sum(span.end - span.start for span in (*self.exact, *self.stale))
 
     @property

@@ -14,10 +14,10 @@ from typing import Any
 
 from platformdirs import user_data_path
 
-from cacheblend_rag.blending.auto import AutoRatio, TextRange
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Reuse
+from cacheblend_rag.blending.text_ratio import TextRange, TextRatio
 from cacheblend_rag.errors import InputError
 
 _FILE = "cacheblend.json"
@@ -88,11 +88,11 @@ class ModelProfile:
         """Return what the fusor is told of a blend by resolved ``settings``."""
         return FuseOptions(policy(settings.policy), self.ratio_of(settings), self.schedule(settings.check_layers))
 
-    def ratio_of(self, settings: ResolvedSettings) -> float | AutoRatio:
+    def ratio_of(self, settings: ResolvedSettings) -> float | TextRatio:
         """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known."""
         if settings.ratio != "auto":
             return settings.ratio
-        return self.ratio if self.text is None else AutoRatio(self.ratio, self.text.most_left_out)
+        return self.ratio if self.text is None else TextRatio(self.ratio, self.text.most_left_out)
 
     def dense_share(self, name: str, num_layers: int, check_layers: tuple[int, ...] | None = None) -> float:
         """Return the share of the layers that a dense pass of the policy ``name`` goes through; 0 for a policy without one."""

@@ -31,7 +31,7 @@ _DEVICE_THREADS = 4
 
 
 class UnusableSpanError(Exception):
-    """Stored KV failed its checks, could not be read, or came too late, while it was being loaded.
+    """Says that stored KV failed its checks, could not be read, or came too late, while it was being loaded.
 
     Attributes:
         spans: For which positions; none if another tensor-parallel rank holds it.
@@ -56,16 +56,16 @@ class UnusableSpanError(Exception):
 
     @property
     def entries(self) -> frozenset[tuple[int, ...]]:
-        """Token ids of each entry, ``()`` for the header's."""
+        """Return the token ids of each entry, ``()`` for the header's."""
         return frozenset(() if span.chunk is None else span.chunk.token_ids for span in self.spans)
 
 
 class NotYetError(Exception):
-    """A layer has not been read in the time there was."""
+    """Says that a layer has not been read in the time there was."""
 
 
 class Reads(Protocol):
-    """The layers of some spans, read ahead in ascending order.
+    """Reads the layers of some spans ahead, in ascending order.
 
     Attributes:
         meter: What the reads took so far.

@@ -25,12 +25,12 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, tor
 
 
 class NotRotaryError(Exception):
-    """The model's keys do not move between positions by any known rotation."""
+    """Says that the model's keys do not move between positions by any known rotation."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Delta rotation of one RoPE table from source to target positions: fp32 cos and sin, each ``[tokens, rotated_dims / 2]``."""
+    """Turns keys by one RoPE table from source to target positions: fp32 cos and sin, each ``[tokens, rotated_dims / 2]``."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -46,7 +46,7 @@ class Move:
 
 
 class Rope:
-    """The rotations of a whole model: a table and a layout for each layer."""
+    """Holds the rotations of a whole model: a table and a layout for each layer."""
 
     def __init__(self, tables: Sequence[CosSin], table_of_layer: Sequence[int], layout_of_layer: Sequence[Layout]):
         """Give the distinct tables, and for each layer which table and which layout it uses."""

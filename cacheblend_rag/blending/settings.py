@@ -23,7 +23,9 @@ class BlendSettings:
 
     Attributes:
         ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1; or
-            ``"auto"``: the profile's, and more for text unlike that of its calibration (:mod:`cacheblend_rag.blending.auto`).
+            ``"auto"``: at least what the text needs, the profile's and more for text unlike that of its calibration
+            (:mod:`cacheblend_rag.blending.text_ratio`); and, where the costs of loading were measured, as much more as costs no
+            time (:mod:`cacheblend_rag.blending.controller`).
         policy: A token-selection policy: its name, ours or an installed package's (:mod:`cacheblend_rag.blending.policies`); or,
             where the model runs in this process, a :class:`~cacheblend_rag.blending.policies.base.SelectionPolicy`.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
@@ -80,7 +82,7 @@ class BlendSettings:
 
 @dataclass(frozen=True)
 class ResolvedSettings(BlendSettings):
-    """Blend options with nothing left open; :meth:`ModelProfile.resolve` makes them."""
+    """Holds blend options with nothing left open; :meth:`ModelProfile.resolve` makes them."""
 
     ratio: Ratio
     policy: str | SelectionPolicy

@@ -20,7 +20,7 @@ class StopForward(Exception):  # noqa: N818  (a signal, not an error)
 
 
 class BlendTarget(Protocol):
-    """The running model, as the fusor drives it; the only thing an engine supplies for blending.
+    """Lets the fusor drive the running model; the only thing an engine supplies for blending.
 
     Positions that the fusor gives are in host memory; those of :meth:`place` are on the device, with the KV.
 
@@ -68,7 +68,7 @@ class BlendTarget(Protocol):
 
 
 class Watch(Protocol):
-    """Tokens that are run while their attention is watched. What this writes at their positions is computed again later."""
+    """Runs tokens while their attention is watched. What this writes at their positions is computed again later."""
 
     def run(self, positions: torch.Tensor) -> None:
         """Run the tokens at ascending ``positions``; every later call's lie behind them. May raise InputError as above."""

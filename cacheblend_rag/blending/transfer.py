@@ -28,7 +28,7 @@ Arrival = Callable[[], list[LayerKV]]
 
 @dataclass
 class Slot:
-    """Device memory for one layer of all spans, used again for a later layer.
+    """Holds device memory for one layer of all spans, used again for a later layer.
 
     Attributes:
         memory: ``[elements]``; None until the first layer comes.
@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass
 class Staged:
-    """A layer's spans on their way to a :class:`Slot`.
+    """Stands for a layer's spans on their way to a :class:`Slot`.
 
     Attributes:
         slot: Where they go.

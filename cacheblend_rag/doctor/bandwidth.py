@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import torch
 
-from cacheblend_rag.doctor.measure import drop_page_cache, median
+from cacheblend_rag.doctor.measure import drop_page_cache
 
 _BLOCK = 256 << 20
 _REPEAT = 3

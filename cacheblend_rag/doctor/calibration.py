@@ -23,15 +23,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cacheblend_rag.blending.auto import TextRange, left_out
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.options import BlendSchedule
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.text_ratio import TextRange, left_out
 from cacheblend_rag.doctor.candidates import RATIOS, LayerFinding, examine_layers, in_words, list_candidates
 from cacheblend_rag.doctor.compared import Planner, PromptMeasurement
-from cacheblend_rag.doctor.search import LOOK, Prompts, Search, Trial, bounds_of
+from cacheblend_rag.doctor.search import LOOK, Prompts, Search, Trial
 from cacheblend_rag.doctor.standard import Bounds, Standard
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError
@@ -44,7 +44,7 @@ Verdict = Literal["shown", "not shown", "do not blend"]
 
 @dataclass(frozen=True)
 class CalibrationPrompt:
-    """A RAG prompt and, if it is not to be answered, the token ids that follow it."""
+    """Holds a RAG prompt and, if it is not to be answered, the token ids that follow it."""
 
     prompt: TokenizedPrompt
     continuation: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class CalibrationPrompt:
 
 @dataclass(frozen=True)
 class MeasuredCandidate:
-    """One candidate's figures.
+    """Holds one candidate's figures.
 
     Attributes:
         policy: Its policy.
@@ -228,7 +228,7 @@ def _measured(trial: Trial, standard: Standard) -> MeasuredCandidate:
         candidate.schedule.check_layers if checks else (),
         candidate.schedule.widths if checks else (),
         trial.compute,
-        bounds_of(trial, standard),
+        standard.bounds(trial.fair_results),
         trial.kl,
         len(trial.results),
         not trial.left,

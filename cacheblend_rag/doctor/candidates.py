@@ -26,7 +26,7 @@ _ABOVE_ROUNDING: Final = 100.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to blend. A ratio of 0 is full KV reuse."""
+    """Names a way to blend. A ratio of 0 is full KV reuse."""
 
     policy: str
     ratio: float
@@ -121,10 +121,7 @@ def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced
     if chosen.needs_attention:
         total += forced
     if chosen.needs_deviation:
-        size, schedule = stale, candidate.schedule
-        for layer, width in zip(schedule.check_layers, schedule.widths, strict=True):
-            total += size * layer / num_layers
-            size = min(size, stale * candidate.ratio * width)
+        total += stale * candidate.schedule.dense_share(candidate.ratio, num_layers)
     return total
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from cacheblend_rag.blending.fusor import fuse, kv_deviation
-from cacheblend_rag.blending.gate import GateSubject
+from cacheblend_rag.blending.gate import GateSubject, cut
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
@@ -32,7 +32,7 @@ Planner = Callable[[TokenizedPrompt], BlendPlan]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One blend of one prompt against full recompute.
+    """Compares one blend of one prompt with full recompute.
 
     Attributes:
         agrees: For each token of the answer, whether both hold the same token likeliest.
@@ -47,7 +47,7 @@ class Comparison:
 
 
 class PromptMeasurement:
-    """One prompt: its answer by full recompute, and how near blends come to it, teacher-forced on that answer.
+    """Measures one prompt: its answer by full recompute, and how near blends come to it, teacher-forced on that answer.
 
     Attributes:
         usable: Whether the prompt has tokens with stale KV at all; the rest is there only if so.
@@ -110,7 +110,7 @@ class PromptMeasurement:
         header = self._header
         for ids in {tuple(span.chunk.token_ids) for span in self.prompt.spans} | ({()} if header else set()):
             _, kv = self._subject.full_prefill([*header, *ids])
-            alone[ids] = _from(kv, len(header) if ids else 0)
+            alone[ids] = cut(kv, len(header) if ids else 0)
             if ids and probe:
                 alone[ids] = self._ranked(alone[ids], [*header, *probe], ids)
         return make_plan(self.prompt, header, lambda ids: alone[tuple(ids)])
@@ -159,23 +159,23 @@ class PromptMeasurement:
 
     @cached_property
     def relative_deviation(self) -> torch.Tensor:
-        """KV deviation over the mean square of the KV of its layer, ``[layers, candidates]``: a token's share of its own size."""
+        """Return the KV deviation over the mean square of its layer's KV, ``[layers, candidates]``."""
         return self._deviations[0] / self._deviations[1][:, None].clamp_min(1e-30)
 
     @cached_property
     def deviation(self) -> torch.Tensor:
-        """KV deviation of every token at every layer, ``[layers, candidates]``."""
+        """Return the KV deviation of every token at every layer, ``[layers, candidates]``."""
         return self._deviations[0]
 
     @cached_property
     def oracle(self) -> torch.Tensor:
-        """``[candidates]``, the deviation of all layers, each over its mean."""
+        """Return ``[candidates]``, the deviation of all layers, each over its mean."""
         later = self.deviation[1:]
         return (later / later.mean(1, keepdim=True).clamp_min(1e-30)).sum(0)
 
     @cached_property
     def _deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stored KV at its place against the full prefill's; and the mean square ``[layers]`` of a token's KV there."""
+        """Return how far stored KV at its place is from the full prefill's, and the mean square ``[layers]`` of a token's."""
         plan = self._plan
         _, full = self._subject.full_prefill(self.prompt.token_ids)
         device = full.layers[0].k.device
@@ -202,8 +202,3 @@ class Scored(SelectionPolicy):
     def score(self, candidates: Candidates) -> torch.Tensor:
         """Return the scores."""
         return self._scores.to(candidates.positions.device)
-
-
-def _from(kv: ChunkKV, start: int) -> ChunkKV:
-    # In host memory, as a store hands it out.
-    return ChunkKV([LayerKV(k[:, start:].cpu(), v[:, start:].cpu()) for k, v in kv.layers], start)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,6 @@ from scipy.optimize import nnls
 
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.settings import FULL_REUSE, BlendSettings
-from cacheblend_rag.doctor.measure import median
 from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -19,7 +20,6 @@ from cacheblend_rag.doctor.bandwidth import (
     measure_ram_copy,
 )
 from cacheblend_rag.doctor.compute import measure_compute
-from cacheblend_rag.doctor.measure import median
 from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import StoreUnavailableError

@@ -36,7 +36,7 @@ class RotationGroup:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Computed, not measured: what a prompt of 6 chunks of 512 tokens and a question would cost.
+    """Says what a prompt of 6 chunks of 512 tokens and a question would cost: computed, not measured.
 
     Attributes:
         prompt_tokens: Length of that prompt.
@@ -182,10 +182,7 @@ def estimate(
     """Compute what the standard prompt would cost; the first chunk is an exact prefix. No schedule: no dense pass."""
     tokens = _CHUNKS * _CHUNK_TOKENS + _QUESTION_TOKENS
     stale = (_CHUNKS - 1) * _CHUNK_TOKENS
-    share = 0.0
-    if schedule is not None:
-        sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
-        share = sum(size * check / layers for size, check in zip(sizes, schedule.check_layers, strict=True))
+    share = 0.0 if schedule is None else schedule.dense_share(ratio, layers)
     dense = share * compute.seconds(stale, tokens)
     sparse = compute.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens, tokens - _QUESTION_TOKENS)
     load = kv_bytes_per_token * _CHUNKS * _CHUNK_TOKENS / bandwidth

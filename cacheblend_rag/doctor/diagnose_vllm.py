@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.doctor.measure import median
+from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
@@ -23,7 +22,7 @@ _RUNS = 3
 
 @dataclass(frozen=True)
 class BlendCost:
-    """A prompt of chunks of random tokens, measured.
+    """Says what a prompt of chunks of random tokens took.
 
     Attributes:
         prompt_tokens: Its length.
@@ -103,10 +102,11 @@ def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = N
 
 def measure_blend(engine: VLLMEngine) -> BlendCost:
     """Time full recompute and blend of a prompt of six chunks, shorter ones where the context window is short."""
-    vocabulary = int(engine.llm.model_config.get_vocab_size())
+    place = Workbench.of(engine)
     room = engine.context_window - len(engine.header_ids) - _QUESTION_TOKENS - 1
-    prompt = _prompt(engine.header_ids, min(_CHUNK_TOKENS, room // _CHUNKS), vocabulary)
-    engine.precompute([span.chunk for span in prompt.spans])
+    chunks = place.random_chunks(_CHUNKS, min(_CHUNK_TOKENS, room // _CHUNKS), seed=0)
+    prompt = place.prompt(chunks, _QUESTION_TOKENS, seed=0)
+    engine.precompute(chunks)
     full = [_answer(engine, prompt, BlendSettings(reuse="off")) for _ in range(_RUNS)]
     _answer(engine, prompt, BlendSettings(reuse="chunks"))  # the first loads code and warms caches
     before = engine.ask_worker("cacheblend_passes")
@@ -118,18 +118,6 @@ def measure_blend(engine: VLLMEngine) -> BlendCost:
             passes[kind] = ((tokens - done) / _RUNS, (seconds - took) / _RUNS)
     times = [median([each.timings.ttft_s for each in runs]) for runs in (full, blends)]
     return BlendCost(len(prompt.token_ids), times[0], times[1], blends[-1].load_s, passes)
-
-
-def _prompt(header: tuple[int, ...], chunk_tokens: int, vocabulary: int) -> TokenizedPrompt:
-    draw = random.Random(0)
-    ids, spans = list(header), []
-    for _ in range(_CHUNKS):
-        tokens = tuple(draw.randrange(vocabulary) for _ in range(chunk_tokens))
-        name = f"doctor-{draw.getrandbits(64):x}"
-        spans.append(ChunkSpan(Chunk(id=name, text=name, token_ids=tokens), len(ids), len(ids) + chunk_tokens))
-        ids += tokens
-    ids += [draw.randrange(vocabulary) for _ in range(_QUESTION_TOKENS)]
-    return TokenizedPrompt(tuple(ids), tuple(spans))
 
 
 def _answer(engine: VLLMEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> Generation:

@@ -7,8 +7,7 @@ import gc
 import os
 import platform
 import re
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ _LIBRARIES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetens
 
 
 class PeakMemory:
-    """The most memory in use since :meth:`restart`: of a CUDA device as its allocator counts it, else of this process."""
+    """Measures the most memory in use since :meth:`restart`: a CUDA device's as its allocator counts it, else this process's."""
 
     def __init__(self, device: torch.device):
         """Measure ``device``'s memory, or the process's resident set if it is a CPU."""
@@ -90,11 +89,6 @@ def take_turns(items: Iterable[_T], number: int) -> list[_T]:
     listed = list(items)
     turn = number % len(listed)
     return listed[turn:] + listed[:turn]
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median; the name keeps callers to one kind of average."""
-    return statistics.median(values)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class PricedTier:
-    """A corpus's KV in one tier.
+    """Says what keeping a corpus's KV in one tier costs.
 
     Attributes:
         tier: Its name.

@@ -17,7 +17,7 @@ import numpy as np
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.doctor.candidates import RATIOS, Candidate
 from cacheblend_rag.doctor.compared import Comparison, PromptMeasurement
-from cacheblend_rag.doctor.standard import Bounds, Result, Standard
+from cacheblend_rag.doctor.standard import Result, Standard
 from cacheblend_rag.errors import InputError
 
 LOOK: Final = 8
@@ -30,7 +30,7 @@ Measure = Callable[[int, Candidate], Comparison]
 
 @dataclass
 class Trial:
-    """A candidate and what was measured of it.
+    """Holds a candidate and what was measured of it.
 
     Attributes:
         candidate: The candidate.
@@ -46,7 +46,7 @@ class Trial:
 
     @property
     def fair_results(self) -> list[Result]:
-        """Those of all prompts, or of the first ones alone: when it stopped says something about the others."""
+        """Return those of all prompts, or of the first ones alone: when it stopped says something about the others."""
         return self.results[:LOOK] if self.left else self.results
 
     @property
@@ -56,7 +56,7 @@ class Trial:
 
     @property
     def kl(self) -> float:
-        """Mean KL, in nats, over tokens and prompts."""
+        """Return the mean KL, in nats, over tokens and prompts."""
         return float(np.mean([value for _, compared in self.fair_results for value in compared.kl]))
 
 
@@ -174,7 +174,7 @@ class Search:
 
 
 class Prompts:
-    """The prompts of a calibration, measured when they are first needed."""
+    """Holds the prompts of a calibration, measured when they are first needed."""
 
     def __init__(self, make: Callable[[int], PromptMeasurement], count: int):
         """Make prompt ``n`` of ``count`` by ``make(n)``."""
@@ -195,8 +195,3 @@ class Prompts:
     def measured(self) -> list[PromptMeasurement]:
         """Return those that were needed so far."""
         return [self._made[number] for number in sorted(self._made)]
-
-
-def bounds_of(trial: Trial, standard: Standard) -> Bounds:
-    """Return a trial's agreement."""
-    return standard.bounds(trial.fair_results)

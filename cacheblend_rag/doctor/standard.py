@@ -25,7 +25,7 @@ Result = tuple[str, Comparison]
 
 @dataclass(frozen=True)
 class Bounds:
-    """A share with a lower and an upper bound; each of the two holds with the standard's confidence."""
+    """Holds a share with a lower and an upper bound; each of the two holds with the standard's confidence."""
 
     value: float
     low: float

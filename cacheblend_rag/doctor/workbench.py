@@ -62,7 +62,7 @@ class BenchModel:
 
 @dataclass(frozen=True)
 class Workbench:
-    """A model and a store to measure on.
+    """Gives measurements a model and a store.
 
     Attributes:
         engine: The engine; its parity gate has passed.

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.controller import SPENT, Load, Located, Terms, cheapest_tier, control, decide
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, MeasuredCost, TierCost
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
+from cacheblend_rag.blending.text_ratio import TextRatio
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench.controller import ControllerSettings, bench_controller, simulate, simulate_one
 from cacheblend_rag.prompts.chunk import Chunk
@@ -207,7 +207,7 @@ def planned(*parts: tuple[str, int | None]) -> BlendPlan:
 
 def test_the_ratio_is_what_the_chunks_that_are_loaded_need_not_those_computed_in_place() -> None:
     known = Costs(8, COMPUTE, {"ram": TierCost(0, 1e12), "disk": TierCost(0, 1e3)})
-    rule = AutoRatio(0.1, 0.0, 1.0)
+    rule = TextRatio(0.1, 0.0, 1.0)
     every = control(planned(("ram", 40), ("ram", 10)), Terms(known, 0.0), rule)
     assert every.in_place == frozenset()
     assert every.ratio == pytest.approx(0.25 * (1 + SPENT), rel=0.02)  # 50 of 200
@@ -228,7 +228,7 @@ def test_a_chunk_without_static_deviation_is_reckoned_with_the_policy_that_takes
     ranked, unranked = (control(planned(("ram", 10), ("ram", n)), terms, 0.1) for n in (10, None))
     assert ranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 200 * ranked.ratio, 0), rel=0.01)
     assert unranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 0.25 * 200 + 200 * unranked.ratio, 0), rel=0.01)
-    assert control(planned(("ram", 90), ("ram", None)), terms, AutoRatio(0.1, 0.0)).ratio < 0.2
+    assert control(planned(("ram", 90), ("ram", None)), terms, TextRatio(0.1, 0.0)).ratio < 0.2
 
 
 @pytest.mark.parametrize("make", [lambda: TierCost(-1, 1), lambda: TierCost(0, 0), lambda: ComputeCost(0, 0, 0)])

@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from cacheblend_rag.blending.auto import AutoRatio, ratio_from_json, ratio_to_json
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
@@ -16,6 +15,7 @@ from cacheblend_rag.blending.origins import Origin, blend_terms, origins
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
+from cacheblend_rag.blending.text_ratio import TextRatio, ratio_from_json, ratio_to_json
 from cacheblend_rag.blending.trace import Recorded
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -45,7 +45,7 @@ class BlendJob:
     spans: tuple[tuple[int, int, str], ...]
     settings: ResolvedSettings
     widths: tuple[float, ...]
-    ratio: float | AutoRatio
+    ratio: float | TextRatio
     terms: Terms | None = None
     trace: bool = False
     tenant: Tenant = DEFAULT

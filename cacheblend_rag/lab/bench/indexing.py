@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
-from cacheblend_rag.doctor.measure import check_positive, count_rounds, median
+from cacheblend_rag.doctor.measure import check_positive, count_rounds
 from cacheblend_rag.doctor.workbench import Workbench, own_attention
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.sampling import SamplingParams

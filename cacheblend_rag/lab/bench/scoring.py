@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
-from cacheblend_rag.doctor.measure import check_positive, count_rounds, median, take_turns
+from cacheblend_rag.doctor.measure import check_positive, count_rounds, take_turns
 from cacheblend_rag.doctor.workbench import Workbench, own_attention
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import median
 from typing import Any
 
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings
-from cacheblend_rag.doctor.measure import check_positive, median
+from cacheblend_rag.doctor.measure import check_positive
 from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError

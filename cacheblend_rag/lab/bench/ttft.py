@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.trace import Trace
-from cacheblend_rag.doctor.measure import PeakMemory, check_positive, count_rounds, drop_page_cache, median, take_turns
+from cacheblend_rag.doctor.measure import PeakMemory, check_positive, count_rounds, drop_page_cache, take_turns
 from cacheblend_rag.doctor.workbench import Workbench, name_methods, own_attention
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import traced

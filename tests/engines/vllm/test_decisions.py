@@ -16,12 +16,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from cacheblend_rag.blending.auto import AutoRatio
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.text_ratio import TextRatio
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.groups import page_groups
@@ -224,7 +224,7 @@ def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
     assert outcome.expected_s is None
 
 
-@pytest.mark.parametrize("ratio", [0.2, AutoRatio(0.2, 0.5)])
+@pytest.mark.parametrize("ratio", [0.2, TextRatio(0.2, 0.5)])
 def test_a_job_survives_its_journey(tmp_path: Path, ratio: Any) -> None:
     terms = Scheduler(tmp_path, disk=1.0).terms
     for job in (BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), ratio, each) for each in (terms, None)):
@@ -242,10 +242,10 @@ def test_the_controllers_ratio_is_the_lowest_of_the_rule_that_knows_the_text() -
     from cacheblend_rag.engines.vllm.messages import LoadOrder
 
     choice = Choice(frozenset(), 0.4, "", 1.0)
-    load = LoadOrder("a", (), 0, 0, (), BlendJob((), SETTINGS, (1.0,), AutoRatio(0.2, 0.5)), choice)
-    assert load.options.ratio == AutoRatio(0.4, 0.5)
+    load = LoadOrder("a", (), 0, 0, (), BlendJob((), SETTINGS, (1.0,), TextRatio(0.2, 0.5)), choice)
+    assert load.options.ratio == TextRatio(0.4, 0.5)
     assert replace(load, job=replace(load.job, ratio=0.2)).options.ratio == 0.4
-    assert replace(load, choice=None).options.ratio == AutoRatio(0.2, 0.5)
+    assert replace(load, choice=None).options.ratio == TextRatio(0.2, 0.5)
 
 
 def test_the_pieces_of_a_chunked_prefill_add_up_to_the_whole() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from cacheblend_rag.doctor.measure import median
 from cacheblend_rag.lab.bench.sweeps import READY, sweep_devices
 from cacheblend_rag.lab.bench.throttled import ThrottledStore
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say

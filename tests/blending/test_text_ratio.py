@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.auto import AutoRatio, TextRange, left_out
 from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.text_ratio import TextRange, TextRatio, left_out
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from tests.blending import reference
@@ -27,7 +27,7 @@ STATIC = st.lists(st.floats(0, 1e3, width=32), min_size=1, max_size=80).map(torc
 
 @given(STATIC, SHARES, SHARES, SHARES)
 def test_the_smallest_ratio_within_the_limits_is_chosen(static: Any, least: float, limit: float, most: float) -> None:
-    ratio = AutoRatio(least, limit, most).choose(static)
+    ratio = TextRatio(least, limit, most).choose(static)
     count = round(ratio * len(static))
     assert least <= ratio <= max(least, most)
     if least < ratio < most:
@@ -44,18 +44,18 @@ def test_what_is_left_out_falls_with_the_ratio(static: Any, one: float, other: f
 
 
 def test_concentrated_deviation_needs_fewer_tokens_than_spread_deviation() -> None:
-    rule = AutoRatio(0.05, 0.4)
+    rule = TextRatio(0.05, 0.4)
     concentrated = torch.cat([torch.full((5,), 100.0), torch.ones(95)])
     assert rule.choose(concentrated) == 0.05
     assert rule.choose(torch.ones(100)) == 0.6
-    assert AutoRatio(0.05, 0.4, 0.3).choose(torch.ones(100)) == 0.3
+    assert TextRatio(0.05, 0.4, 0.3).choose(torch.ones(100)) == 0.3
     assert rule.choose(torch.zeros(100)) == 0.05
 
 
 @pytest.mark.parametrize("values", [(1.5, 0.1, 0.6), (0.1, "0.3", 0.6), (0.1, 0.1, -1)])
 def test_limits_that_are_no_shares_are_refused(values: Any) -> None:
     with pytest.raises(InputError):
-        AutoRatio(*values)
+        TextRatio(*values)
 
 
 def test_a_profile_without_a_text_range_refuses_auto_and_says_what_to_do() -> None:
@@ -70,7 +70,7 @@ def test_a_text_range_survives_the_profiles_file(tmp_path: Any, monkeypatch: pyt
     found = load_profile("0" * 32, tmp_path)
     assert found == profile
     rule = found.ratio_of(found.resolve(BlendSettings(ratio="auto"), 8))
-    assert isinstance(rule, AutoRatio)
+    assert isinstance(rule, TextRatio)
     assert (rule.least, rule.left_out) == (0.03, pytest.approx(0.49))
     file = tmp_path / "cacheblend.json"
     old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("text", "reuse")}

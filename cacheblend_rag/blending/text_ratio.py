@@ -1,5 +1,6 @@
-"""Raises the ratio (``"auto"``) where a prompt is of another kind of text than the profile was calibrated on.
+"""Chooses the ratio by the prompt's text: a higher one for another kind than the profile was calibrated on.
 
+Under ``ratio="auto"`` this is the lowest ratio; the loading controller (:mod:`cacheblend_rag.blending.controller`) may raise it.
 What a ratio leaves out is the share of the prompt's static deviation outside the tokens of highest static deviation. It is known
 before anything is computed, and it tells kinds of text apart: the tokens that depend on their context are few in some texts, many
 in others. It says how far a prompt is from those that were calibrated on, not that its answer will be right.
@@ -48,8 +49,8 @@ class TextRange:
 
 
 @dataclass(frozen=True)
-class AutoRatio:
-    """A rule that chooses a prompt's ratio.
+class TextRatio:
+    """Chooses a prompt's ratio by its text.
 
     Attributes:
         least: The lowest ratio: the profile's, which holds for text like the calibration's.
@@ -76,27 +77,27 @@ class AutoRatio:
         return min(max(self.least, count / len(static)), max(self.least, self.most))
 
 
-def ratio_to_json(ratio: float | AutoRatio) -> Any:
+def ratio_to_json(ratio: float | TextRatio) -> Any:
     """Return a ratio, or the rule that chooses it, as a JSON value; :func:`ratio_from_json` reads it."""
-    return asdict(ratio) if isinstance(ratio, AutoRatio) else ratio
+    return asdict(ratio) if isinstance(ratio, TextRatio) else ratio
 
 
-def ratio_from_json(value: Any) -> float | AutoRatio:
+def ratio_from_json(value: Any) -> float | TextRatio:
     """Read what :func:`ratio_to_json` gave.
 
     Raises:
         TypeError, ValueError, InputError: It is malformed.
     """
     if isinstance(value, Mapping):
-        return AutoRatio(**value)
+        return TextRatio(**value)
     if not 0 <= float(value) <= 1:
         raise ValueError("the ratio is no share")
     return float(value)
 
 
-def raised(ratio: float | AutoRatio, least: float) -> float | AutoRatio:
+def raised(ratio: float | TextRatio, least: float) -> float | TextRatio:
     """Return a ratio, or the rule that chooses it, that is no lower than ``least``."""
-    return replace(ratio, least=max(ratio.least, least)) if isinstance(ratio, AutoRatio) else max(ratio, least)
+    return replace(ratio, least=max(ratio.least, least)) if isinstance(ratio, TextRatio) else max(ratio, least)
 
 
 def left_out_by_count(static: torch.Tensor) -> torch.Tensor:
