@@ -7,7 +7,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NewType
 
@@ -163,15 +163,7 @@ class ModelFingerprint:
     """
 
     digest: str
-    name: str
-
-    def __eq__(self, other: object) -> bool:
-        """Compare by digest alone."""
-        return isinstance(other, ModelFingerprint) and other.digest == self.digest
-
-    def __hash__(self) -> int:
-        """Hash by digest alone."""
-        return hash(self.digest)
+    name: str = field(compare=False)
 
     @classmethod
     def from_directory(cls, directory: Path, dtype: torch.dtype, name: str | None = None) -> ModelFingerprint:
