@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -75,3 +76,11 @@ def test_top_k_leaves_the_likeliest() -> None:
     steps = [[3.0, 2.9, 2.8, 2.7]] * 60
     assert set(sampled(steps, temperature=2.0, seed=1)) == {0, 1, 2, 3}
     assert set(sampled(steps, temperature=2.0, seed=1, top_k=2)) == {0, 1}
+
+
+def test_a_json_schema_is_the_same_as_text_and_as_values_and_what_is_no_json_is_refused() -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    given = (SamplingParams(json_schema=schema), SamplingParams(json_schema=json.dumps(schema)), SamplingParams())
+    assert [params.schema() for params in given] == [schema, schema, None]
+    with pytest.raises(InputError, match="json_schema is not JSON"):
+        SamplingParams(json_schema="{no json").schema()
