@@ -65,7 +65,7 @@ class ServedEngine:
             try:
                 async for output in outputs:
                     used.see(output)
-                    report = self._account(output, ticket, client)
+                    report = self._account(output, ticket, client, used.answered)
                     if report is not None:
                         _tell(spans, report, output, begin)
                     yield output
@@ -73,14 +73,15 @@ class ServedEngine:
                 admission.charge(used.total)
                 await outputs.aclose()
 
-    def _account(self, output: RequestOutput, ticket: Ticket, client: BlendClient) -> FinishReport | None:
+    def _account(
+        self, output: RequestOutput, ticket: Ticket, client: BlendClient, completion_tokens: int
+    ) -> FinishReport | None:
         """Report what became of a prompt that is finished, and count it; None of another."""
         if not output.finished:
             if ticket.params:
                 output.num_cached_tokens = None  # vLLM counts every token of a blend, the recomputed ones too
             return None
         prompt_tokens = len(output.prompt_token_ids or ())
-        completion_tokens = sum(len(piece.token_ids) for piece in output.outputs)
         report = client.report(
             output.kv_transfer_params,
             prompt_tokens,
@@ -136,9 +137,14 @@ class TokensUsed:
             self._answers[piece.index] = before + len(piece.token_ids)
 
     @property
+    def answered(self) -> int:
+        """Return how many its answers have, of which a stream's last output has the last piece alone."""
+        return self._answers.total()
+
+    @property
     def total(self) -> int:
         """Return how many there are."""
-        return self._prompt + self._answers.total()
+        return self._prompt + self.answered
 
 
 def _with_own_salt(prompt: Any, tenant: Tenant) -> Any:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.engines.vllm.messages import FinishReport
@@ -113,6 +114,16 @@ async def test_a_ticket_decides_what_is_blended_and_does_not_reach_vllm(parts) -
     assert ticket.outcome is not None
     assert (ticket.outcome.mode, ticket.outcome.usage.reused_tokens, ticket.outcome.missing) == ("blend", 6, ("m",))
     assert [outcome.missing for outcome in client.done] == [("m",)]
+
+
+@pytest.mark.parametrize(("kind", "tokens_of_it"), [("DELTA", 2), ("CUMULATIVE", 1)])
+async def test_all_tokens_of_a_streamed_answer_are_reported(parts, kind: str, tokens_of_it: int) -> None:
+    served, ticket = parts[0], Ticket()
+    sampling = SamplingParams(output_kind=RequestOutputKind[kind])
+    async for _ in served.generate(with_ticket(tokens(), ticket), sampling, "r"):
+        pass
+    assert ticket.outcome is not None
+    assert ticket.outcome.usage.completion_tokens == tokens_of_it
 
 
 def test_usage_tells_every_fact_of_each_prompt() -> None:
