@@ -12,7 +12,7 @@ from cacheblend_rag.demo import bundle
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_corpus, bundled_questions
 from cacheblend_rag.demo.comparison import METHODS
 from cacheblend_rag.engines import model_files
-from tests.cli.conftest import as_json
+from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
 

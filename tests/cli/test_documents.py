@@ -16,7 +16,7 @@ from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.store import DiskStore
 from cacheblend_rag.store.kv import read_whole
-from tests.cli.conftest import as_json
+from tests.command_line import as_json
 from tests.fake_engine import FakeEngine
 from tests.retrieval import index_workers
 

@@ -12,7 +12,7 @@ import pytest
 
 from cacheblend_rag.console.options import nbytes
 from cacheblend_rag.errors import InputError
-from tests.cli.conftest import as_json
+from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from cacheblend_rag.rag.locking import indexing_alone, indexing_into
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import open_store
-from tests.cli.conftest import as_json
+from tests.command_line import as_json
 from tests.fake_engine import FakeEngine
 from tests.retrieval import index_workers
 from tests.retrieval.test_documents import write_pdf

@@ -10,7 +10,7 @@ import pytest
 from cacheblend_rag.engines.spans import traced
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import Keyring, open_store, record_tiers, recorded_tiers
-from tests.cli.conftest import as_json
+from tests.command_line import as_json
 from tests.fake_engine import FakeEngine
 from tests.store.samples import key_of, kv_of
 from tests.store.test_plugged_in import EXAMPLE, install

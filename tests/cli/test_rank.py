@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.conftest import as_json
+from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tests.conftest import free_port
 from tests.server import forked
 from tests.server.collector import Collector
 
@@ -31,9 +31,7 @@ class RunningServer:
     """
 
     def __init__(self, model: Path | None, store: Path, *flags: str, key: str | None = KEY):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.home = store.parent / "home"
         self.url, self.store, self._log = f"http://127.0.0.1:{port}", store, store.parent / f"log-{port}"
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}

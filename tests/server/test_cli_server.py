@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cacheblend_rag.cli import app
-from tests.cli.conftest import DOCUMENTS, as_json
+from tests.command_line import DOCUMENTS, as_json
 from tests.server.running import KEY, RunningServer
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cacheblend_rag.ui.workspace import Choices, Workspace
+from tests.command_line import home  # noqa: F401
+from tests.conftest import free_port
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -25,13 +25,6 @@ if NEEDED:  # fails where the modules here would skip themselves
     import playwright  # noqa: F401
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the user's own profiles and stores out of the tests."""
-    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture(scope="package")
@@ -87,10 +80,3 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, 
         workspace.close()
     gradio.close_all()
     assert not raised, "\n".join(raised)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port

@@ -19,8 +19,8 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.ui.launch import serve as launch
 from cacheblend_rag.ui.workspace import Choices
+from tests.conftest import free_port
 from tests.ui.browser import LONG_MS, Tab, overflow
-from tests.ui.conftest import free_port
 
 pytestmark = pytest.mark.slow
 

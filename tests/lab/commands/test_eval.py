@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import as_json
+from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
 

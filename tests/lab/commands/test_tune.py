@@ -13,7 +13,7 @@ from cacheblend_rag.lab.tuning.tune import TuneSettings
 from cacheblend_rag.lab.tuning.world import paraphrased_world
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, RETRIEVER_FILE, load_sentence_transformer
 from cacheblend_rag.retrieval.index import ChunkIndex
-from tests.cli.conftest import as_json
+from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,46 @@
+"""`doctor` on the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.command_line import as_json
+
+pytestmark = pytest.mark.slow
+
+
+def test_doctor_reports_gate_rotation_profile_bandwidth_and_an_estimate(run, model_dir, tmp_path):
+    found = as_json(run("doctor", "--model", model_dir, "--store", tmp_path, "--json"))
+    assert found["blended"] is True
+    assert max(found["gate_errors"].values()) < found["gate_limit"]
+    assert found["rotation"] == [{"layers": [0, 1, 2, 3], "layout": "half", "table": 0}]
+    assert list(found["codecs"]) == ["fp8", "int8", "k16v8"]
+    assert all(0 < kl < found["codec_limit"] for kl in found["codecs"].values())
+    assert found["profile_origin"].startswith("defaults")
+    assert {"ram copy", "disk read, cold", "disk read, warm"} <= found["bandwidth"].keys()
+    assert found["kv_bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # K and V, layers, KV heads, head dim, fp32
+    assert 0 < found["estimate"]["blend_s"] < found["estimate"]["full_s"]
+    text = run("doctor", "--model", model_dir).stdout
+    assert "blended" in text
+    assert "not measured" in text
+
+
+def test_doctor_says_why_a_model_is_not_blended(run, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.conftest import byte_level
+
+    tokenizer = byte_level()
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=128)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    result = run("doctor", "--model", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "no: keys of layer 0 do not move" in result.stdout
+    assert "served by ordinary prefill" in result.stderr
+
+
+def test_a_missing_model_is_exit_code_4(run, tmp_path):
+    result = run("doctor", "--model", tmp_path / "nowhere")
+    assert result.exit_code == 4
+    assert "nowhere" in result.stderr
