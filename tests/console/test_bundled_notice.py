@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from cacheblend_rag import cli
 from cacheblend_rag.console.bundled import MODELS_TO_TRY
 from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.errors import ModelError
@@ -30,7 +33,10 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(arguments)
         raise ModelError("no model is loaded here")
 
-    for place in ("console.engines.open_engine", "console.engines.open_server", "lab.commands.eval.open_engine"):
+    # A command's module that is first imported now would keep what stands in for another's function.
+    for module in pkgutil.iter_modules(cli.__path__, "cacheblend_rag.cli."):
+        importlib.import_module(module.name)
+    for place in ("lab.commands.eval.open_engine", "console.engines.open_engine", "console.engines.open_server"):
         monkeypatch.setattr(f"cacheblend_rag.{place}", load)
     return calls
 
