@@ -92,6 +92,7 @@ def test_it_warns_of_a_budget_that_is_too_small_before_it_is_used_up(index, engi
     assert stopped.stderr.index("has only") < stopped.stderr.index("Stopped.")
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_kept_and_the_next_run_goes_on(index, engine, documents, store):
     text = "\n\n".join(f"Part {n} of the log of the ship, which goes on and on." for n in range(8))
     (documents / "zzz.txt").write_text(text + "\n\nHere is the word STOP.")

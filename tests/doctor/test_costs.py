@@ -38,6 +38,7 @@ def test_a_model_so_small_that_its_length_does_not_show_has_a_cost_all_the_same(
     assert fitted.seconds(100, 100) == pytest.approx(0.0025, rel=0.1)
 
 
+@pytest.mark.slow
 def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())

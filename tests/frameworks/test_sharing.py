@@ -37,6 +37,7 @@ def test_equal_arguments_share_an_engine_and_others_have_their_own(tmp_path: Pat
     assert first.generate("Who?", SamplingParams(2)).token_ids
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_closed_says_so_and_the_next_who_names_it_gets_another() -> None:
     first = shared_engine("bundled")
     first.close()

@@ -150,6 +150,7 @@ def test_html_in_a_declared_encoding() -> None:
     assert html_text("<meta charset='latin-1'><p>Маяк</p>".encode())[0] == "Маяк"  # it is UTF-8, whatever it says
 
 
+@pytest.mark.slow
 def test_deeply_nested_html_is_read() -> None:
     assert html_text(b"<div><b>" * 5_000 + b"deep")[0] == "deep"
 

@@ -89,6 +89,7 @@ def test_a_page_of_endless_drawing_is_stopped(parser: Parser) -> None:
     assert "reading it takes more than" in refused(parser, ".pdf", bomb)
 
 
+@pytest.mark.slow
 def test_a_word_document_that_unpacks_to_millions_of_paragraphs_is_stopped(parser: Parser) -> None:
     pytest.importorskip("docx")
     text = b"<w:p><w:r><w:t>a</w:t></w:r></w:p>"

@@ -87,6 +87,7 @@ def packed_files(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if path.name.startswith(f"{FILE_NAME}-vectors-")]
 
 
+@pytest.mark.slow
 def test_packed_vectors_find_what_a_comparison_with_all_finds(index: ChunkIndex) -> None:
     assert recall(index, questions=20) == 1.0
     assert index.pack() == 2 * DOCUMENTS * CHUNKS
@@ -106,6 +107,7 @@ def test_packing_reads_no_more_lists_than_it_needs(index: ChunkIndex) -> None:
     )  # all are in the file, none in memory
 
 
+@pytest.mark.slow
 def test_what_comes_and_goes_after_packing_is_followed(index: ChunkIndex, directory: Path) -> None:
     with ChunkIndex.open(directory, CONFIG) as other:
         assert other.search("7003 is this text", 1)  # with all vectors in memory
@@ -134,6 +136,7 @@ def test_most_of_an_index_may_be_deleted(index: ChunkIndex) -> None:
     assert dict(found(index, "some question", 60)) == pytest.approx(dict(nearest(index, "some question", 60)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
 def test_a_damaged_file_costs_memory_but_no_answer(
     index: ChunkIndex, directory: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -153,6 +156,7 @@ def test_a_damaged_file_costs_memory_but_no_answer(
     assert file not in packed_files(directory)
 
 
+@pytest.mark.slow
 def test_another_embedding_model_starts_anew(index: ChunkIndex) -> None:
     index.pack()
     index.rebuild("other words")

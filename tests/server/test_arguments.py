@@ -127,6 +127,7 @@ def test_without_a_key_the_server_is_this_machines_alone(tmp_path: Path, monkeyp
     assert not loaded
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_keys")
 def test_a_key_a_socket_file_or_a_plain_word_lets_the_server_listen_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
