@@ -89,3 +89,8 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def begun_at_end(text: str, mark: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``mark`` and is not all of it."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cacheblend_rag.engines.sampling import begun_at_end
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.templates import reads_tools
 
@@ -159,7 +160,7 @@ class CallReader:
         if start >= 0:
             self._held = True
         else:
-            start = len(self._text) - _overlap(self._text, _OPEN)
+            start = len(self._text) - begun_at_end(self._text, _OPEN)
         released = self._text[self._sent : start]
         self._sent = max(self._sent, start)
         return released
@@ -210,8 +211,3 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``mark``."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -11,7 +11,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from cacheblend_rag.engines.results import Score, TokenLogprob
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams, begun_at_end
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.guidance import Guide
 from cacheblend_rag.engines.transformers.target import ModelRunner
@@ -92,7 +92,7 @@ class TextStream:
         if found:
             self.stopped = True
             return self._release(min(found))
-        hold = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        hold = max((begun_at_end(self._held, stop) for stop in self._stop), default=0)
         return self._release(len(self._held) - hold)
 
     def flush(self) -> str:
@@ -159,11 +159,6 @@ class AnswerBuilder:
 
     def _finish(self, reason: Literal["stop", "length"]) -> None:
         self.finished, self.finish_reason = True, reason
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``stop``."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def score_behind(
