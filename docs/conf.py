@@ -66,6 +66,8 @@ PAGES = {
     "cacheblend_rag/demo/model/README": "reference/bundled-model",
     "examples/chatbot/README": "howto/chatbot",
     "examples/kubernetes/README": "howto/kubernetes",
+    "examples/third_party_policy/README": "howto/own-policy",
+    "examples/third_party_tier/README": "howto/own-tier",
     "examples/langchain_rag": "generated/langchain_rag",
     "examples/llamaindex_rag": "generated/llamaindex_rag",
     "examples/tuned_retriever": "generated/tuned_retriever",
