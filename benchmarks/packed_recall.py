@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from cacheblend_rag import Chunk, chunk_id
+from cacheblend_rag.lab.stats.intervals import share_interval
 from cacheblend_rag.retrieval import search
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
-from cacheblend_rag.stats.intervals import share_interval
 from cacheblend_rag.store.kv import ModelFingerprint
 
 K = 10

@@ -16,7 +16,7 @@ from typing import Any
 from pooled_quality import read_rows
 
 from cacheblend_rag.lab.evaluation.summary import summarize
-from cacheblend_rag.stats.plotting import figure  # not public: our own results
+from cacheblend_rag.lab.stats.plotting import figure  # not public: our own results
 
 COLOURS = {
     "full": "#222222",

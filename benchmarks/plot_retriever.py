@@ -10,7 +10,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from cacheblend_rag.stats.plotting import figure  # not public: our own results
+from cacheblend_rag.lab.stats.plotting import figure  # not public: our own results
 
 SHOWN = 4
 BARS = {

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.stats.plotting import figure  # not public: our own results
+from cacheblend_rag.lab.stats.plotting import figure  # not public: our own results
 
 COLOURS = {"loading": "#0072B2", "computing": "#D55E00", "wait and place": "#222222"}
 

@@ -31,8 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from cacheblend_rag import BlendSettings, SamplingParams, TransformersEngine
-from cacheblend_rag.doctor.random_models import random_config
-from cacheblend_rag.doctor.workbench import Workbench
+from cacheblend_rag.lab.doctor.random_models import random_config
+from cacheblend_rag.lab.doctor.workbench import Workbench
 from tests.device import simulated
 
 QUESTION, BF16 = 32, 2

@@ -19,8 +19,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from cacheblend_rag import BlendSettings, SamplingParams
-from cacheblend_rag.doctor.workbench import name_methods
 from cacheblend_rag.lab.bench import BenchModel, Workbench
+from cacheblend_rag.lab.doctor.workbench import name_methods
 
 LISTED = 15
 

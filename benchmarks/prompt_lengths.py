@@ -19,9 +19,9 @@ import psutil
 import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.doctor.measure import PeakMemory, take_turns
-from cacheblend_rag.doctor.workbench import BenchModel, EngineName, Workbench, name_methods
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.lab.doctor.measure import PeakMemory, take_turns
+from cacheblend_rag.lab.doctor.workbench import BenchModel, EngineName, Workbench, name_methods
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 ONE_TOKEN = SamplingParams(max_tokens=1)

@@ -86,6 +86,21 @@ def test_imports_go_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_measures_and_trains_is_loaded_by_commands_alone_and_only_when_they_run() -> None:
+    loading = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        inside = file.relative_to(PACKAGE)
+        if inside.parts[0] == "lab":
+            continue
+        tree, package = ast.parse(file.read_text("utf-8")), ("cacheblend_rag", *inside.parent.parts)
+        at_once = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            names = [name for name in imported_names(node, package) if name.startswith("cacheblend_rag.lab")]
+            if names and (inside.parts[0] != "cli" or id(node) in at_once):
+                loading.append(f"{inside}:{node.lineno} imports {names[0]}")
+    assert loading == []
+
+
 def test_relative_and_absolute_imports_are_both_seen() -> None:
     package = ("cacheblend_rag", "store")
     seen = {

@@ -26,7 +26,7 @@ _COMMANDS = {
     "ask": "cacheblend_rag.cli.ask:ask",
     "chat": "cacheblend_rag.cli.ask:chat",
     "demo": "cacheblend_rag.cli.demo:demo",
-    "doctor": "cacheblend_rag.cli.doctor:doctor",
+    "doctor": "cacheblend_rag.lab.commands.doctor:doctor",
     "documents": "cacheblend_rag.cli.documents:documents",
     "index": "cacheblend_rag.cli.index:index",
     "serve": "cacheblend_rag.cli.serve:serve",

@@ -14,7 +14,7 @@ from cacheblend_rag.console.groups import ModelOptions, takes_groups
 from cacheblend_rag.console.output import print_json, seconds, size, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.doctor.prices import PricePlan
+    from cacheblend_rag.lab.doctor.prices import PricePlan
 
 
 @takes_groups
@@ -39,11 +39,11 @@ def plan(
     How fast tiers and model are is what `store calibrate` has measured; the file of prices may describe other devices.
     """
     from cacheblend_rag.blending.costs import load_costs
-    from cacheblend_rag.doctor.costs import token_bytes
-    from cacheblend_rag.doctor.prices import Corpus, plan_prices, read_prices
-    from cacheblend_rag.doctor.storage import typical_load
-    from cacheblend_rag.doctor.workbench import Workbench
     from cacheblend_rag.errors import InputError, ModelError
+    from cacheblend_rag.lab.doctor.costs import token_bytes
+    from cacheblend_rag.lab.doctor.prices import Corpus, plan_prices, read_prices
+    from cacheblend_rag.lab.doctor.storage import typical_load
+    from cacheblend_rag.lab.doctor.workbench import Workbench
 
     paid = read_prices(prices)
     with open_engine(model) as opened:  # whichever engine: of the model only the size of its KV is wanted

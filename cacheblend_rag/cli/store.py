@@ -16,7 +16,7 @@ from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOpt
 from cacheblend_rag.console.output import print_json, progress, seconds, size, status, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.doctor.storage import StoragePlan
+    from cacheblend_rag.lab.doctor.storage import StoragePlan
     from cacheblend_rag.rag.inventory import Inventory, TierUse
     from cacheblend_rag.store import StoreStats
 
@@ -228,9 +228,9 @@ def calibrate(
     Engines compute at different speed: measure each that you use. Until it is measured, vLLM begins with what transformers takes.
     """
     from cacheblend_rag.blending.costs import save_costs
-    from cacheblend_rag.doctor.costs import measure_costs
-    from cacheblend_rag.doctor.storage import plan_storage
-    from cacheblend_rag.doctor.workbench import Workbench
+    from cacheblend_rag.lab.doctor.costs import measure_costs
+    from cacheblend_rag.lab.doctor.storage import plan_storage
+    from cacheblend_rag.lab.doctor.workbench import Workbench
 
     place = options.store_directory(directory)
     # The KV that is measured with goes when the engine is closed; only the store's tiers are looked at.

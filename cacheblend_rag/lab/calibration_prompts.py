@@ -11,10 +11,10 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from cacheblend_rag.doctor.calibration import CalibrationPrompt
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.lab.datasets import demo_samples
+from cacheblend_rag.lab.doctor.calibration import CalibrationPrompt
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, rag_header, rag_prompt, tokenize
 from cacheblend_rag.prompts.templates import SEPARATOR

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.doctor.measure import drop_page_cache
-from cacheblend_rag.doctor.workbench import BenchModel, Workbench
 from cacheblend_rag.lab.bench.controller import ControllerSettings, bench_controller
 from cacheblend_rag.lab.bench.indexing import IndexSettings, bench_index
 from cacheblend_rag.lab.bench.scoring import ScoreSettings, bench_score
 from cacheblend_rag.lab.bench.streams import StreamsSettings, bench_streams
 from cacheblend_rag.lab.bench.throughput import ThroughputSettings, bench_throughput
 from cacheblend_rag.lab.bench.ttft import TTFTSettings, bench_ttft
+from cacheblend_rag.lab.doctor.measure import drop_page_cache
+from cacheblend_rag.lab.doctor.workbench import BenchModel, Workbench
 
 __all__ = [
     "BenchModel",

@@ -14,8 +14,8 @@ import numpy as np
 
 from cacheblend_rag.blending.controller import Load, Located, decide
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
-from cacheblend_rag.doctor.measure import check_positive
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.doctor.measure import check_positive
 
 CHUNK_TOKENS: Final = 512
 QUESTION_TOKENS: Final = 32

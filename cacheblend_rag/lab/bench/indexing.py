@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.doctor.measure import check_positive, count_rounds
-from cacheblend_rag.doctor.workbench import Workbench, own_attention
 from cacheblend_rag.engines.precompute import Rank
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
+from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds
+from cacheblend_rag.lab.doctor.workbench import Workbench, own_attention
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 

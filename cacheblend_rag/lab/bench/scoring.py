@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.doctor.measure import check_positive, count_rounds, take_turns
-from cacheblend_rag.doctor.workbench import Workbench, own_attention
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds, take_turns
+from cacheblend_rag.lab.doctor.workbench import Workbench, own_attention
 from cacheblend_rag.prompts.chunk import Chunk
 
 Logprobs = list[list[float]]

@@ -15,14 +15,14 @@ import numpy as np
 
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, BlendSettings
-from cacheblend_rag.doctor.compute import measure_compute
-from cacheblend_rag.doctor.measure import take_turns
-from cacheblend_rag.doctor.workbench import Workbench, name_methods
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench.throttled import ThrottledStore
+from cacheblend_rag.lab.doctor.compute import measure_compute
+from cacheblend_rag.lab.doctor.measure import take_turns
+from cacheblend_rag.lab.doctor.workbench import Workbench, name_methods
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 Point = dict[str, Any]

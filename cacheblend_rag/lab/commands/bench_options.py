@@ -11,8 +11,8 @@ import typer
 from cacheblend_rag.console.groups import ModelOptions
 
 if TYPE_CHECKING:
-    from cacheblend_rag.doctor.workbench import EngineName
     from cacheblend_rag.lab.bench import BenchModel
+    from cacheblend_rag.lab.doctor.workbench import EngineName
 
 METHOD_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
 

@@ -15,8 +15,8 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.commands.bench_options import METHOD_NAMES, BenchOptions, Repeat
 
 if TYPE_CHECKING:
-    from cacheblend_rag.doctor.workbench import Workbench
     from cacheblend_rag.lab.bench.sweeps import Point
+    from cacheblend_rag.lab.doctor.workbench import Workbench
 
 Say = Callable[[str], None]
 Sweep = Callable[["Workbench", Say], "list[Point]"]
@@ -114,8 +114,8 @@ def devices(
 
 
 def _run(how: SweepOptions, sweep: Sweep, axes: dict[str, str]) -> None:
-    from cacheblend_rag.doctor.measure import describe_machine
     from cacheblend_rag.lab.bench import Workbench
+    from cacheblend_rag.lab.doctor.measure import describe_machine
 
     with status("Measuring") as say, Workbench.open(how.model.choice()) as opened:
         points = sweep(opened, say)

@@ -13,7 +13,7 @@ from cacheblend_rag.lab.datasets.files import ENVIRONMENT, NAMED, find_file
 from cacheblend_rag.lab.datasets.formats import PLAIN_FORMAT, dialogue_example, dialogue_request, sample_of
 from cacheblend_rag.lab.fiction.samples import DEFAULT_KINDS, KINDS, demo_samples
 from cacheblend_rag.lab.samples import Sample
-from cacheblend_rag.stats.rows import Skipped, hash_file, read_rows
+from cacheblend_rag.lab.stats.rows import Skipped, hash_file, read_rows
 
 __all__ = [
     "DEFAULT_KINDS",

@@ -11,14 +11,14 @@ from typing import IO, Any
 import torch
 
 from cacheblend_rag.blending.gate import first_token_kl
-from cacheblend_rag.doctor.measure import take_turns
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError, PromptTooLongError
+from cacheblend_rag.lab.doctor.measure import take_turns
 from cacheblend_rag.lab.evaluation.method import InTurn, Method, Reply
 from cacheblend_rag.lab.evaluation.prepare import Preparer
 from cacheblend_rag.lab.samples import EvalCase, Sample
+from cacheblend_rag.lab.stats.metrics import exact_match, f1, f1_of_tokens, rouge_l
 from cacheblend_rag.prompts.tokens import encoder_for
-from cacheblend_rag.stats.metrics import exact_match, f1, f1_of_tokens, rouge_l
 
 Row = dict[str, Any]
 Progress = Callable[[int, int, str], None]

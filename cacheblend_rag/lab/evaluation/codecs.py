@@ -13,14 +13,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from cacheblend_rag.doctor.workbench import BenchModel, Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.bench.throttled import ThrottledDisk
 from cacheblend_rag.lab.datasets import demo_samples
+from cacheblend_rag.lab.doctor.workbench import BenchModel, Workbench
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.lab.samples import Sample
-from cacheblend_rag.stats.intervals import share_interval
+from cacheblend_rag.lab.stats.intervals import share_interval
 from cacheblend_rag.store import KVStore, MemoryStore
 from cacheblend_rag.store.codec import LOSSY, through
 from cacheblend_rag.store.format import EntryFormat

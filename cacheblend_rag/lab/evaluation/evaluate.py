@@ -13,15 +13,15 @@ import torch
 import xxhash
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.doctor.measure import describe_machine
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.datasets import DataSet, load_data_set
+from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.evaluation.answers import AnswersFile, Progress, Row, answer_all
 from cacheblend_rag.lab.evaluation.methods import DEFAULT, SettingsMethod, make_methods
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, header_text, set_header
 from cacheblend_rag.lab.evaluation.summary import find_worst, summarize
-from cacheblend_rag.stats.rows import Skipped
+from cacheblend_rag.lab.stats.rows import Skipped
 
 
 @dataclass(frozen=True)

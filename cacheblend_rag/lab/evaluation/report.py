@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from cacheblend_rag.lab.evaluation.evaluate import EvalResult
-from cacheblend_rag.stats.plotting import figure, render_svg, style
+from cacheblend_rag.lab.stats.plotting import figure, render_svg, style
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from cacheblend_rag.lab.evaluation.answers import Row
-from cacheblend_rag.stats.intervals import mean_interval, quantile_interval, share_interval
+from cacheblend_rag.lab.stats.intervals import mean_interval, quantile_interval, share_interval
 
 _MEANS: Final = {
     "em": "em",

@@ -24,7 +24,7 @@ from cacheblend_rag.lab.realm.reading import Library
 from cacheblend_rag.lab.realm.runs import Say, write_aside
 from cacheblend_rag.lab.realm.staleness import staleness
 from cacheblend_rag.lab.realm.world import RealmWorld, make_world
-from cacheblend_rag.stats.intervals import mean_interval
+from cacheblend_rag.lab.stats.intervals import mean_interval
 
 ICT, PRETRAINED, TUNED, CLOSED = "ICT alone", "pre-trained", "fine-tuned", "closed book"
 

@@ -13,7 +13,7 @@ from cacheblend_rag.lab.realm.model import RealmModel
 from cacheblend_rag.lab.realm.questions import RealmQuestion
 from cacheblend_rag.lab.realm.reading import Library, SpanAnswer, answer, as_queries
 from cacheblend_rag.lab.realm.runs import Say
-from cacheblend_rag.stats.intervals import share_interval
+from cacheblend_rag.lab.stats.intervals import share_interval
 
 RECALLS: Final = (1, 5, 20)
 _BATCH = 16

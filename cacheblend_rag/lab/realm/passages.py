@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.stats.rows import read_rows
 from cacheblend_rag.retrieval.documents import SkippedDocument, find_documents, load_document
-from cacheblend_rag.stats.rows import read_rows
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[A-Z0-9])|\n+")
 _HEADING = re.compile(r"^#{1,6}[ \t]+(?P<title>.+?)[ \t]*$", re.MULTILINE)

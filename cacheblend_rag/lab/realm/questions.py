@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.stats.metrics import exact_match
-from cacheblend_rag.stats.rows import read_rows
+from cacheblend_rag.lab.stats.metrics import exact_match
+from cacheblend_rag.lab.stats.rows import read_rows
 
 # Stanford's WebQuestions has its answers as (list (description "Jazmyn Bieber") (description "..."))
 _DESCRIPTION = re.compile(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()"]+))\)')

@@ -14,7 +14,7 @@ from cacheblend_rag.lab.realm.inputs import Collator, Inputs, Query
 from cacheblend_rag.lab.realm.model import RealmModel
 from cacheblend_rag.lab.realm.passages import Passage, Tokenized, tokenize
 from cacheblend_rag.lab.realm.questions import RealmQuestion
-from cacheblend_rag.stats.metrics import normalize
+from cacheblend_rag.lab.stats.metrics import normalize
 
 _SPANS_READ = 50
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.realm.runs import RunDirectory
-from cacheblend_rag.stats.plotting import figure, save_figure
+from cacheblend_rag.lab.stats.plotting import figure, save_figure
 
 _LOSS_WINDOW = 50
 

@@ -8,11 +8,11 @@ from random import Random
 
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.stats.metrics import f1, normalize
 from cacheblend_rag.lab.tuning.questions import TuningQuestion
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.rag.pipeline import RagPipeline
-from cacheblend_rag.stats.metrics import f1, normalize
 
 REQUEST = "Write one short question that these notes answer. Reply with the question alone."
 _ANSWER = SamplingParams(max_tokens=32, stop=("\n",))

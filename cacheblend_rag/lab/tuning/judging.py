@@ -8,9 +8,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from cacheblend_rag.lab.stats.intervals import mean_interval
 from cacheblend_rag.lab.tuning.questions import TuningQuestion
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.stats.intervals import mean_interval
 
 DEPTH: Final = 20
 """Chunks behind this rank count as not found."""

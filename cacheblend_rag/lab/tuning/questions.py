@@ -9,10 +9,10 @@ from random import Random
 from typing import Any
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.stats.metrics import normalize
+from cacheblend_rag.lab.stats.rows import Skipped, read_rows
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.stats.metrics import normalize
-from cacheblend_rag.stats.rows import Skipped, read_rows
 
 FORMAT = (
     'A row is {"question": "...", "answers": ["..."]}; a file of LlamaIndex\'s EmbeddingQAFinetuneDataset is read, too.'

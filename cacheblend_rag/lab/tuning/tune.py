@@ -13,6 +13,7 @@ from typing import Any, Final
 from cacheblend_rag import __version__
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.lab.stats.metrics import exact_match, f1
 from cacheblend_rag.lab.tuning.card import example, write_card
 from cacheblend_rag.lab.tuning.estimate import estimate_checking, estimate_embedding, estimate_training, timed, total
 from cacheblend_rag.lab.tuning.judging import Gain, Vectors, gain, gains, ranks
@@ -26,7 +27,6 @@ from cacheblend_rag.lab.tuning.training import TrainSettings, train
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.stats.metrics import exact_match, f1
 
 MOST_LOST: Final = 0.01
 """How much recall@5 a retriever may lose out of domain: one point. Before that, weights go back until MRR loses no more."""

@@ -310,7 +310,7 @@ def test_blended_blocks_never_serve_an_exact_request(engine) -> None:
 
 
 def test_doctor_says_where_a_blends_time_goes(engine) -> None:
-    from cacheblend_rag.doctor.diagnose_vllm import diagnose_vllm
+    from cacheblend_rag.lab.doctor.diagnose_vllm import diagnose_vllm
 
     found = diagnose_vllm(engine)
     assert (found.blended, found.device, found.layers) == (True, "cpu", SHAPE["num_hidden_layers"])

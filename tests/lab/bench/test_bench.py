@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.doctor.measure import PeakMemory, drop_page_cache
-from cacheblend_rag.doctor.workbench import own_attention
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.lab.bench import (
     BenchModel,
@@ -25,6 +23,8 @@ from cacheblend_rag.lab.bench import (
     bench_ttft,
 )
 from cacheblend_rag.lab.bench.throughput import _Load, _rate_at, _Way
+from cacheblend_rag.lab.doctor.measure import PeakMemory, drop_page_cache
+from cacheblend_rag.lab.doctor.workbench import own_attention
 
 TINY = BenchModel(random_weights="llama:2x256", device="cpu")
 CHUNKS, TOKENS, QUESTION = 3, 20, 5

@@ -64,7 +64,7 @@ def test_the_variant_in_use_is_the_policy(engine, prompts, monkeypatch):
     engine.precompute([span.chunk for prompt in prompts for span in prompt.spans])
     found = ablate_static(engine, prompts[:1], 1, (0.3,))["kl"]
     from cacheblend_rag.blending.static import probe_ids
-    from cacheblend_rag.doctor.compared import PromptMeasurement
+    from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 
     probe = probe_ids(engine.tokenizer, engine.subject().vocab_size, engine.context_window)
     subject, end = engine.subject(), engine.tokenizer.eos_token_id

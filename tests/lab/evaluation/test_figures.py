@@ -281,7 +281,7 @@ class _Flat:
 def _small(module):
     from contextlib import contextmanager
 
-    from cacheblend_rag.stats.plotting import figure
+    from cacheblend_rag.lab.stats.plotting import figure
 
     @contextmanager
     def small(width, height, columns=1, rows=1):

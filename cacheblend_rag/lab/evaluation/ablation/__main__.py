@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cacheblend_rag.doctor.workbench import BenchModel, Workbench
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.lab.doctor.workbench import BenchModel, Workbench
 from cacheblend_rag.lab.evaluation.ablation.deviation import RATIOS, ablate_deviation
 from cacheblend_rag.lab.evaluation.ablation.prompts import data_prompts, demo_prompts, random_prompts
 from cacheblend_rag.lab.evaluation.ablation.static import ablate_static

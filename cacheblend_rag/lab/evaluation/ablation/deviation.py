@@ -10,9 +10,9 @@ import torch
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
-from cacheblend_rag.doctor.compared import PromptMeasurement, Scored
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
+from cacheblend_rag.lab.doctor.compared import PromptMeasurement, Scored
 from cacheblend_rag.lab.evaluation.ablation.tally import Comparisons
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.rag.inspector import PromptInspector

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.datasets import demo_samples, load_data_set
+from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.lab.samples import Sample
 from cacheblend_rag.prompts.prompt import TokenizedPrompt, tokenize

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend_rag.doctor.compared import Comparison
-from cacheblend_rag.stats.intervals import mean_interval
+from cacheblend_rag.lab.doctor.compared import Comparison
+from cacheblend_rag.lab.stats.intervals import mean_interval
 
 
 class AblationTally:

@@ -12,8 +12,8 @@ import torch
 from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy, policy_name
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
+from cacheblend_rag.lab.stats.plotting import figure, style
 from cacheblend_rag.rag.inspector import attention_deviation
-from cacheblend_rag.stats.plotting import figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

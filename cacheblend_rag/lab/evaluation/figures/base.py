@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blending.settings import ResolvedSettings
-from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError, PromptTooLongError
 from cacheblend_rag.lab.datasets import hash_files, load_data_set
+from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.lab.evaluation.evaluate import EvalResult, EvalSettings, evaluate, identify_run
 from cacheblend_rag.lab.evaluation.prepare import Preparer, set_header
 from cacheblend_rag.rag.inspector import PromptInspector

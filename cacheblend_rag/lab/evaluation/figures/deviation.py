@@ -10,7 +10,7 @@ import torch
 from scipy.stats import spearmanr
 
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
-from cacheblend_rag.stats.plotting import draw_points, figure, style
+from cacheblend_rag.lab.stats.plotting import draw_points, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

@@ -11,7 +11,7 @@ from cacheblend_rag.lab.bench.sweeps import READY, sweep_devices
 from cacheblend_rag.lab.bench.throttled import ThrottledStore
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.lab.evaluation.methods import LABELS
-from cacheblend_rag.stats.plotting import draw_methods, figure, log_scale, style
+from cacheblend_rag.lab.stats.plotting import draw_methods, figure, log_scale, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

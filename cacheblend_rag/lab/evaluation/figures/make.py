@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from cacheblend_rag.doctor.measure import describe_machine
 from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.evaluation.figures import attention, deviation, devices, quality, speed
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row
 from cacheblend_rag.lab.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.lab.evaluation.report import Section, render_page, result_sections
-from cacheblend_rag.stats.plotting import render_svg, save_figure
+from cacheblend_rag.lab.stats.plotting import render_svg, save_figure
 
 FIGURES: Final = {
     f.number: f

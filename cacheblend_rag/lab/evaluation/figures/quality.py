@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.lab.evaluation.methods import LABELS
-from cacheblend_rag.stats.plotting import draw_points, figure, style
+from cacheblend_rag.lab.stats.plotting import draw_points, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

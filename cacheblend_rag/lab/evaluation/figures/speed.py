@@ -15,7 +15,7 @@ from cacheblend_rag.lab.bench.sweeps import (
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.lab.evaluation.figures.quality import CORE
 from cacheblend_rag.lab.evaluation.methods import LABELS
-from cacheblend_rag.stats.plotting import draw_methods, draw_points, figure, log_scale
+from cacheblend_rag.lab.stats.plotting import draw_methods, draw_points, figure, log_scale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

@@ -9,11 +9,11 @@ import pytest
 
 from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.doctor import calibrate_engine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.calibration_prompts import collect_prompts
 from cacheblend_rag.lab.datasets import demo_samples
+from cacheblend_rag.lab.doctor import calibrate_engine
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.retrieval.chunking import split_text

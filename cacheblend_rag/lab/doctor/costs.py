@@ -13,16 +13,16 @@ from statistics import median
 import torch
 
 from cacheblend_rag.blending.costs import Costs, TierCost
-from cacheblend_rag.doctor.bandwidth import (
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import StoreUnavailableError
+from cacheblend_rag.lab.doctor.bandwidth import (
     measure_device_copy,
     measure_disk_latency,
     measure_disk_read,
     measure_ram_copy,
 )
-from cacheblend_rag.doctor.compute import measure_compute
-from cacheblend_rag.doctor.workbench import Workbench
-from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.errors import StoreUnavailableError
+from cacheblend_rag.lab.doctor.compute import measure_compute
+from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, KVStore, LayerKV, TieredStore, open_store
 from cacheblend_rag.store.codec import get_codec

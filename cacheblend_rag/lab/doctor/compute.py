@@ -14,9 +14,9 @@ from scipy.optimize import nnls
 
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.settings import FULL_REUSE, BlendSettings
-from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import MemoryStore
 

@@ -6,8 +6,8 @@ import pytest
 
 from cacheblend_rag.blending.controller import Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
-from cacheblend_rag.doctor.prices import GIB, Corpus, Prices, TierPrice, plan_prices, read_prices
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.doctor.prices import GIB, Corpus, Prices, TierPrice, plan_prices, read_prices
 
 MIB = 1 << 20
 # Six chunks of 512 tokens, 64 MiB each; a millisecond a token, 15% of which are recomputed: 0.493 s. In 32 layers.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from cacheblend_rag.doctor.calibration import Calibration, MeasuredCandidate
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.stats.plotting import figure
+from cacheblend_rag.lab.doctor.calibration import Calibration, MeasuredCandidate
+from cacheblend_rag.lab.stats.plotting import figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

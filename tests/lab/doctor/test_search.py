@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.blending.options import BlendSchedule
-from cacheblend_rag.doctor.candidates import RATIOS, Candidate, LayerFinding, estimate_compute, list_candidates
-from cacheblend_rag.doctor.compared import Comparison
-from cacheblend_rag.doctor.search import LOOK, Search, Trial
-from cacheblend_rag.doctor.standard import MIN_RESAMPLED, Result, Standard
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.stats.intervals import share_bounds
+from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate, LayerFinding, estimate_compute, list_candidates
+from cacheblend_rag.lab.doctor.compared import Comparison
+from cacheblend_rag.lab.doctor.search import LOOK, Search, Trial
+from cacheblend_rag.lab.doctor.standard import MIN_RESAMPLED, Result, Standard
+from cacheblend_rag.lab.stats.intervals import share_bounds
 
 TOKENS = 4
 LOOSE = Standard(0.9, 0.95)

@@ -7,8 +7,8 @@ from typing import Final
 
 from cacheblend_rag.blending.controller import Load, Located, cheapest_tier, decide
 from cacheblend_rag.blending.costs import Costs
-from cacheblend_rag.doctor.costs import token_bytes
-from cacheblend_rag.doctor.workbench import Workbench
+from cacheblend_rag.lab.doctor.costs import token_bytes
+from cacheblend_rag.lab.doctor.workbench import Workbench
 
 # What keeping KV costs, in some unit: only the order of the tiers matters.
 _PRICES: Final = {"ram": 10.0, "redis": 9.0, "disk": 1.0, "s3": 0.2, "gs": 0.2, "az": 0.2}

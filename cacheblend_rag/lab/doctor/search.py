@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.doctor.candidates import RATIOS, Candidate
-from cacheblend_rag.doctor.compared import Comparison, PromptMeasurement
-from cacheblend_rag.doctor.standard import Result, Standard
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate
+from cacheblend_rag.lab.doctor.compared import Comparison, PromptMeasurement
+from cacheblend_rag.lab.doctor.standard import Result, Standard
 
 LOOK: Final = 8
 """Prompts that every candidate which is tried at all is measured on, so that what a plot shows is no selection."""

@@ -8,9 +8,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 if TYPE_CHECKING:

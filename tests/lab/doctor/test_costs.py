@@ -8,10 +8,10 @@ import pytest
 
 from cacheblend_rag.blending.controller import Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, load_costs, save_costs
-from cacheblend_rag.doctor.compute import fit_compute
-from cacheblend_rag.doctor.costs import measure_costs, measure_remote
-from cacheblend_rag.doctor.storage import plan_tiers
-from cacheblend_rag.doctor.workbench import Workbench
+from cacheblend_rag.lab.doctor.compute import fit_compute
+from cacheblend_rag.lab.doctor.costs import measure_costs, measure_remote
+from cacheblend_rag.lab.doctor.storage import plan_tiers
+from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.store import open_store, record_tiers
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for

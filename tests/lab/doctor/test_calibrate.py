@@ -12,15 +12,15 @@ from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import highest
-from cacheblend_rag.doctor.calibration import calibrate
-from cacheblend_rag.doctor.candidates import Candidate, estimate_compute, examine_layers
-from cacheblend_rag.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored
-from cacheblend_rag.doctor.search import LOOK
-from cacheblend_rag.doctor.standard import Standard
 from cacheblend_rag.engines.transformers.loading import usable_attention
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.calibration_prompts import CalibrationPrompt
+from cacheblend_rag.lab.doctor.calibration import calibrate
+from cacheblend_rag.lab.doctor.candidates import Candidate, estimate_compute, examine_layers
+from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored
+from cacheblend_rag.lab.doctor.search import LOOK
+from cacheblend_rag.lab.doctor.standard import Standard
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 

@@ -9,9 +9,9 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cacheblend_rag.doctor.compared import Comparison
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.stats.intervals import mean_bounds, share_bounds
+from cacheblend_rag.lab.doctor.compared import Comparison
+from cacheblend_rag.lab.stats.intervals import mean_bounds, share_bounds
 
 MIN_RESAMPLED: Final = 20
 """Resampling fewer prompts says too little about a mean that a few of them dominate, as that of KL."""

@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import POLICIES, policy
 from cacheblend_rag.blending.policies.base import highest
-from cacheblend_rag.doctor.compared import PromptMeasurement
+from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 
 RATIOS: Final = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.6)
 _PAPER_RATIO: Final = 0.15

@@ -10,9 +10,9 @@ import typer
 from cacheblend_rag.console.output import seconds, size, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.doctor.calibration import Calibration
-    from cacheblend_rag.doctor.diagnose import Diagnosis
-    from cacheblend_rag.doctor.diagnose_vllm import VLLMDiagnosis
+    from cacheblend_rag.lab.doctor.calibration import Calibration
+    from cacheblend_rag.lab.doctor.diagnose import Diagnosis
+    from cacheblend_rag.lab.doctor.diagnose_vllm import VLLMDiagnosis
 
 
 def print_diagnosis(found: Diagnosis) -> None:

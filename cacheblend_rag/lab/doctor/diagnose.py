@@ -14,12 +14,12 @@ from cacheblend_rag.blending.gate import CODEC_LIMIT, check_codecs
 from cacheblend_rag.blending.options import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.doctor.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
-from cacheblend_rag.doctor.compute import fit_compute, measure_prefills, with_placing
-from cacheblend_rag.doctor.costs import token_bytes
-from cacheblend_rag.doctor.measure import describe_machine
-from cacheblend_rag.doctor.workbench import Workbench
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.lab.doctor.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
+from cacheblend_rag.lab.doctor.compute import fit_compute, measure_prefills, with_placing
+from cacheblend_rag.lab.doctor.costs import token_bytes
+from cacheblend_rag.lab.doctor.measure import describe_machine
+from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.store.codec import LOSSY
 
 _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.doctor_output import print_calibration, print_diagnosis, print_vllm
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_engine, open_vllm
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
 from cacheblend_rag.console.output import print_json, status
+from cacheblend_rag.lab.commands.doctor_output import print_calibration, print_diagnosis, print_vllm
 
 _CALIBRATION = "Calibration"
 
@@ -104,7 +104,7 @@ def doctor(
         _calibrate(model, store, wanted, as_json)
         return
     with open_engine(model) as opened:
-        from cacheblend_rag.doctor.diagnose import diagnose
+        from cacheblend_rag.lab.doctor.diagnose import diagnose
 
         with status("Examining") as say:
             diagnosis = diagnose(opened, store, say)
@@ -118,7 +118,7 @@ def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_
         if given:
             raise InputError(f"{name} goes with --engine transformers, whose findings hold for vLLM, too.")
     with tempfile.TemporaryDirectory() as directory, open_vllm(model, Path(directory), None, None) as opened:
-        from cacheblend_rag.doctor.diagnose_vllm import diagnose_vllm
+        from cacheblend_rag.lab.doctor.diagnose_vllm import diagnose_vllm
 
         with status("Examining") as say:
             found = diagnose_vllm(opened, say)
@@ -126,10 +126,10 @@ def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_
 
 
 def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptions, as_json: bool) -> None:
-    from cacheblend_rag.doctor import calibrate_engine
-    from cacheblend_rag.doctor.plot import check_plot_name, plot_calibration
-    from cacheblend_rag.doctor.standard import Standard
     from cacheblend_rag.lab.calibration_prompts import collect_prompts
+    from cacheblend_rag.lab.doctor import calibrate_engine
+    from cacheblend_rag.lab.doctor.plot import check_plot_name, plot_calibration
+    from cacheblend_rag.lab.doctor.standard import Standard
 
     documents, plot = wanted.documents, wanted.plot
     standard = Standard(wanted.agreement, wanted.confidence, "tokens" if documents is None else "likelihood")

@@ -3,7 +3,7 @@
 1. *Layers*: on the first prompts the KV deviation of every layer is compared with that of all layers. Check layers are offered
    where they are shallow enough to pay, find clearly more than the layers before them, and see enough tokens deviate at all.
 2. *Search*: candidates (policy, ratio, check layers) are tried from the least compute on; compute counts everything that a blend
-   computes: dense pass, ranking pass of the question, chosen and forced tokens. See :mod:`cacheblend_rag.doctor.search`.
+   computes: dense pass, ranking pass of the question, chosen and forced tokens. See :mod:`cacheblend_rag.lab.doctor.search`.
 3. *Verdict*: the first that holds the standard on all prompts is the profile, or a ratio some steps above it that holds as well,
    as a margin for text that the prompts do not show. If none does, the profile says not to blend: prefix caching, which loses
    nothing.
@@ -29,12 +29,12 @@ from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.text_ratio import TextRange, left_out
-from cacheblend_rag.doctor.candidates import RATIOS, LayerFinding, examine_layers, in_words, list_candidates
-from cacheblend_rag.doctor.compared import Planner, PromptMeasurement
-from cacheblend_rag.doctor.search import LOOK, Prompts, Search, Trial
-from cacheblend_rag.doctor.standard import Bounds, Standard
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.lab.doctor.candidates import RATIOS, LayerFinding, examine_layers, in_words, list_candidates
+from cacheblend_rag.lab.doctor.compared import Planner, PromptMeasurement
+from cacheblend_rag.lab.doctor.search import LOOK, Prompts, Search, Trial
+from cacheblend_rag.lab.doctor.standard import Bounds, Standard
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import open_store

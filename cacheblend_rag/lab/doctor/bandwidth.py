@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from cacheblend_rag.doctor.measure import drop_page_cache
+from cacheblend_rag.lab.doctor.measure import drop_page_cache
 
 _BLOCK = 256 << 20
 _REPEAT = 3
