@@ -205,6 +205,7 @@ def _values(found: Any) -> int:
     return 1 + sum(map(_values, found)) if isinstance(found, list) else 1
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(value=_JSON, size=st.integers(1, 7), spaced=st.booleans())
 def test_values_are_counted_wherever_the_body_is_cut_and_not_inside_of_strings(

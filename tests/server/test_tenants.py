@@ -150,6 +150,7 @@ def expect(model: Model, act: Act) -> int:
     return 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_after_any_requests_each_tenant_sees_its_own_and_what_it_reads(tmp_path: Path, seed: int) -> None:
     server, model, dice = Server(tmp_path), Model(), random.Random(seed)

@@ -63,7 +63,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "open_with" in metafunc.fixturenames:
         more = getattr(metafunc.function, "needs", ())
         kinds = [kind for kind in PLAIN + SIX + ENCODED + ENCRYPTED if not (more and "sqlite" in kind)]
-        metafunc.parametrize("open_with", kinds, indirect=True)
+        # The S3 that is played takes most of a second for a test.
+        slow = {kind: [pytest.mark.slow] for kind in kinds if kind.startswith("s3")}
+        metafunc.parametrize(
+            "open_with", [pytest.param(kind, marks=slow.get(kind, ())) for kind in kinds], indirect=True
+        )
 
 
 @pytest.fixture
