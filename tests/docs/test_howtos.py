@@ -10,8 +10,6 @@ import contextlib
 import io
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ RULE = "Travel above 500 euros is approved by the head of finance."
 MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL", "M")
 # Tested elsewhere, since they take a browser, a server or minutes: tests/ui, tests/server and test_snippets.py, tests/lab,
 # tests/cli/test_demo_calibrate.py.
-LEFT_OUT = ("ui", "serve", "bench ttft", "figures")
+LEFT_OUT = ("ui", "serve", "bench ttft", "bench controller", "figures")
 # The same of whole pages: tests/lab/realm, and tests/lab/commands/test_tune.py with tests/lab/tuning.
 PAGES_LEFT_OUT = {"docs/howto/realm.md", "docs/howto/retriever.md"}
 PAGES = (
@@ -85,7 +83,7 @@ def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def run(command: list[str]) -> tuple[int, str]:
+def run(command: list[str]) -> tuple[int | None, str]:
     """Run a page's command; return its exit status and what it said."""
     words = [str(Path(word).expanduser()) if word.startswith("~") else word for word in command[1:]]
     if "--kv" in words:  # as far as the tiers are on this machine (the others: tests/cli/test_kv.py)
@@ -94,9 +92,12 @@ def run(command: list[str]) -> tuple[int, str]:
         listed = CliRunner().invoke(app, ["store", "ls", "--json", "--store", words[words.index("--store") + 1]])
         words[words.index("ID")] = json.loads(listed.stdout)[0]["id"][:6]
     if "vllm" in words:  # while vLLM starts, this process's stdout and stderr are taken, and here they are pytest's
-        line = [sys.executable, "-m", "cacheblend_rag", *words]
-        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        return done.returncode, done.stdout
+        from tests.server import forked
+
+        log = Path("said-by-vllm")
+        process = forked.start(words, log, {})
+        process.join()
+        return process.exitcode, log.read_text("utf-8")
     result = CliRunner().invoke(app, words)
     return result.exit_code, f"{result.output}\n{result.exception!r}"
 

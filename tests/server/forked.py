@@ -21,17 +21,22 @@ preload(
 )
 
 
-def start(arguments: Sequence[str], log: Path, settings: Mapping[str, str]) -> EnvironedProcess:
-    """Start ``cacheblend`` with these arguments, leading a session of its own; what it says is added to ``log``."""
-    process = EnvironedProcess(target=_run, args=(list(arguments), log, dict(settings)))
+def start(
+    arguments: Sequence[str], log: Path, settings: Mapping[str, str], errors: Path | None = None
+) -> EnvironedProcess:
+    """Start ``cacheblend`` with these arguments, leading a session of its own.
+
+    What it says is added to ``log``; what it says on stderr to ``errors``, if given.
+    """
+    process = EnvironedProcess(target=_run, args=(list(arguments), (log, errors or log), dict(settings)))
     process.start()
     return process
 
 
-def _run(arguments: list[str], log: Path, settings: dict[str, str]) -> None:
+def _run(arguments: list[str], logs: tuple[Path, Path], settings: dict[str, str]) -> None:
     os.setsid()
-    with log.open("ab") as file:
-        for descriptor in (1, 2):
+    for descriptor, log in enumerate(logs, 1):
+        with log.open("ab") as file:
             os.dup2(file.fileno(), descriptor)
     os.environ |= settings
     sys.argv = ["cacheblend", *arguments]

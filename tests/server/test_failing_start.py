@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from tests.server import forked
+
 pytestmark = pytest.mark.slow
 
 
@@ -23,24 +26,29 @@ def short() -> Iterator[Path]:
         yield Path(name)
 
 
-def serve(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "cacheblend_rag",
-        "serve",
-        "--store",
-        str(tmp_path / "store"),
-        "--port",
-        "0",
-        *flags,
-    ]
-    env = {**os.environ, "CACHEBLEND_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
-    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # other tests of this process set it, and vLLM lets it decide
-    try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-    except subprocess.TimeoutExpired as late:
-        pytest.fail(f"serve neither starts nor ends; it wrote {late.stdout!r} and {late.stderr!r}")
+@dataclass(frozen=True)
+class Ended:
+    """What a command said, and how it ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def serve(tmp_path: Path, *flags: str) -> Ended:
+    out, errors = tmp_path / "stdout", tmp_path / "stderr"
+    settings = {"CACHEBLEND_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+    with pytest.MonkeyPatch.context() as patch:
+        # Other tests of this process set it, and vLLM lets it decide.
+        patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+        process = forked.start(
+            ["serve", "--store", str(tmp_path / "store"), "--port", "0", *flags], out, settings, errors
+        )
+    process.join(600)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"serve neither starts nor ends; it wrote {out.read_text()!r} and {errors.read_text()!r}")
+    return Ended(process.exitcode, out.read_text("utf-8"), errors.read_text("utf-8"))
 
 
 def test_a_kv_cache_too_small_for_a_prompt_is_told_with_what_to_do(short: Path) -> None:

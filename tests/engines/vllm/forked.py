@@ -8,8 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 from multiprocessing import process
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.device_communicators import shm_broadcast
@@ -17,17 +19,22 @@ from vllm.utils import system_utils
 
 from tests.forking import preload
 
+_INTERPRETED = "TRITON_INTERPRET" in os.environ
+"""Whether this run was started so, and the server that it forks from with it."""
+
 
 class EnvironedProcess(ForkServerProcess):
-    """Takes the environment of the process that starts it, as a spawned one would, not that of the server it is forked from."""
+    """Takes environment and folder of the process that starts it, as a spawned one would, not those of the server it is from."""
 
     def start(self) -> None:
-        self._environ = dict(os.environ)
+        self._environ, self._folder = dict(os.environ), Path.cwd()
         super().start()
 
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environ)
+        os.chdir(self._folder)
+        tempfile.tempdir = None  # is found by the environment
         super().run()
 
 
@@ -36,7 +43,7 @@ class _Context(ForkServerContext):
 
 
 def _context() -> Any:
-    if "TRITON_INTERPRET" in os.environ:  # which Triton reads when it is imported
+    if "TRITON_INTERPRET" in os.environ and not _INTERPRETED:  # which Triton reads when it is imported
         return multiprocessing.get_context("spawn")
     # An engine's process has no threads yet when it starts its workers.
     return _Context() if process.parent_process() is None else multiprocessing.get_context("fork")
