@@ -28,7 +28,7 @@ def ask(
         bool,
         typer.Option("--explain", help="Say where each chunk's KV came from, what that took, and why it was done so."),
     ] = False,
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     trace: options.TraceFile = None,
     retriever: options.Retriever = None,
     answer_by: options.AnswerBy = "together",
@@ -38,7 +38,7 @@ def ask(
     from cacheblend_rag.engines.spans import traced
 
     sampling, settings = how.sampling.params(), how.blend.settings()
-    opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever, tenant=tenant)
+    opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever, namespace=namespace)
     with opened as pipeline, traced(pipeline.engine, trace):
         if answer_by == "marginal":
             from cacheblend_rag.rag.marginal import answer_marginally

@@ -16,11 +16,13 @@ documents = typer.Typer(
 
 
 @documents.command()
-def ls(directory: options.Store = None, tenant: options.Tenant = "default", as_json: options.AsJSON = False) -> None:
+def ls(
+    directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
+) -> None:
     """List the documents that were indexed, with the number of their chunks."""
     from cacheblend_rag.rag.inventory import Inventory
 
-    with Inventory(options.store_directory(directory), tenant) as inventory:
+    with Inventory(options.store_directory(directory), namespace) as inventory:
         found = inventory.documents()
     if as_json:
         print_json([asdict(each) for each in found])
@@ -37,7 +39,7 @@ def rm(
         typer.Argument(metavar="PATH...", help="Documents as `documents ls` names them, directories, or file names."),
     ],
     directory: options.Store = None,
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
 ) -> None:
     """Take documents out of the index, and out of the store the KV of chunks that no other document holds.
@@ -46,7 +48,7 @@ def rm(
     """
     from cacheblend_rag.rag.inventory import Inventory
 
-    with Inventory(options.store_directory(directory), tenant) as inventory:
+    with Inventory(options.store_directory(directory), namespace) as inventory:
         # All are looked up before one is removed: a mistyped name should leave nothing half done.
         wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
         removed = [inventory.remove_document(path) for path in wanted]

@@ -45,7 +45,7 @@ def index(
         typer.Option(help="Leave out files and directories like this: 'node_modules', '*.json', 'old/*'."),
     ] = None,
     store: options.Store = None,
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     model: EngineOptions,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk (default: 512).")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share (default: 0).")] = None,
@@ -59,7 +59,7 @@ def index(
     Ctrl-C loses nothing that was stored: the same command goes on from there.
     """
     from cacheblend_rag.retrieval.documents import find_documents
-    from cacheblend_rag.store.tenants import home_of, make_home
+    from cacheblend_rag.store.namespace import make_home
 
     # Raises: a mistyped path should not cost the loading of a model.
     found = find_documents(paths, include or (), exclude or ())
@@ -68,7 +68,7 @@ def index(
     root = options.store_directory(store)
     if root.is_dir():
         with suppress(OSError):  # which is told below
-            make_home(root, tenant)
+            make_home(root, namespace)
     opened = open_pipeline(
         model,
         store,
@@ -77,9 +77,9 @@ def index(
         chunk_tokens=chunk_tokens,
         overlap=overlap,
         embedding=embedding,
-        tenant=tenant,
+        namespace=namespace,
     )
-    report = _index(found, home_of(root, tenant), opened, rank)
+    report = _index(found, options.index_directory(store, namespace), opened, rank)
     for skipped in report.skipped:
         typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
     print_json(asdict(report)) if as_json else _print_report(report)

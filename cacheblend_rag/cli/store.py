@@ -28,7 +28,9 @@ store = typer.Typer(
 
 
 @store.command()
-def stats(directory: options.Store = None, tenant: options.Tenant = "default", as_json: options.AsJSON = False) -> None:
+def stats(
+    directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
+) -> None:
     """Show what the store holds, tier by tier, and what was counted of them: by the processes that have closed it.
 
     Hidden is the share of the time of reading for which no computation waited.
@@ -37,7 +39,7 @@ def stats(directory: options.Store = None, tenant: options.Tenant = "default", a
     from cacheblend_rag.store import recorded_tiers
 
     place = options.store_directory(directory)
-    with Inventory(place, tenant) as inventory:
+    with Inventory(place, namespace) as inventory:
         kv, index = inventory.stats()
         tiers = inventory.tiers(kv)
         pins = len(inventory.store.pins())
@@ -117,25 +119,27 @@ def keygen(
     directory: Annotated[
         Path, typer.Argument(metavar="KEYS", help="Directory of keys: made where it is missing; never inside a store.")
     ],
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
 ) -> None:
     """Make a tenant's key for an encrypted store (--encrypt KEYS). To destroy a key is to destroy what it has encrypted."""
     from cacheblend_rag.store.keyring import make_key
 
-    file = make_key(directory, tenant)
+    file = make_key(directory, namespace)
     if as_json:
-        print_json({"file": str(file), "tenant": tenant})
+        print_json({"file": str(file), "tenant": namespace})
     else:
         typer.echo(f"Written to {file}. Keep a copy where the store's disk cannot take it along.")
 
 
 @store.command()
-def ls(directory: options.Store = None, tenant: options.Tenant = "default", as_json: options.AsJSON = False) -> None:
+def ls(
+    directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
+) -> None:
     """List chunks with the size of their KV and when it was last used."""
     from cacheblend_rag.rag.inventory import Inventory
 
-    with Inventory(options.store_directory(directory), tenant) as inventory:
+    with Inventory(options.store_directory(directory), namespace) as inventory:
         items = inventory.items()
         _say_unlisted(inventory)
     if as_json:
@@ -153,13 +157,13 @@ def ls(directory: options.Store = None, tenant: options.Tenant = "default", as_j
 def upgrade(
     *,
     directory: options.Store = None,
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     model: EngineOptions,
     budgets: BudgetOptions,
     as_json: options.AsJSON = False,
 ) -> None:
     """Add what chunks stored with --rank off lack: the ranking of their tokens. Loads the model."""
-    with open_pipeline(model, directory, budgets, tenant=tenant) as pipeline, progress("Ranking") as show:
+    with open_pipeline(model, directory, budgets, namespace=namespace) as pipeline, progress("Ranking") as show:
         chunks = list(pipeline.chunks.chunks())
         done = 0
 
@@ -182,7 +186,7 @@ def upgrade(
 def reembed(
     *,
     directory: options.Store = None,
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     embedding: options.Embedding = None,
     as_json: options.AsJSON = False,
 ) -> None:
@@ -191,12 +195,8 @@ def reembed(
     Searches go on meanwhile, and see all old or all new vectors. The model before can be named again later.
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
-    from cacheblend_rag.store.tenants import home_of
 
-    with (
-        ChunkIndex.open(home_of(options.store_directory(directory), tenant)) as index,
-        progress("Embedding") as show,
-    ):
+    with ChunkIndex.open(options.index_directory(directory, namespace)) as index, progress("Embedding") as show:
         before, total, done = index.stats().embedding, index.count(), 0
 
         def step(count: int) -> None:
@@ -343,28 +343,28 @@ _DOCUMENTS = typer.Argument(
 def pin(
     paths: Annotated[list[str], _DOCUMENTS],
     directory: options.Store = None,
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
 ) -> None:
     """Keep the KV of documents: eviction passes over it, in every tier and process. Pin them again when they have changed."""
-    _pin(paths, directory, tenant, as_json, pinned=True)
+    _pin(paths, directory, namespace, as_json, pinned=True)
 
 
 @store.command()
 def unpin(
     paths: Annotated[list[str], _DOCUMENTS],
     directory: options.Store = None,
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
 ) -> None:
     """Let the KV of documents be evicted again as any other."""
-    _pin(paths, directory, tenant, as_json, pinned=False)
+    _pin(paths, directory, namespace, as_json, pinned=False)
 
 
-def _pin(paths: list[str], directory: Path | None, tenant: str, as_json: bool, *, pinned: bool) -> None:
+def _pin(paths: list[str], directory: Path | None, namespace: str, as_json: bool, *, pinned: bool) -> None:
     from cacheblend_rag.rag.inventory import Inventory
 
-    with Inventory(options.store_directory(directory), tenant) as inventory:
+    with Inventory(options.store_directory(directory), namespace) as inventory:
         wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
         done = inventory.pin_documents(wanted, pinned)
     if as_json:
@@ -382,13 +382,13 @@ def rm(
         typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin: 6 characters at least."),
     ],
     directory: options.Store = None,
-    tenant: options.Tenant = "default",
+    namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
 ) -> None:
     """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""
     from cacheblend_rag.rag.inventory import Inventory
 
-    with Inventory(options.store_directory(directory), tenant) as inventory:
+    with Inventory(options.store_directory(directory), namespace) as inventory:
         removed = [inventory.remove(item_id) for item_id in ids]
     if as_json:
         print_json([{"id": item.id, "freed_bytes": item.nbytes or 0} for item in removed])

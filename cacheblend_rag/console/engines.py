@@ -128,21 +128,21 @@ def open_pipeline(
     overlap: int | None = None,
     embedding: str | None = None,
     query_encoder: Path | None = None,
-    tenant: str = "default",
+    namespace: str = "default",
 ) -> Iterator[RagPipeline]:
-    """Open the store of a command with its model in front, as a tenant has it.
+    """Open the store of a command with its model in front, within a namespace.
 
     With a server the directory holds the index alone; the KV is in the server's store.
     """
     from cacheblend_rag.errors import StoreError
     from cacheblend_rag.retrieval.index import ChunkIndex
-    from cacheblend_rag.store.tenants import DEFAULT_NAME, home_of
+    from cacheblend_rag.store.namespace import DEFAULT_NAME
 
     path = options.store_directory(directory)
-    home = home_of(path, tenant)
+    home = options.index_directory(directory, namespace)
     if must_exist and not ChunkIndex.exists(home):
         # Said at once: a wrong path should not cost the loading of a model.
-        named = "" if tenant == DEFAULT_NAME else f" --tenant {tenant}"
+        named = "" if namespace == DEFAULT_NAME else f" --tenant {namespace}"
         raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
     if must_exist and left_to_bundled(chosen):
         warn_if_indexed_for_bundled_model(home)
@@ -150,7 +150,7 @@ def open_pipeline(
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(
-            engine if tenant == DEFAULT_NAME else engine.for_tenant(tenant),
+            engine if namespace == DEFAULT_NAME else engine.within(namespace),
             home,
             k=k,
             chunk_tokens=chunk_tokens,

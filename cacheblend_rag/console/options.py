@@ -130,9 +130,10 @@ KV = Annotated[
     ),
 ]
 
-Tenant = Annotated[
+Namespace = Annotated[
     str,
     typer.Option(
+        "--tenant",
         help="Whose index and KV: what is indexed for a tenant is found by requests with its keys alone, and its KV is encrypted "
         "with its own key.",
     ),
@@ -173,6 +174,13 @@ def store_directory(given: Path | None) -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("cacheblend") / "store"
+
+
+def index_directory(directory: Path | None, namespace: str) -> Path:
+    """Return the directory of a namespace's index in a command's store."""
+    from cacheblend_rag.store.namespace import home_of
+
+    return home_of(store_directory(directory), namespace)
 
 
 def nbytes(text: str) -> int:

@@ -28,7 +28,7 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_pro
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.kv import ModelFingerprint
-from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ class BlendEngine(ABC):
         dtype: What it computes in, likewise.
         costs: What loading and computing cost, for the loading controller; None where it was not measured.
         trace: Where to record when each layer of a blend is loaded and computed; None for nowhere.
-        tenant: Whose chunks and stored KV it uses (:meth:`for_tenant`).
+        namespace: Where its chunks and stored KV are (:meth:`within`).
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
         without_json_schema: What to do where it has not.
@@ -101,7 +101,7 @@ class BlendEngine(ABC):
     costs: Costs | None = None
     trace: Trace | None = None
     prefix_cache_tokens: int = 0
-    tenant: Tenant = DEFAULT
+    namespace: Namespace = DEFAULT
     _closed: bool = False
     _root: Self | None = None  # of a view: the engine that it is a view of
     _views: Mapping[str, Self] = MappingProxyType({})
@@ -111,34 +111,38 @@ class BlendEngine(ABC):
     def entries(self) -> Entries | None:
         """This model's entries in the store, behind the engine's header."""
         return (
-            None if self.store is None else Entries(self.store, self.fingerprint, self.header_ids, tenant=self.tenant)
+            None
+            if self.store is None
+            else Entries(self.store, self.fingerprint, self.header_ids, namespace=self.namespace)
         )
 
-    def for_tenant(self, name: str) -> Self:
-        """Return this engine as a tenant has it: the same model and store, and chunks, stored KV and prefix cache of its own.
+    def within(self, name: str) -> Self:
+        """Return a view of this engine within a namespace: chunks, stored KV and prefix cache of its own, one model and store.
 
-        It is the same object each time. What the engine itself knows is the tenant's named ``default``. To close a view does
+        It is the same object each time. What the engine itself knows is in the one named ``default``. To close a view does
         nothing; none may be used after its engine was closed.
 
         Raises:
-            InputError: A name that is not 1 to 63 of a-z, 0-9, '.', '_' and '-', an engine without tenants of its
-                own, or an encrypted store without the tenant's key.
+            InputError: A name that is not 1 to 63 of a-z, 0-9, '.', '_' and '-', an engine that has no
+                views, or an encrypted store without the namespace's key.
         """
-        tenant, root = Tenant(name), self._root or self
+        namespace, root = Namespace(name), self._root or self
         if name == DEFAULT_NAME:
             return root
         with _making_views:
             if name not in root._views:
                 view = copy.copy(root)
-                view.tenant, view._root, view._views = tenant, root, {}
+                view.namespace, view._root, view._views = namespace, root, {}
                 view.registry = ChunkRegistry()
-                view._become(tenant)
+                view._become()
+                if view.store is not None:
+                    view.store.key_name(name)
                 root._views = {**root._views, name: view}
             return root._views[name]
 
-    def _become(self, tenant: Tenant) -> None:
+    def _become(self) -> None:
         """Finish a view, which is a copy of its engine so far; raises InputError where an engine can have none."""
-        raise InputError(f"{type(self).__name__} has no tenants of its own; use TransformersEngine or VLLMEngine.")
+        raise InputError(f"{type(self).__name__} has no views within namespaces; use TransformersEngine or VLLMEngine.")
 
     @property
     def controlled(self) -> bool:
@@ -332,7 +336,7 @@ class BlendEngine(ABC):
             InputError: It was made here.
         """
         if self._root is not None:
-            return _tenants_view, (self._root, self.tenant.name)
+            return _view_within, (self._root, self.namespace.name)
         if self._reopen is None:
             raise InputError(
                 f"This {type(self).__name__} lives in this process and cannot be sent to another. Use num_workers=1, a "
@@ -364,5 +368,5 @@ def check_length(prompt_tokens: int, max_tokens: int, context_window: int) -> No
         )
 
 
-def _tenants_view(engine: BlendEngine, name: str) -> BlendEngine:
-    return engine.for_tenant(name)
+def _view_within(engine: BlendEngine, name: str) -> BlendEngine:
+    return engine.within(name)

@@ -16,7 +16,7 @@ from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
 from cacheblend_rag.store.block import plain
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, Shard, StoredKV, Take, kv_key
-from cacheblend_rag.store.tenants import DEFAULT, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, Namespace
 
 _T = TypeVar("_T")
 _AT_ONCE = 8
@@ -26,9 +26,9 @@ Lookup = Callable[[Sequence[int]], _T]
 
 
 class Entries:
-    """Entries of one model behind one header, of one tenant. ``()`` as token ids means the header itself.
+    """Views a store's entries of one model behind one header within a namespace. ``()`` as token ids means the header itself.
 
-    What is written or deleted is the tenant's own; what is not among its own is looked for among those of the tenants it reads.
+    What is written or deleted is the namespace's own; what is not there is looked for in the namespaces that it reads.
     """
 
     def __init__(
@@ -38,26 +38,26 @@ class Entries:
         header_ids: Sequence[int],
         rank: int = 0,
         ranks: int = 1,
-        tenant: Tenant = DEFAULT,
+        namespace: Namespace = DEFAULT,
     ):
         """Look into ``store`` as rank ``rank`` of ``ranks``.
 
         Raises:
-            InputError: The store is encrypted, and the tenant has no key.
+            InputError: The store is encrypted, and the namespace has no key.
         """
-        self.store, self.header_ids, self.tenant = store, tuple(header_ids), tenant
+        self.store, self.header_ids, self.namespace = store, tuple(header_ids), namespace
         self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
-        self._key_names = {tenant.name: store.key_name(tenant.name)}
-        for each in tenant.reads:
+        self._key_names = {namespace.name: store.key_name(namespace.name)}
+        for each in namespace.reads:
             with suppress(InputError):  # whose key is destroyed has nothing left to read
                 self._key_names[each] = store.key_name(each)
         self._owners = tuple(self._key_names)
 
-    def of(self, tenant: Tenant) -> Entries:
-        """Return the entries of another tenant in the same store."""
-        if tenant == self.tenant:
+    def within(self, namespace: Namespace) -> Entries:
+        """Return the same store's entries within another namespace."""
+        if namespace == self.namespace:
             return self
-        return Entries(self.store, self._fingerprint, self.header_ids, self._rank, self._ranks, tenant)
+        return Entries(self.store, self._fingerprint, self.header_ids, self._rank, self._ranks, namespace)
 
     def lasting(self) -> Entries:
         """Return the same entries as the tiers alone have them that outlast the process; of RAM alone, as RAM has them."""
@@ -65,18 +65,18 @@ class Entries:
         if isinstance(store, TieredStore):
             lasting = [tier for tier in store.tiers if tier.lasts] or store.tiers
             store = lasting[0] if len(lasting) == 1 else TieredStore(lasting)
-        return Entries(store, self._fingerprint, self.header_ids, self._rank, self._ranks, self.tenant)
+        return Entries(store, self._fingerprint, self.header_ids, self._rank, self._ranks, self.namespace)
 
     def contains(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry."""
         return self._owner(token_ids) is not None
 
     def owns(self, token_ids: Sequence[int]) -> bool:
-        """Say whether it will be found among the tenant's own."""
-        return self._has(self.tenant.name, token_ids)
+        """Say whether it will be found in the namespace itself."""
+        return self._has(self.namespace.name, token_ids)
 
     def _owner(self, token_ids: Sequence[int]) -> str | None:
-        """Return of which tenant every rank will find an entry."""
+        """Return in which namespace every rank will find an entry."""
         return next((owner for owner in self._owners if self._has(owner, token_ids)), None)
 
     def _has(self, owner: str, token_ids: Sequence[int]) -> bool:
@@ -158,15 +158,15 @@ class Entries:
                 kv.finish()
 
     def keys(self, token_ids: Sequence[int]) -> list[KVKey]:
-        """Return every key an entry of the tenant may lie under: the whole one's, and with tensor parallelism each rank's."""
-        return self._keys(self.tenant.name, token_ids)
+        """Return every key an entry of the namespace may lie under: the whole one's, and with tensor parallelism each rank's."""
+        return self._keys(self.namespace.name, token_ids)
 
     def _keys(self, owner: str, token_ids: Sequence[int]) -> list[KVKey]:
         return list(dict.fromkeys([self._key(owner, token_ids), *self._written_keys(owner, token_ids)]))
 
     def written_keys(self, token_ids: Sequence[int]) -> list[KVKey]:
         """Return the keys under which the ranks together store an entry."""
-        return self._written_keys(self.tenant.name, token_ids)
+        return self._written_keys(self.namespace.name, token_ids)
 
     def _written_keys(self, owner: str, token_ids: Sequence[int]) -> list[KVKey]:
         ranks: Iterable[int | None] = (None,) if self._ranks == 1 else range(self._ranks)

@@ -68,7 +68,7 @@ def plan_precompute(
         if not token_ids or token_ids in wanted or token_ids in present:
             continue
         if entries.contains(token_ids):
-            # Another tenant's is ranked for that one: a ranking here would leave a copy that nobody has registered.
+            # Another namespace's is ranked there: a ranking here would leave a copy that nobody has registered.
             rankable = len(token_ids) <= most_ranked and entries.owns(token_ids)
             present[token_ids] = not rankable or entries.has_static(token_ids)
         elif len(token_ids) >= room:

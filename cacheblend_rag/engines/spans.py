@@ -34,19 +34,19 @@ class RequestSpans:
         trace: Where to record what is done for the request; None where nobody wants to know.
     """
 
-    def __init__(self, whole: Trace | None, tenant: str, kind: SpanKind = SpanKind.INTERNAL):
+    def __init__(self, whole: Trace | None, namespace: str, kind: SpanKind = SpanKind.INTERNAL):
         """Begin a request.
 
         Args:
             whole: A trace of all requests, which this one's is added to; None where there is none.
-            tenant: Whose request it is.
+            namespace: Of the engine that answers it.
             kind: Whether another process answers it.
         """
         self._span, self._whole = spans.begin("cacheblend.generate", kind), whole
         self._wanted = self._span.is_recording()
         self.trace = Trace() if self._wanted or whole is not None else None
         if self._wanted:
-            self._span.set_attribute("cacheblend.tenant", tenant)
+            self._span.set_attribute("cacheblend.tenant", namespace)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -43,7 +43,7 @@ def find_retrieved(
     retrieved = log.of(run)
     loose = not retrieved
     if loose:
-        # Another tenant's or engine's is none of this one's business.
+        # Another view's or engine's is none of this one's business.
         retrieved = [texts for texts in log.loose if _known(engine, texts)]
     if not retrieved:
         return prompt, RetrievalReport()

@@ -54,7 +54,7 @@ class ChunkSource(Protocol):
 class ChunkRegistry:
     """The known chunks: those added, in memory, and those of the sources attached, of which it keeps 20 bytes each.
 
-    A *lent* source is another tenant's: its chunks are found by id and in text, and are not among those listed and counted.
+    A *lent* source belongs to another registry: its chunks are found by id and in text, and are neither listed nor counted.
     Thread-safe; :meth:`find` takes no lock of its own.
     """
 
@@ -74,7 +74,7 @@ class ChunkRegistry:
 
         Args:
             source: Of two sources that have an id, the one attached first is asked.
-            lent: Whether it is another tenant's.
+            lent: Whether it belongs to another registry.
 
         Raises:
             StoreError: They cannot be read.

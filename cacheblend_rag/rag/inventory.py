@@ -16,8 +16,8 @@ from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
 from cacheblend_rag.store.base import EntryInfo, Evicting
 from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import KVKey, entry_of
+from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace, home_of
 from cacheblend_rag.store.tally import StoreTally
-from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant, home_of
 from cacheblend_rag.store.tiered import SyncReport
 
 _MIN_PREFIX = 6
@@ -97,14 +97,14 @@ class Inventory:
     The index knows chunks, the KV store entries by key; this joins the two.
     """
 
-    def __init__(self, directory: Path | str, tenant: str = DEFAULT_NAME):
-        """Open the store in ``directory``, with the index of a tenant.
+    def __init__(self, directory: Path | str, namespace: str = DEFAULT_NAME):
+        """Open the store in ``directory``, with the index of a namespace.
 
         Raises:
             StoreError: There is none, or it cannot be read.
         """
         self.directory = Path(directory).expanduser()
-        self._tenant, self._home = Tenant(tenant), home_of(self.directory, tenant)
+        self._namespace, self._home = Namespace(namespace), home_of(self.directory, namespace)
         known = ChunkIndex.exists(self._home) or (self.directory / "kv").is_dir() or recorded_tiers(self.directory)
         if not self.directory.is_dir() or not known:
             raise StoreError(
@@ -113,7 +113,7 @@ class Inventory:
         self.store = open_store(self.directory, ram_budget=0)
 
     def items(self) -> list[InventoryItem]:
-        """List every chunk of the index in document order, then, of the default tenant, every stored entry without one."""
+        """List every chunk of the index in document order, then, of the default namespace, every stored entry without one."""
         stored = self._stored()
         found = []
         with self._index() as index:
@@ -125,7 +125,7 @@ class Inventory:
                 stored.pop(entry_of(key), None)
                 path = str(chunk.metadata.get("source", ""))
                 found.append(_item(chunk.id, path, len(chunk.token_ids), key, parts))
-        if self._tenant != DEFAULT:
+        if self._namespace != DEFAULT:
             return found  # the rest is others', too
         return found + [_item(parts[0].key, "", 0, parts[0].key, parts) for parts in stored.values()]
 
@@ -274,7 +274,7 @@ class Inventory:
         return found
 
     def _entries(self, index: ChunkIndex) -> Entries:
-        return Entries(self.store, index.config.model, index.config.header_ids, tenant=self._tenant)
+        return Entries(self.store, index.config.model, index.config.header_ids, namespace=self._namespace)
 
     @contextmanager
     def _index(self) -> Iterator[ChunkIndex | None]:

@@ -1,4 +1,4 @@
-"""Keeps the chunks registered with a server over HTTP in SQLite, for any number of models and tenants."""
+"""Keeps the chunks registered with a server over HTTP in SQLite, for any number of models and namespaces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import xxhash
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
+from cacheblend_rag.store.namespace import DEFAULT_NAME
 from cacheblend_rag.store.private import make_root
-from cacheblend_rag.store.tenants import DEFAULT_NAME
 
 FILE_NAME = "registered.sqlite"
 _TABLE = """
@@ -22,26 +22,26 @@ CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so a row says whether a chunk is new
     name TEXT NOT NULL, model TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, metadata TEXT NOT NULL,
     signature BLOB NOT NULL,
-    tenant TEXT NOT NULL,
+    namespace TEXT NOT NULL,
     kv_bytes INTEGER NOT NULL,  -- size of its KV when it was registered
     expires REAL,  -- seconds since the epoch
     checksum BLOB NOT NULL,  -- of all other columns but id
-    UNIQUE (model, tenant, name)
+    UNIQUE (model, namespace, name)
 )
 """
 # Else all texts would have to be read for them.
-_SIGNATURES = "CREATE INDEX signatures ON chunks (model, tenant, id, signature)"
-_EXPIRY = "CREATE INDEX expiry ON chunks (model, tenant, expires) WHERE expires IS NOT NULL"
-_SIZES = "CREATE INDEX sizes ON chunks (model, tenant, kv_bytes)"
-# Clients of one tenant share its chunks: one that lets go of a text must not take it from the others.
+_SIGNATURES = "CREATE INDEX signatures ON chunks (model, namespace, id, signature)"
+_EXPIRY = "CREATE INDEX expiry ON chunks (model, namespace, expires) WHERE expires IS NOT NULL"
+_SIZES = "CREATE INDEX sizes ON chunks (model, namespace, kv_bytes)"
+# Clients of one namespace share its chunks: one that lets go of a text must not take it from the others.
 _HOLDERS = """
 CREATE TABLE holders (
-    model TEXT NOT NULL, tenant TEXT NOT NULL, name TEXT NOT NULL, holder TEXT NOT NULL,
-    PRIMARY KEY (model, tenant, name, holder)
+    model TEXT NOT NULL, namespace TEXT NOT NULL, name TEXT NOT NULL, holder TEXT NOT NULL,
+    PRIMARY KEY (model, namespace, name, holder)
 ) WITHOUT ROWID
 """
 _COLUMNS = "name, model, text, token_ids, metadata"
-_OWN = "signature, tenant, kv_bytes, expires"
+_OWN = "signature, namespace, kv_bytes, expires"
 
 
 def _checksum(
@@ -53,7 +53,7 @@ def _checksum(
 
 
 class RegisteredChunks(SQLiteFile):
-    """One model's and tenant's registered chunks in a store directory; unlike the index, without documents and vectors.
+    """One model's and namespace's registered chunks in a store directory; unlike the index, without documents and vectors.
 
     Thread-safe; several servers may share the file. It has a rollback journal, which works on a network file system with
     locks, as WAL does not.
@@ -62,24 +62,24 @@ class RegisteredChunks(SQLiteFile):
     name = "the file of registered chunks"
     kind = "a file of registered chunks"
     start_over = "To start over, delete it and register the chunks again; their stored KV is kept."
-    format = 5
+    format = 6
     schema = f"{_TABLE};\n{_SIGNATURES};\n{_EXPIRY};\n{_SIZES};\n{_HOLDERS}"
     busy_timeout_s = 30.0  # a client waits for it
 
-    def __init__(self, directory: Path | None, model: str, tenant: str = DEFAULT_NAME):
+    def __init__(self, directory: Path | None, model: str, namespace: str = DEFAULT_NAME):
         """Open the file in ``directory``, made if missing; None keeps the chunks in memory until :meth:`close`.
 
         Args:
             directory: The store directory.
             model: Digest of the model whose chunks are read and changed; those of others stay as they are.
-            tenant: Name of the tenant whose they are; likewise.
+            namespace: Name of the namespace whose they are; likewise.
 
         Raises:
             StoreError: It cannot be used.
             StoreMismatchError: It has another format.
         """
         super().__init__((directory or Path()) / FILE_NAME)
-        self._of = model, tenant
+        self._of = model, namespace
         with self.explained("open"):
             if directory is not None:
                 make_root(directory)
@@ -101,7 +101,7 @@ class RegisteredChunks(SQLiteFile):
     def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
         """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         return self.read_signatures(
-            "SELECT id, signature FROM chunks INDEXED BY signatures WHERE model = ? AND tenant = ? AND id > ? ORDER BY id",
+            "SELECT id, signature FROM chunks INDEXED BY signatures WHERE model = ? AND namespace = ? AND id > ? ORDER BY id",
             *self._of,
             after,
         )
@@ -113,7 +113,7 @@ class RegisteredChunks(SQLiteFile):
     def known(self, chunk_ids: Sequence[str]) -> set[str]:
         """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         # CROSS: the names first, or SQLite may go through all chunks.
-        query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ? AND c.tenant = ?"
+        query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ? AND c.namespace = ?"
         return {name for (name,) in self.rows(query, json.dumps(list(chunk_ids)), *self._of)}
 
     def named(self, chunk_id: str) -> Chunk | None:
@@ -126,10 +126,10 @@ class RegisteredChunks(SQLiteFile):
 
     def count(self) -> int:
         """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
-        return int(self.rows("SELECT count(*) FROM chunks WHERE model = ? AND tenant = ?", *self._of)[0][0])
+        return int(self.rows("SELECT count(*) FROM chunks WHERE model = ? AND namespace = ?", *self._of)[0][0])
 
     def _read(self, which: str, *parameters: object) -> list[Chunk]:
-        query = f"SELECT {_COLUMNS}, {_OWN}, checksum FROM chunks WHERE model = ? AND tenant = ? AND {which}"
+        query = f"SELECT {_COLUMNS}, {_OWN}, checksum FROM chunks WHERE model = ? AND namespace = ? AND {which}"
         with self.decoding():
             return [self._checked(*row) for row in self.rows(query, *self._of, *parameters)]
 
@@ -142,10 +142,10 @@ class RegisteredChunks(SQLiteFile):
 
     def kv_bytes(self, but: Sequence[str] = ()) -> int:
         """Return how large the KV of all chunks was when they were registered, ``but`` of those with these ids."""
-        every = "SELECT coalesce(sum(kv_bytes), 0) FROM chunks INDEXED BY sizes WHERE model = ? AND tenant = ?"
+        every = "SELECT coalesce(sum(kv_bytes), 0) FROM chunks INDEXED BY sizes WHERE model = ? AND namespace = ?"
         named = (
             "SELECT coalesce(sum(c.kv_bytes), 0) FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
-            "WHERE c.model = ? AND c.tenant = ?"
+            "WHERE c.model = ? AND c.namespace = ?"
         )
         with self.transaction(write=False):
             total, left_out = self.rows(every, *self._of), self.rows(named, json.dumps(list(but)), *self._of)
@@ -183,14 +183,14 @@ class RegisteredChunks(SQLiteFile):
             StoreError: They cannot be written; none is kept.
         """
         query = f"INSERT OR REPLACE INTO chunks ({_COLUMNS}, {_OWN}, checksum) VALUES ({', '.join('?' * 10)})"
-        model, tenant = self._of
+        model, namespace = self._of
         rows = []
         for name, text, token_ids, metadata, signature in map(chunk_row, chunks):
-            row = (name, model, text, token_ids, metadata, signature, tenant, kv_bytes.get(name, 0), expires)
+            row = (name, model, text, token_ids, metadata, signature, namespace, kv_bytes.get(name, 0), expires)
             rows.append((*row, _checksum(*row)))
         with self.transaction():
             self.db.executemany(query, rows)
-            held = [(model, tenant, row[0], holder) for row in rows]
+            held = [(model, namespace, row[0], holder) for row in rows]
             self.db.executemany("INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?)", held)
 
     def release(self, chunk_ids: Sequence[str], holder: str) -> list[str]:
@@ -199,7 +199,7 @@ class RegisteredChunks(SQLiteFile):
         Raises:
             StoreError: The file cannot be written; none is let go of.
         """
-        which = "model = ? AND tenant = ? AND name = ?"
+        which = "model = ? AND namespace = ? AND name = ?"
         with self.transaction():
             rows = [(*self._of, name, holder) for name in chunk_ids]
             self.db.executemany(f"DELETE FROM holders WHERE {which} AND holder = ?", rows)
@@ -218,4 +218,4 @@ class RegisteredChunks(SQLiteFile):
     def _delete(self, chunk_ids: Iterable[str]) -> None:
         rows = [(*self._of, chunk_id) for chunk_id in chunk_ids]
         for table in ("chunks", "holders"):
-            self.db.executemany(f"DELETE FROM {table} WHERE model = ? AND tenant = ? AND name = ?", rows)
+            self.db.executemany(f"DELETE FROM {table} WHERE model = ? AND namespace = ? AND name = ?", rows)

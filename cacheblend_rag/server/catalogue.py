@@ -18,7 +18,7 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from cacheblend_rag.server.options import DEFAULT_MAX_CHUNKS
 from cacheblend_rag.store.kv import ModelFingerprint
-from cacheblend_rag.store.tenants import DEFAULT_NAME, home_of
+from cacheblend_rag.store.namespace import DEFAULT_NAME, home_of
 
 Origin = Literal["registered", "index", "shared"]
 

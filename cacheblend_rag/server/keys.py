@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.protocol import first_problem
 from cacheblend_rag.server.quotas import Quota
-from cacheblend_rag.store.tenants import DEFAULT, DEFAULT_NAME, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace
 from cacheblend_rag.store.urls import parse_duration, parse_size
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def _read_by(read: Callable[[str], T]) -> Callable[[object], T]:
     return checked
 
 
-_Name = Annotated[str, AfterValidator(_read_by(lambda name: Tenant(name).name))]
+_Name = Annotated[str, AfterValidator(_read_by(lambda name: Namespace(name).name))]
 
 
 class _Entry(BaseModel):
@@ -136,7 +136,7 @@ class Keys:
     """
 
     keys: tuple[Key, ...] = ()
-    tenants: tuple[Tenant, ...] = (DEFAULT,)
+    tenants: tuple[Namespace, ...] = (DEFAULT,)
     quotas: Mapping[str, Quota] = field(default_factory=dict)
 
 
@@ -173,14 +173,14 @@ def read_keys(path: Path) -> Keys:
     return Keys(tuple(keys), tenants, {table.name: table.quota for table in parsed.tenant})
 
 
-def _tenants(keys: Iterable[Key], described: Iterable[_Tenant]) -> tuple[Tenant, ...]:
+def _tenants(keys: Iterable[Key], described: Iterable[_Tenant]) -> tuple[Namespace, ...]:
     """Return the tenants of keys and tables; one that is read but has neither is a slip of the pen."""
-    found = {name: Tenant(name) for name in (DEFAULT_NAME, *(key.tenant for key in keys))}
+    found = {name: Namespace(name) for name in (DEFAULT_NAME, *(key.tenant for key in keys))}
     tables = list(described)
     for number, table in enumerate(tables):
         if table.name in (other.name for other in tables[:number]):
             raise InputError(f"the tenant {table.name!r} has two tables; give it one.")
-        found[table.name] = Tenant(table.name, table.reads)
+        found[table.name] = Namespace(table.name, table.reads)
     for tenant in found.values():
         for name in tenant.reads:
             if name not in found:

@@ -23,7 +23,7 @@ from cacheblend_rag.server.options import ServeOptions
 from cacheblend_rag.server.quotas import Admission, Quota
 from cacheblend_rag.server.tenants import ByTenant, ServedTenants, StandIn
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.tenants import DEFAULT_NAME
+from cacheblend_rag.store.namespace import DEFAULT_NAME
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -18,7 +18,7 @@ from cacheblend_rag.server.keys import Key, key_of, may
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.quotas import Admission, Quota
 from cacheblend_rag.server.tenants import Caller, calling
-from cacheblend_rag.store.tenants import DEFAULT, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, Namespace
 
 DEFAULT_BODY_DEADLINE_S = 60.0
 DEFAULT_VALUES_LIMIT = 500_000
@@ -60,7 +60,7 @@ class RequestLimits:
     values: int = DEFAULT_VALUES_LIMIT
     held: int = DEFAULT_HELD_LIMIT
     local: bool = False
-    tenants: tuple[Tenant, ...] = (DEFAULT,)
+    tenants: tuple[Namespace, ...] = (DEFAULT,)
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     admissions: Mapping[str, Admission] = field(default_factory=dict)
     refused: Callable[[str, int], None] = lambda tenant, status: None

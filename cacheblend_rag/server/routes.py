@@ -116,7 +116,7 @@ class ChunkRoutes:
                 await asyncio.sleep(_REFUSED_S)
                 raise
         report = await client.store_kv(wanted)
-        self._metrics.precomputed(report, client.tenant.name)
+        self._metrics.precomputed(report, client.namespace.name)
         calling.get().admission.charge(report.tokens)
         await asyncio.to_thread(self._chunks.keep, wanted, report, holder)
         return JSONResponse(

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
 from cacheblend_rag.server.tenants import calling
 from cacheblend_rag.server.ticket import Ticket, clients_salt, take_ticket
-from cacheblend_rag.store.tenants import Tenant
+from cacheblend_rag.store.namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -54,11 +54,11 @@ class ServedEngine:
         if ticket.params:
             extra["kv_transfer_params"] = ticket.params
         else:
-            prompt = _with_own_salt(prompt, client.tenant)
+            prompt = _with_own_salt(prompt, client.namespace)
         sampling_params.extra_args = extra or None
         if ticket.exact:
             sampling_params.skip_reading_prefix_cache = True
-        with RequestSpans(None, client.tenant.name) as spans:
+        with RequestSpans(None, client.namespace.name) as spans:
             begin, options["trace_headers"] = time.perf_counter(), client.trace_headers(spans)
             outputs = self._llm.generate(prompt, sampling_params, request_id, **options)
             admission, used = calling.get().admission, TokensUsed(prompt, sampling_params)
@@ -94,7 +94,7 @@ class ServedEngine:
         ticket.outcome = report.outcome
         output.kv_transfer_params, output.num_cached_tokens = None, report.outcome.usage.reused_tokens
         first_token_s = output.metrics.first_token_latency if output.metrics else None
-        self._metrics.finished(report.outcome, client.tenant.name, first_token_s, report.out)
+        self._metrics.finished(report.outcome, client.namespace.name, first_token_s, report.out)
         client.finished(report)
         return report
 
@@ -147,7 +147,7 @@ class TokensUsed:
         return self._prompt + self.answered
 
 
-def _with_own_salt(prompt: Any, tenant: Tenant) -> Any:
+def _with_own_salt(prompt: Any, tenant: Namespace) -> Any:
     """Return a prompt whose salt is its tenant's, and can never be another tenant's, whatever a client gave."""
     salt = tenant.salt(clients_salt(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None))
     if salt is None:

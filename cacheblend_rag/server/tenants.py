@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.server.chunks import ServedChunks
 from cacheblend_rag.server.quotas import Admission, Quota
-from cacheblend_rag.store.tenants import DEFAULT_NAME, Tenant
+from cacheblend_rag.store.namespace import DEFAULT_NAME, Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,7 +103,7 @@ class ServedTenants(ByTenant[Served]):
         cls,
         client: BlendClient,
         directory: Path | None,
-        tenants: Iterable[Tenant],
+        tenants: Iterable[Namespace],
         max_chunks: int,
         quotas: Mapping[str, Quota] = MappingProxyType({}),
     ) -> ServedTenants:
@@ -122,7 +122,7 @@ class ServedTenants(ByTenant[Served]):
         chosen = {tenant.name: tenant for tenant in tenants}
         made: dict[str, Served] = {}
         for name, tenant in chosen.items():
-            own = client if tenant == client.tenant else client.of(tenant)
+            own = client if tenant == client.namespace else client.of(tenant)
             quota = quotas.get(name, Quota())
             most = max_chunks if quota.max_chunks is None else quota.max_chunks
             catalogue = ChunkCatalogue(

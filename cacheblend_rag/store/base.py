@@ -144,13 +144,13 @@ class KVStore(ABC):
         """Return how its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`)."""
         return tuple(dict.fromkeys(each.codec.name for each in self.formats))
 
-    def key_name(self, tenant: str) -> KeyName | None:
-        """Return what the keys of a tenant's entries must hold (:func:`~cacheblend_rag.store.kv.kv_key`): the encryption's part.
+    def key_name(self, namespace: str) -> KeyName | None:
+        """Return the encryption's part of the keys of a namespace's entries (:func:`~cacheblend_rag.store.kv.kv_key`).
 
         Raises:
-            InputError: Entries are encrypted, and the tenant has no key.
+            InputError: Entries are encrypted, and the namespace has no key.
         """
-        return next((each.keys.name(tenant) for each in self.formats if each.keys is not None), None)
+        return next((each.keys.name(namespace) for each in self.formats if each.keys is not None), None)
 
     @abstractmethod
     def get(self, key: KVKey) -> StoredKV | None:

@@ -16,9 +16,9 @@ from cacheblend_rag.store.faults import explained
 from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.kvfile import EncodedKV, KVFile, encode, parts_of
+from cacheblend_rag.store.namespace import DEFAULT_NAME
 from cacheblend_rag.store.sealed import SealedSource, seal
 from cacheblend_rag.store.source import LayerSource
-from cacheblend_rag.store.tenants import DEFAULT_NAME
 
 
 class EntryFormat:

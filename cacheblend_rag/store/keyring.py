@@ -1,4 +1,4 @@
-"""Reads and makes the keys that KV is encrypted with at rest: one for each tenant, a file each."""
+"""Reads and makes the keys that KV is encrypted with at rest: one for each namespace, a file each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import KeyName, KVKey
+from cacheblend_rag.store.namespace import DEFAULT_NAME, Namespace
 from cacheblend_rag.store.private import make_root
-from cacheblend_rag.store.tenants import DEFAULT_NAME, Tenant
 
 _ENDING: Final = ".key"
 _KEY: Final = re.compile(r"[0-9a-fA-F]{64}")
@@ -21,30 +21,30 @@ _ID_DIGITS: Final = 16
 
 
 class Keyring:
-    """Holds the keys in a directory: ``<tenant>.key``, 64 hex digits each.
+    """Holds the keys in a directory: ``<namespace>.key``, 64 hex digits each.
 
     So :func:`make_key` or ``openssl rand -hex 32`` writes them.
 
-    An entry's name says by which key it is encrypted. One that names none of these is the default tenant's.
+    An entry's name says by which key it is encrypted. One that names none of these is the default namespace's.
 
     Attributes:
         directory: Where they were read from.
     """
 
     def __init__(self, keys: Mapping[str, bytes], directory: Path):
-        """Hold keys of 32 bytes by tenant; the default tenant's is among them."""
+        """Hold keys of 32 bytes by namespace; the default namespace's is among them."""
         self.directory = directory
         self._default = keys[DEFAULT_NAME]
-        self._names = {tenant: KeyName(_derived(key, "id").hex()[:_ID_DIGITS], _derived(key, "names").hex())
-                       for tenant, key in keys.items()}  # fmt: skip
-        self._by_id = {self._names[tenant].id: key for tenant, key in keys.items()}
+        self._names = {namespace: KeyName(_derived(key, "id").hex()[:_ID_DIGITS], _derived(key, "names").hex())
+                       for namespace, key in keys.items()}  # fmt: skip
+        self._by_id = {self._names[namespace].id: key for namespace, key in keys.items()}
 
     @classmethod
     def read(cls, directory: Path | str) -> Keyring:
         """Read the keys in a directory.
 
         Raises:
-            InputError: There are none, the default tenant's is missing, one cannot be read or is no key, or a package is missing.
+            InputError: There are none, the default one is missing, one cannot be read or is no key, or a package is missing.
         """
         found = Path(directory).expanduser()
         keys: dict[str, bytes] = {}
@@ -55,7 +55,7 @@ class Keyring:
                     raise InputError(
                         f"{file} is no key: it must hold 64 hex digits, as `openssl rand -hex 32` writes them."
                     )
-                keys[Tenant(file.name.removesuffix(_ENDING)).name] = bytes.fromhex(text)
+                keys[Namespace(file.name.removesuffix(_ENDING)).name] = bytes.fromhex(text)
         except OSError as error:
             raise InputError(f"The keys in {found} cannot be read: {error}.") from error
         if DEFAULT_NAME not in keys:
@@ -67,18 +67,18 @@ class Keyring:
             raise InputError(f"Two tenants have the same key in {found}; give each its own.")
         return cls(keys, found)
 
-    def name(self, tenant: str) -> KeyName:
-        """Return what a tenant's key gives to the names of its entries.
+    def name(self, namespace: str) -> KeyName:
+        """Return what a namespace's key gives to the names of its entries.
 
         Raises:
             InputError: It has no key.
         """
-        if tenant not in self._names:
+        if namespace not in self._names:
             raise InputError(
-                f"The store is encrypted, and {self.directory} holds no key of the tenant {tenant!r}: "
-                f"make one with cacheblend store keygen {self.directory} --tenant {tenant}"
+                f"The store is encrypted, and {self.directory} holds no key of the tenant {namespace!r}: "
+                f"make one with cacheblend store keygen {self.directory} --tenant {namespace}"
             )
-        return self._names[tenant]
+        return self._names[namespace]
 
     def key_of(self, name: KVKey) -> tuple[bytes, bool]:
         """Return the key of the entry called ``name``, and whether its name says so."""
@@ -86,13 +86,13 @@ class Keyring:
         return (self._default, False) if found is None else (found, True)
 
 
-def make_key(directory: Path, tenant: str = DEFAULT_NAME) -> Path:
-    """Make a tenant's key in a directory, for this user alone, and return its file.
+def make_key(directory: Path, namespace: str = DEFAULT_NAME) -> Path:
+    """Make a namespace's key in a directory, for this user alone, and return its file.
 
     Raises:
-        InputError: The tenant has one, the name cannot be a tenant's, or the directory cannot be written to.
+        InputError: There is one, the name cannot be a namespace's, or the directory cannot be written to.
     """
-    file = directory.expanduser() / f"{Tenant(tenant).name}{_ENDING}"
+    file = directory.expanduser() / f"{Namespace(namespace).name}{_ENDING}"
     try:
         make_root(file.parent)
         file.touch(0o600, exist_ok=False)

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
-from cacheblend_rag.store.tenants import DEFAULT_NAME
+from cacheblend_rag.store.namespace import DEFAULT_NAME
 
 KVKey = NewType("KVKey", str)
 """Hex digest that names one stored entry; see :func:`kv_key`."""
@@ -224,7 +224,7 @@ def kv_key(
     header_ids: Sequence[int],
     token_ids: Sequence[int],
     shard: Shard | None = None,
-    tenant: str = DEFAULT_NAME,
+    namespace: str = DEFAULT_NAME,
     encrypted: KeyName | None = None,
 ) -> KVKey:
     """Return the store key of the KV of ``token_ids`` computed behind ``header_ids``, or of a ``shard`` of it.
@@ -233,8 +233,8 @@ def kv_key(
     shard and the encryption's id, so that who lists a store finds the shards of an entry (:func:`entry_of`).
     """
     parts: list[object] = [fingerprint.digest, list(header_ids), list(token_ids)]
-    if tenant != DEFAULT_NAME:
-        parts.append(tenant)
+    if namespace != DEFAULT_NAME:
+        parts.append(namespace)
     if encrypted is not None:
         parts.append({"secret": encrypted.secret})
     text = json.dumps(parts, separators=(",", ":"))

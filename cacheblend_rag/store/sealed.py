@@ -36,14 +36,14 @@ _FIRST: Final = len(MAGIC) + _SALT_BYTES + _COUNT.size
 def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterator[memoryview]:
     """Yield an entry encrypted, piece by piece; each piece is good until the next.
 
-    Each entry has a key of its own, made from the tenant's, a random salt and the entry's name; under it every part has its
+    Each entry has a key of its own, made from the namespace's, a random salt and the entry's name; under it every part has its
     number as nonce. So a nonce would come twice under one key only if a salt of 128 bits did, for the same name.
 
     Args:
         data: The entry's file.
         ends: Where its parts end; the last is the end of the file.
         name: The key that it is stored under.
-        keys: The tenants' keys.
+        keys: The namespaces' keys.
     """
     cuts = [0]
     for end in ends:

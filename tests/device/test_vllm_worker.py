@@ -14,7 +14,7 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.vllm.messages import Save
+from cacheblend_rag.engines.vllm.messages import Save, SaveJob
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.kv import LayerKV, ModelFingerprint
@@ -67,7 +67,7 @@ def test_saved_pages_come_back_though_they_are_used_again_at_once(sim: str, budg
     stream.wait_stream(simulated.DEFAULT)
     before = simulated.SimulatedTensor.late_fetches
     with simulated.stream(stream), torch.inference_mode():
-        side.save([Save(str(ids), ids, 0, ((ids[0],),), False, 0, len(ids)) for ids in prompts])
+        side.save([Save(str(ids), ids, ((ids[0],),), 0, len(ids), SaveJob(0)) for ids in prompts])
         paged.pages.zero_()  # the next step
     assert simulated.SimulatedTensor.late_fetches - before == (len(prompts) if budget else 0)
     side.close()

@@ -36,7 +36,7 @@ def _skip_without_scoring(engine: BlendEngine) -> None:
 
 def _tenant(engine: BlendEngine, name: str) -> BlendEngine:
     try:
-        return engine.for_tenant(name)
+        return engine.within(name)
     except InputError as refusal:
         assert "api_key" in str(refusal)
         pytest.skip("on a server the key says which tenant: tests/server/test_tenant_server.py")
@@ -124,8 +124,8 @@ class EngineContract:
 
     def test_tenants_share_the_model_and_neither_chunks_nor_kv(self, engine, chunks, prompt) -> None:
         acme, globex = (_tenant(engine, name) for name in ("acme", "globex"))
-        assert engine.for_tenant("acme") is acme is globex.for_tenant("acme")
-        assert acme.for_tenant("default") is engine
+        assert engine.within("acme") is acme is globex.within("acme")
+        assert acme.within("default") is engine
         want = acme.precompute(chunks)
         assert (want.computed, want.present) == (len(chunks), 0)
         full, blended = acme.generate(prompt, SHORT, FULL), acme.generate(prompt, SHORT, BlendSettings(ratio=1.0))
@@ -155,7 +155,7 @@ class EngineContract:
     @pytest.mark.parametrize("name", ["", "Acme", "a:b", "../a"])
     def test_what_cannot_name_a_tenant_is_refused(self, engine, name: str) -> None:
         with pytest.raises(InputError, match="cannot name a tenant"):
-            engine.for_tenant(name)
+            engine.within(name)
 
     @pytest.mark.parametrize("layers", [(99,), (1, 99), (10**30,)])
     def test_a_check_layer_beyond_the_model_is_refused_by_name(self, engine, prompt, layers) -> None:

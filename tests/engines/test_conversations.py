@@ -157,7 +157,7 @@ def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine
 
 
 def test_tenants_share_no_conversation(engine: TransformersEngine) -> None:
-    acme = engine.for_tenant("acme")
+    acme = engine.within("acme")
     acme.precompute(list(engine.registry))
     assert kept(acme, 1) == 0
     assert kept(engine, 2) == 0

@@ -115,7 +115,7 @@ def test_at_the_end_of_the_process_it_is_closed_without_a_word(tmp_path: Path) -
 def test_an_engine_that_was_named_is_opened_by_its_name_in_another_process(tmp_path: Path) -> None:
     first = shared_engine("bundled", store=tmp_path)
     assert pickle.loads(pickle.dumps(first)) is first
-    tenant = first.for_tenant("acme")
+    tenant = first.within("acme")
     assert pickle.loads(pickle.dumps(tenant)) is tenant
     with TransformersEngine() as given, pytest.raises(InputError, match="model given by name"):
         pickle.dumps(given)
@@ -124,4 +124,4 @@ def test_an_engine_that_was_named_is_opened_by_its_name_in_another_process(tmp_p
 def test_a_copy_of_what_holds_an_engine_shares_it() -> None:
     with TransformersEngine() as engine:
         assert copy.deepcopy({"engine": engine})["engine"] is engine
-        assert copy.deepcopy(engine.for_tenant("acme")).tenant.name == "acme"
+        assert copy.deepcopy(engine.within("acme")).namespace.name == "acme"

@@ -108,7 +108,7 @@ def test_tenants_have_nothing_in_common_but_the_file(tmp_path: Path) -> None:
     two.add([other])
     two.remove(["policy", "nothing"])
     assert (one.named("policy"), one.chunk_at(1), one.chunk_at(2), two.named("policy")) == (mine, mine, None, None)
-    change(tmp_path, "UPDATE chunks SET tenant = 'globex'")
+    change(tmp_path, "UPDATE chunks SET namespace = 'globex'")
     with pytest.raises(StoreError, match="checksum"):
         two.named("policy")
 

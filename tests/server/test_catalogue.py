@@ -18,7 +18,7 @@ from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.retrieval.registered import FILE_NAME
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.store.kv import ModelFingerprint
-from cacheblend_rag.store.tenants import home_of
+from cacheblend_rag.store.namespace import home_of
 from tests.conftest import tokenizer_named
 
 MODEL = ModelFingerprint("a" * 32, "one")

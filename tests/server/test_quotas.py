@@ -22,7 +22,7 @@ from cacheblend_rag.server.keys import Key, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.quotas import Admission, Quota, TokenBucket
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
-from cacheblend_rag.store.tenants import DEFAULT, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, Namespace
 from tests.server.test_keys import written
 from tests.server.test_middleware import App
 from tests.server.test_routes import MODEL
@@ -188,7 +188,7 @@ async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_c
 
     charged: list[int] = []
     client: Any = SimpleNamespace(
-        tenant=Tenant("acme"),
+        namespace=Namespace("acme"),
         report=lambda *_, **__: FinishReport(PromptOutcome("prefill", "", Usage(10, 0, 0, 10, 3))),
         finished=lambda _: None,
         trace_headers=lambda _: None,
@@ -281,7 +281,7 @@ async def test_what_expires_but_is_the_indexs_too_keeps_its_kv(tmp_path: Path) -
 
 async def test_a_server_lets_what_has_expired_go_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.server.catalogue._REFRESH_S", 0.001)
-    server = Server(tmp_path, (DEFAULT, Tenant("acme")), quotas={"acme": Quota(expire_after_s=100)})
+    server = Server(tmp_path, (DEFAULT, Namespace("acme")), quotas={"acme": Quota(expire_after_s=100)})
     acme, clock = server.tenants.each["acme"], Clock()
     acme.catalogue._clock = clock
     await server.register("acme", TEXTS[0])

@@ -30,7 +30,7 @@ from cacheblend_rag.server.tenants import ServedTenants
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
-from cacheblend_rag.store.tenants import DEFAULT, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, Namespace
 from tests.conftest import tokenizer_named
 from tests.store.samples import sample_keys
 
@@ -45,12 +45,12 @@ class Client:
         self.tokenizer, self.fingerprint, self.header_ids = tokenizer_named("byte_level"), MODEL, (1, 2)
         self.registry, self.store, self.context_window = ChunkRegistry(), MemoryStore(1 << 30), 500
         self.entries = Entries(self.store, MODEL, self.header_ids, 0, 1)
-        self.gate, self.tenant = SimpleNamespace(passed=True), DEFAULT
+        self.gate, self.namespace = SimpleNamespace(passed=True), DEFAULT
         self.fails: set[str] = set()
 
-    def of(self, tenant: Tenant) -> Client:
+    def of(self, tenant: Namespace) -> Client:
         other = copy.copy(self)
-        other.registry, other.tenant, other.entries = ChunkRegistry(), tenant, self.entries.of(tenant)
+        other.registry, other.namespace, other.entries = ChunkRegistry(), tenant, self.entries.within(tenant)
         return other
 
     async def drain(self) -> None:
@@ -238,10 +238,22 @@ def blend_client(server: Server, store_kv: Callable[[Any], Any]) -> Any:
     from cacheblend_rag.engines.vllm.client import BlendClient
 
     client: Any = BlendClient.__new__(BlendClient)
-    client.registry, client._entries, client.tenant = server.registry, server.client.entries, DEFAULT
+    client.registry, client._entries, client.namespace = server.registry, server.client.entries, DEFAULT
     client._write_back, client.rank, client._background, client.costs = True, "off", set(), None
     client.store_kv = store_kv
     return client
+
+
+def test_a_client_is_refused_within_a_namespace_without_a_key() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    from cacheblend_rag.engines.vllm.client import BlendClient
+
+    client: Any = BlendClient.__new__(BlendClient)
+    client.store = MemoryStore()
+    client.store.format = EntryFormat(keys=sample_keys())  # of the tenants default and acme
+    assert client.of(Namespace("acme")).namespace.name == "acme"
+    with pytest.raises(InputError, match="no key of the tenant 'globex'"):
+        client.of(Namespace("globex"))
 
 
 async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Server) -> None:
@@ -276,7 +288,7 @@ def test_an_encrypted_store_serves_no_tenant_without_a_key() -> None:
     client = Client()
     client.store.format = EntryFormat(keys=sample_keys())  # of the tenants default and acme
     client.entries = Entries(client.store, MODEL, client.header_ids, 0, 1)
-    opened = ServedTenants.open(client, None, [DEFAULT, Tenant("acme")], 10)  # type: ignore[arg-type]
+    opened = ServedTenants.open(client, None, [DEFAULT, Namespace("acme")], 10)  # type: ignore[arg-type]
     opened.close()
     with pytest.raises(InputError, match="no key of the tenant 'globex'"):
-        ServedTenants.open(client, None, [DEFAULT, Tenant("globex")], 10)  # type: ignore[arg-type]
+        ServedTenants.open(client, None, [DEFAULT, Namespace("globex")], 10)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from cacheblend_rag.server.served_engine import ServedEngine
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
 from cacheblend_rag.server.ticket import Ticket, with_ticket
 from cacheblend_rag.store.kv import ModelFingerprint
-from cacheblend_rag.store.tenants import DEFAULT
+from cacheblend_rag.store.namespace import DEFAULT
 from tests.outcomes import filled
 
 ATTACK = {"kv_transfer_params": {"cacheblend": {"save": 0}}, "session_id": "s"}
@@ -61,7 +61,7 @@ class Client:
 
     def __init__(self) -> None:
         self.done: list[PromptOutcome] = []
-        self.fingerprint, self.tenant = ModelFingerprint("f" * 32, "x"), DEFAULT
+        self.fingerprint, self.namespace = ModelFingerprint("f" * 32, "x"), DEFAULT
         self.gate = SimpleNamespace(passed=True)
 
     def report(self, params: Any, prompt: int, cached: int, completion: int, asked: bool) -> FinishReport:

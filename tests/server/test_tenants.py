@@ -25,11 +25,11 @@ from cacheblend_rag.server.middleware import NAMES, RequestLimits
 from cacheblend_rag.server.quotas import Quota
 from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants, calling
-from cacheblend_rag.store.tenants import DEFAULT, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, Namespace
 from tests.server.test_routes import MODEL, Client
 
 # Acme and Globex have customers who compete; both read what the operator's corpus says, and only Acme the public one.
-TENANTS = (DEFAULT, Tenant("public"), Tenant("acme", ("public",)), Tenant("globex"))
+TENANTS = (DEFAULT, Namespace("public"), Namespace("acme", ("public",)), Namespace("globex"))
 NAMES_OF = [tenant.name for tenant in TENANTS]
 TEXTS = [f"Page {number} of the harbour log, as both of them may have it." for number in range(5)]
 IDS = [None, "policy", "manual"]
@@ -37,7 +37,7 @@ IDS = [None, "policy", "manual"]
 
 class Server:
     def __init__(
-        self, directory: Path, tenants: tuple[Tenant, ...] = TENANTS, quotas: Mapping[str, Quota] | None = None
+        self, directory: Path, tenants: tuple[Namespace, ...] = TENANTS, quotas: Mapping[str, Quota] | None = None
     ):
         self.client = Client()
         self.tenants = ServedTenants.open(self.client, directory, tenants, 1000, quotas or {})  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ class Server:
     def stored(self, tenant: str, text: str) -> bool:
         """Whether a tenant's own key has KV of a text."""
         tokens = make_chunk(text, self.client.tokenizer).token_ids
-        return any(map(self.client.store.contains, self.client.entries.of(Tenant(tenant)).keys(tokens)))
+        return any(map(self.client.store.contains, self.client.entries.within(Namespace(tenant)).keys(tokens)))
 
     def found(self, tenant: str, text: str) -> list[str]:
         """The texts of the chunks that are found in a prompt."""
@@ -83,13 +83,13 @@ class Model:
 
     own: dict[str, dict[str, str]] = field(default_factory=lambda: {name: {} for name in NAMES_OF})
 
-    def readable(self, tenant: Tenant) -> dict[str, str]:
+    def readable(self, tenant: Namespace) -> dict[str, str]:
         found: dict[str, str] = {}
         for name in (*reversed(tenant.reads), tenant.name):
             found |= self.own[name]
         return found
 
-    def texts(self, tenant: Tenant) -> set[str]:
+    def texts(self, tenant: Namespace) -> set[str]:
         return {text for name in (tenant.name, *tenant.reads) for text in self.own[name].values()}
 
 
@@ -210,7 +210,7 @@ async def test_an_own_id_stands_before_the_same_id_of_a_tenant_that_is_read(serv
 
 
 async def test_an_index_is_the_default_tenants_and_is_read_by_who_reads_that(tmp_path: Path) -> None:
-    tenants = (DEFAULT, Tenant("acme", ("default",)), Tenant("globex"))
+    tenants = (DEFAULT, Namespace("acme", ("default",)), Namespace("globex"))
     text = make_chunk(TEXTS[0], Client().tokenizer)
     with ChunkIndex.open(tmp_path, IndexConfig(MODEL)) as index:
         server = Server(tmp_path, tenants)
@@ -266,19 +266,19 @@ def test_code_that_serves_no_request_has_no_tenant(server: Server) -> None:
 @pytest.mark.parametrize("name", ["", "Acme", "a b", "a:b", "../a", "-a", "a.", "a" * 64, "ä", 7, None])
 def test_what_cannot_name_a_tenant_is_refused(name: Any) -> None:
     with pytest.raises(InputError, match="cannot name a tenant"):
-        Tenant(name)
+        Namespace(name)
 
 
 @pytest.mark.parametrize("reads", [("acme",), ("public", "public"), tuple(f"t{number}" for number in range(7))])
 def test_a_tenant_reads_others_each_once_and_not_too_many(reads: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match="each once"):
-        Tenant("acme", reads)
+        Namespace("acme", reads)
 
 
 def test_a_tenant_travels_to_the_workers_as_it_is_and_the_default_one_as_nothing() -> None:
     assert DEFAULT.to_params() == {}
     for tenant in TENANTS:
-        assert Tenant.from_params(tenant.to_params()) == tenant
+        assert Namespace.from_params(tenant.to_params()) == tenant
 
 
 def test_no_two_prompts_of_different_tenants_have_one_salt() -> None:

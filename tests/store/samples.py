@@ -28,7 +28,7 @@ def sample_keys(seed: int = 1) -> Keyring:
 
 
 def encrypted_key_of(number: int, keys: Keyring, tenant: str = "default") -> KVKey:
-    return kv_key(ModelFingerprint("0" * 32, "sample"), [], [number], tenant=tenant, encrypted=keys.name(tenant))
+    return kv_key(ModelFingerprint("0" * 32, "sample"), [], [number], namespace=tenant, encrypted=keys.name(tenant))
 
 
 def numbers(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:

@@ -21,8 +21,8 @@ from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store
 from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.keyring import Keyring, make_key
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, kv_key
+from cacheblend_rag.store.namespace import Namespace
 from cacheblend_rag.store.objects import ObjectStore
-from cacheblend_rag.store.tenants import Tenant
 from tests.store.samples import encrypted_key_of, key_of, kv_of, memory_directory, ranked, same, sample_keys
 
 KEYS = sample_keys()
@@ -234,8 +234,8 @@ def test_a_part_too_large_for_one_call_is_cut_and_read_across(monkeypatch: pytes
         assert torch.equal(found.static_deviation(), torch.tensor([1.0, 2.0, 3.0]))
 
 
-def entries_of(store: DiskStore, tenant: Tenant) -> Entries:
-    return Entries(store, ModelFingerprint("0" * 32, "sample"), (9,), tenant=tenant)
+def entries_of(store: DiskStore, tenant: Namespace) -> Entries:
+    return Entries(store, ModelFingerprint("0" * 32, "sample"), (9,), namespace=tenant)
 
 
 def test_a_destroyed_key_takes_its_tenants_kv_along_and_no_others(tmp_path: Path) -> None:
@@ -244,17 +244,17 @@ def test_a_destroyed_key_takes_its_tenants_kv_along_and_no_others(tmp_path: Path
     acme = make_key(keys, "acme")
     with DiskStore(root, format=EntryFormat(keys=Keyring.read(keys))) as store:
         for number, name in enumerate(("default", "acme"), 1):
-            assert entries_of(store, Tenant(name)).put((1, 2, 3), kv_of(number))
+            assert entries_of(store, Namespace(name)).put((1, 2, 3), kv_of(number))
     acme.unlink()
     with DiskStore(root, format=EntryFormat(keys=Keyring.read(keys))) as store:
-        reader = entries_of(store, Tenant(reads=("acme",)))
+        reader = entries_of(store, Namespace(reads=("acme",)))
         assert same(reader.get((1, 2, 3), 2), kv_of(1))
         with pytest.raises(InputError, match="no key of the tenant 'acme'"):
-            entries_of(store, Tenant("acme"))
+            entries_of(store, Namespace("acme"))
         assert len(store.verify().unreadable) == 1
     make_key(keys, "acme")
     with DiskStore(root, format=EntryFormat(keys=Keyring.read(keys))) as store:
-        again = entries_of(store, Tenant("acme"))
+        again = entries_of(store, Namespace("acme"))
         assert again.get((1, 2, 3), 2) is None
         assert again.put((1, 2, 3), kv_of(3))
         assert same(again.get((1, 2, 3), 2), kv_of(3))

@@ -34,7 +34,6 @@ from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.spans import headers
 from cacheblend_rag.store.kv import ModelFingerprint
-from cacheblend_rag.store.tenants import Tenant
 
 _DELETE_BATCH = 100
 
@@ -78,7 +77,7 @@ class RemoteEngine(BlendEngine):
             connect_timeout_s: Longest wait for a connection.
             max_retries: How often a request is sent again after a failed connection, 408, 409, 429 or 5xx. Nothing is sent
                 again once an answer has begun.
-            holder: Name under which this application registers chunks. Those of one tenant are shared by all its clients, and
+            holder: Name under which this application registers chunks. Those of one namespace are shared by all clients, and
                 :meth:`forget` leaves what another holder has registered; clients of the same name count as one.
 
         Raises:
@@ -121,9 +120,9 @@ class RemoteEngine(BlendEngine):
             return super().__reduce__()
         return partial(self._again, fingerprint=self.fingerprint), ()
 
-    def _become(self, tenant: Tenant) -> None:
+    def _become(self) -> None:
         raise InputError(
-            f"The server decides by its key whose an engine is: make a RemoteEngine with api_key= of the tenant {tenant.name!r} "
+            f"The server decides by its key what an engine may use: make a RemoteEngine with api_key= of {self.namespace.name!r} "
             "instead."
         )
 
@@ -210,7 +209,7 @@ class RemoteEngine(BlendEngine):
 
     def _spans(self) -> RequestSpans:
         """Return the spans of a request; those of the server are parts of them."""
-        return RequestSpans(None, self.tenant.name, SpanKind.CLIENT)
+        return RequestSpans(None, self.namespace.name, SpanKind.CLIENT)
 
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

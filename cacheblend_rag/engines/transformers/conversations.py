@@ -18,23 +18,23 @@ _MERGED: Final = 2
 
 @dataclass(frozen=True)
 class Said:
-    """Tokens, how their KV came about, and whose it is.
+    """Tokens, how their KV came about, and where it belongs.
 
     Attributes:
         token_ids: A prompt, or a prompt and its answer.
         origins: From where on that KV is approximate, and by what.
-        tenant: The name of who asked.
+        namespace: Name of the one that it was asked in.
         asked: How many of the tokens are the prompt's.
     """
 
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
-    tenant: str
+    namespace: str
     asked: int
 
     def common(self, other: Said) -> int:
         """Return how many tokens of KV, from the first on, serve both."""
-        if self.tenant != other.tenant:
+        if self.namespace != other.namespace:
             return 0
         return common_tokens(self.token_ids, self.origins, other.token_ids, other.origins)
 
@@ -86,7 +86,7 @@ class Conversations:
             while len(self._kept) > _MOST or sum(kept.nbytes for _, kept in self._kept) > self.budget:
                 del self._kept[0]
 
-    def clear(self, tenant: str | None = None) -> None:
-        """Forget the conversations of a tenant, or all."""
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget the conversations of a namespace, or all."""
         with self._lock:
-            self._kept = [each for each in self._kept if tenant is not None and each[0].tenant != tenant]
+            self._kept = [each for each in self._kept if namespace is not None and each[0].namespace != namespace]

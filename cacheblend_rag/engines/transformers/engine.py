@@ -40,7 +40,7 @@ class TransformersEngine(ModelOwner):
 
     def _stream(self, request: Request, guide: guidance.Guide | None, begin: float) -> Iterator[StreamEvent]:
         # What is written back once the answer is there belongs to no span of the request.
-        with PromptRun(self, request) as run, RequestSpans(self.trace, self.tenant.name) as spans:
+        with PromptRun(self, request) as run, RequestSpans(self.trace, self.namespace.name) as spans:
             run.prefill(spans.trace)
             last = yield from run.answer(guide, begin)
             assert last.generation is not None

@@ -33,7 +33,6 @@ from cacheblend_rag.prompts.prompt import chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.base import page_lock_for
-from cacheblend_rag.store.tenants import Tenant
 from cacheblend_rag.store.urls import parse_size
 
 
@@ -144,11 +143,10 @@ class ModelOwner(BlendEngine):
     @property
     def entries(self) -> Entries:
         """See :class:`BlendEngine`; made for each use, since evaluations change header and store."""
-        return Entries(self.store, self.fingerprint, self.header_ids, tenant=self.tenant)
+        return Entries(self.store, self.fingerprint, self.header_ids, namespace=self.namespace)
 
-    def _become(self, tenant: Tenant) -> None:
-        """See :class:`BlendEngine`: all there is to do is to see that an encrypted store has the tenant's key."""
-        self.store.key_name(tenant.name)
+    def _become(self) -> None:
+        """See :class:`BlendEngine`; there is nothing else to do."""
 
     def subject(self) -> TransformersSubject:
         """Return the model as the parity gate and calibration drive it."""
@@ -206,7 +204,7 @@ class ModelOwner(BlendEngine):
 
     def forget(self, chunks: Iterable[str | Chunk]) -> int:
         """See :class:`BlendEngine`; conversations may hold their KV, too, and are forgotten with them."""
-        self.conversations.clear(self.tenant.name)
+        self.conversations.clear(self.namespace.name)
         return super().forget(chunks)
 
     def reset_prefix_cache(self) -> None:

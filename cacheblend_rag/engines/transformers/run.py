@@ -168,7 +168,7 @@ class PromptRun:
             blend_terms(settings, self._options),
             self._options.policy.needs_attention,
         )
-        return Said(prompt.token_ids, found, model.tenant.name, len(prompt.token_ids))
+        return Said(prompt.token_ids, found, model.namespace.name, len(prompt.token_ids))
 
     def answer(self, guide: Guide | None, begin: float) -> Generator[StreamEvent, None, StreamEvent]:
         """Generate the answer to a prompt that came at ``begin``.

@@ -125,7 +125,7 @@ class _Blend:
     def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
         self.load = load
         self._paged, self._rope, self._clock = paged, rope, clock
-        self._entries = entries.of(load.job.tenant)
+        self._entries = entries.within(load.job.namespace)
         self.result: PromptOutcome | None = None
         self._begin, self._watch = time.perf_counter(), Stopwatch()
         self.trace = Trace() if load.job.trace else None

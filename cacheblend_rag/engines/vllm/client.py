@@ -49,7 +49,7 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import begins_with_space
 from cacheblend_rag.prompts.turns import turn_ends, turn_lead
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.store.tenants import DEFAULT, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, Namespace
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -85,7 +85,7 @@ class BlendClient:
         """Use :func:`connect`, where there is no engine to be it."""
         self.llm, self.store, self.gate = llm, store, gate
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
-        self.registry, self.tenant = ChunkRegistry(), DEFAULT
+        self.registry, self.namespace = ChunkRegistry(), DEFAULT
         self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio)
         config, model = llm.vllm_config, llm.model_config
         assert isinstance(model.dtype, torch.dtype)
@@ -107,18 +107,23 @@ class BlendClient:
         # Header and probe fill whole blocks: only those stay in vLLM's prefix cache.
         over = (len(self.header_ids) + len(probe)) % (block_size or 1)
         self.probe = probe[:-over] if 0 < over < len(probe) else probe
-        self._precompute = Precompute(llm, self._entries, self.context_window, self._names, self.probe)
+        self._precompute = Precompute(llm, self.context_window, self._names, self.probe)
         self.rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
 
     @property
     def entries(self) -> Entries:
-        """Return the tenant's entries of the model; with tensor parallelism every rank's shards."""
-        return self._entries.of(self.tenant)
+        """Return the model's entries within the namespace; with tensor parallelism every rank's shards."""
+        return self._entries.within(self.namespace)
 
-    def of(self, tenant: Tenant) -> BlendClient:
-        """Return a client of another tenant to the same engine: with an empty registry, and work in the background of its own."""
+    def of(self, namespace: Namespace) -> BlendClient:
+        """Return a client to the same engine within another namespace, with a registry and background work of its own.
+
+        Raises:
+            InputError: The store is encrypted, and the namespace has no key.
+        """
+        self.store.key_name(namespace.name)
         other = copy.copy(self)
-        other.registry, other.tenant, other._background = ChunkRegistry(), tenant, set()
+        other.registry, other.namespace, other._background = ChunkRegistry(), namespace, set()
         return other
 
     def resolve(self, settings: BlendSettings) -> ResolvedSettings:
@@ -145,7 +150,7 @@ class BlendClient:
         """
         resolved = self.resolve(settings or BlendSettings())
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
-        if (kept_apart := self.tenant.salt(salt)) is not None:
+        if (kept_apart := self.namespace.salt(salt)) is not None:
             tokens["cache_salt"] = kept_apart
         if not prompt.spans or resolved.reuse == "off" or not self.gate.passed:
             return tokens, {}
@@ -156,7 +161,7 @@ class BlendClient:
             terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
         ratio = self.profile.ratio_of(resolved)
         ends = turn_ends(prompt.token_ids, turn_lead(self.tokenizer))
-        job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.tenant, ends)
+        job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.namespace, ends)
         return tokens, {PARAMS: job.to_params()}
 
     def report(
@@ -211,11 +216,11 @@ class BlendClient:
         """Do the same without registering the chunks."""
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
-        return await self._precompute.run(chunks, progress, self.rank == "now", self.tenant)
+        return await self._precompute.run(self.entries, chunks, progress, self.rank == "now")
 
     async def events(self, request: Request) -> AsyncIterator[StreamEvent]:
         """Answer piece by piece; closing the iterator aborts the request."""
-        with RequestSpans(self.trace, self.tenant.name) as spans:
+        with RequestSpans(self.trace, self.namespace.name) as spans:
             async with aclosing(self._answer(request, spans)) as events:
                 async for event in events:
                     yield event
@@ -315,7 +320,7 @@ class BlendClient:
         if self._write_back and (missing := chunks(report.outcome.missing)):
             self._in_background(self._write_back_known(missing) if prompt is None else self.register(missing))
         if self._write_back and self.rank != "off" and (unranked := chunks(report.outcome.unranked)):
-            self._in_background(self._precompute.run(unranked, None, rank=True, tenant=self.tenant))
+            self._in_background(self._precompute.run(self.entries, unranked, None, rank=True))
 
     async def _write_back_known(self, chunks: Sequence[Chunk]) -> None:
         """Store the KV of chunks; that of those that are forgotten in the meantime goes again."""

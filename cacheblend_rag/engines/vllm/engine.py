@@ -30,7 +30,6 @@ from cacheblend_rag.engines.vllm.starting import StartError
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.tenants import Tenant
 from cacheblend_rag.store.urls import is_urls
 
 T = TypeVar("T")
@@ -122,7 +121,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             self._stop()
             raise
 
-    def _become(self, tenant: Tenant) -> None:
+    def _become(self) -> None:
         """See :class:`BlendEngine`: what it does in the background is its own."""
         self._background = set()
 

@@ -21,7 +21,7 @@ from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store.kv import KVKey
-from cacheblend_rag.store.tenants import DEFAULT, Tenant
+from cacheblend_rag.store.namespace import DEFAULT, Namespace
 
 PARAMS = "cacheblend"
 """Our key in a request's ``kv_transfer_params``, on the way in and out."""
@@ -38,7 +38,7 @@ class BlendJob:
         ratio: The settings' ratio, or the rule that chooses it: workers know no profile.
         terms: What the loading controller reckons by, where the request leaves the ratio to it.
         trace: Whether to record when each layer is loaded and computed.
-        tenant: Whose stored KV it uses.
+        namespace: Where the stored KV is that it uses.
         turn_ends: Where earlier prompts of the conversation ended: the scheduler knows no template.
     """
 
@@ -48,7 +48,7 @@ class BlendJob:
     ratio: float | TextRatio
     terms: Terms | None = None
     trace: bool = False
-    tenant: Tenant = DEFAULT
+    namespace: Namespace = DEFAULT
     turn_ends: tuple[int, ...] = ()
 
     @property
@@ -62,7 +62,7 @@ class BlendJob:
         params: dict[str, Any] = {"spans": [list(span) for span in self.spans], "turn_ends": list(self.turn_ends)}
         settings = self.settings.to_params()
         params |= {"settings": settings, "widths": list(self.widths), "ratio": ratio_to_json(self.ratio)}
-        params |= {"trace": self.trace, **self.tenant.to_params()}
+        params |= {"trace": self.trace, **self.namespace.to_params()}
         return params if self.terms is None else {**params, "terms": self.terms.to_params()}
 
     @classmethod
@@ -80,7 +80,7 @@ class BlendJob:
             ratio_from_json(params["ratio"]),
             Terms.from_params(params["terms"]) if "terms" in params else None,
             bool(params["trace"]),
-            Tenant.from_params(params),
+            Namespace.from_params(params),
             tuple(int(end) for end in params["turn_ends"]),
         )
         if len(job.widths) != len(job.settings.check_layers):
@@ -95,7 +95,7 @@ class BlendJob:
         return job
 
     def origins(self, token_ids: tuple[int, ...], header_tokens: int) -> tuple[Origin, ...]:
-        """Return how the KV of the prompt will come about, but for what its tenant says."""
+        """Return how the KV of the prompt will come about, wherever its stored KV is."""
         return origins(
             [(a, b) for a, b, _ in self.spans],
             token_ids,
@@ -118,16 +118,16 @@ class SaveJob:
     """Asks for a prompt of ``header + chunk`` to be stored; a ``start`` of 0 stores the header itself.
 
     With ``rank`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored entry.
-    The entry is the ``tenant``'s.
+    The entry is in the ``namespace``.
     """
 
     start: int
     rank: bool = False
-    tenant: Tenant = DEFAULT
+    namespace: Namespace = DEFAULT
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :func:`read_params` reads."""
-        return {"save": self.start, "rank": self.rank, **self.tenant.to_params()}
+        return {"save": self.start, "rank": self.rank, **self.namespace.to_params()}
 
 
 def receipt(key: KVKey, rank: bool) -> str:
@@ -153,7 +153,7 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
             start = ours["save"]
             if not isinstance(start, int) or not 0 <= start < prompt_tokens:
                 raise ValueError("save is outside the prompt")
-            return SaveJob(start, bool(ours.get("rank")), Tenant.from_params(ours))
+            return SaveJob(start, bool(ours.get("rank")), Namespace.from_params(ours))
         return BlendJob.from_params(ours, prompt_tokens)
     except (CacheBlendError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"kv_transfer_params[{PARAMS!r}] is malformed: {error}") from error
@@ -182,27 +182,23 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class Save:
-    """Store the KV of a request's prompt from ``start`` on, or rank it.
+    """Do a ``job`` with what a step has computed of a request's prompt.
 
     Attributes:
         request_id: The request.
         token_ids: The whole prompt.
-        start: Where the chunk begins.
         pages: What holds the positions ``begin`` to ``end`` after this step; of others, layers with a window may have none.
-        rank: Whether to rank.
         begin: First position of this part; the parts of a prompt follow each other without a gap.
         end: Behind its last position; the last part ends with the prompt.
-        tenant: Whose entry it is.
+        job: What was asked for.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
-    start: int
     pages: tuple[tuple[int, ...], ...]
-    rank: bool
     begin: int
     end: int
-    tenant: Tenant = DEFAULT
+    job: SaveJob
 
     @property
     def complete(self) -> bool:

@@ -15,7 +15,6 @@ from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.vllm.asking import ask_workers
 from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.store.tenants import DEFAULT, Tenant
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -34,11 +33,9 @@ _WRITTEN_WITHIN_S = 120.0
 class Precompute:
     """Computes each entry once, however many callers ask for it at the same time. Lives in the client's event loop."""
 
-    def __init__(
-        self, llm: EngineClient, entries: Entries, context_window: int, names: Iterator[str], probe: tuple[int, ...]
-    ):
+    def __init__(self, llm: EngineClient, context_window: int, names: Iterator[str], probe: tuple[int, ...]):
         """Ask ``llm``, under request ids from ``names``; chunks are ranked behind ``probe``."""
-        self._llm, self._entries, self._context_window, self._names = llm, entries, context_window, names
+        self._llm, self._context_window, self._names = llm, context_window, names
         self._probe, self._probed = probe, set[str]()
         self._written: dict[str, str] = {}
         self._slots = asyncio.Semaphore(IN_FLIGHT)
@@ -46,15 +43,10 @@ class Precompute:
         self._computing: dict[str, asyncio.Future[str]] = {}
 
     async def run(
-        self,
-        chunks: Sequence[Chunk],
-        progress: Callable[[int], None] | None,
-        rank: bool,
-        tenant: Tenant = DEFAULT,
+        self, entries: Entries, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
     ) -> PrecomputeReport:
-        """See :meth:`BlendEngine.precompute`; with ``rank``, static deviations are measured, too; all for ``tenant``."""
+        """Compute what is not among ``entries``; see :meth:`BlendEngine.precompute`. With ``rank``, static deviations, too."""
         begin = time.perf_counter()
-        entries = self._entries.of(tenant)
         plan = await asyncio.to_thread(
             plan_precompute,
             chunks,
@@ -80,7 +72,7 @@ class Precompute:
                 progress(1)
 
         if rank and (plan.chunks or unranked):
-            await self._compute_probe(tenant)
+            await self._compute_probe(entries)
         async with asyncio.TaskGroup() as group:
             for token_ids in (*plan.token_ids, *unranked):
                 group.create_task(one(token_ids))
@@ -94,20 +86,20 @@ class Precompute:
             running.add_done_callback(lambda _: self._computing.pop(name, None))
         return await asyncio.shield(running)  # one caller that goes away does not end it for the others
 
-    async def _compute_probe(self, tenant: Tenant) -> None:
+    async def _compute_probe(self, entries: Entries) -> None:
         """Have vLLM's prefix cache hold header and probe, so that each ranking computes its chunk alone."""
-        if tenant.name not in self._probed:
-            await self._prefill([*self._entries.header_ids, *self._probe], None, tenant)
-            self._probed.add(tenant.name)
+        if (name := entries.namespace.name) not in self._probed:
+            await self._prefill(entries, [*entries.header_ids, *self._probe], None)
+            self._probed.add(name)
 
     async def _compute(self, entries: Entries, token_ids: tuple[int, ...]) -> str:
         header = entries.header_ids
-        job = SaveJob(len(header) if token_ids else 0, tenant=entries.tenant)
+        job = SaveJob(len(header) if token_ids else 0, namespace=entries.namespace)
         return await self._saved(entries, token_ids, [*header, *token_ids], job)
 
     async def _rank(self, entries: Entries, token_ids: tuple[int, ...]) -> str:
         before = [*entries.header_ids, *self._probe]
-        job = SaveJob(len(before), rank=True, tenant=entries.tenant)
+        job = SaveJob(len(before), rank=True, namespace=entries.namespace)
         return await self._saved(entries, token_ids, [*before, *token_ids], job)
 
     async def _saved(self, entries: Entries, token_ids: tuple[int, ...], prompt: list[int], job: SaveJob) -> str:
@@ -117,7 +109,7 @@ class Precompute:
             keys = [receipt(key, job.rank) for key in entries.written_keys(token_ids)]
             for key in keys:
                 self._written.pop(key, None)  # of a write that was given up
-            if not await self._prefill(prompt, job, job.tenant):
+            if not await self._prefill(entries, prompt, job):
                 return "vLLM ended its request before its KV was complete"
             why = await self._receipt(keys)
             if why != BUSY:
@@ -144,9 +136,9 @@ class Precompute:
         for rank in await ask_workers(self._llm, "cacheblend_written"):
             self._written.update(rank)
 
-    async def _prefill(self, prompt: list[int], job: SaveJob | None, tenant: Tenant) -> bool:
+    async def _prefill(self, entries: Entries, prompt: list[int], job: SaveJob | None) -> bool:
         tokens: Any = {"prompt_token_ids": prompt}
-        if (salt := tenant.salt()) is not None:
+        if (salt := entries.namespace.salt()) is not None:
             tokens["cache_salt"] = salt
         params = None if job is None else {"kv_transfer_params": {PARAMS: job.to_params()}}
         sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args=params)

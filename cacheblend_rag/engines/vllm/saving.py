@@ -55,14 +55,14 @@ class Saver:
             refusal: Why this model's KV is not stored; empty if it is.
         """
         for save in saves:
-            tokens = save.token_ids[save.start :] if save.start or not self._entries.header_ids else ()
-            name = receipt(self._entries.of(save.tenant).own_key(tokens), save.rank)
+            tokens = save.token_ids[save.job.start :] if save.job.start or not self._entries.header_ids else ()
+            name = receipt(self._entries.within(save.job.namespace).own_key(tokens), save.job.rank)
             if refusal or self._paged is None:
                 self._written[name] = f"not blended: {refusal}"
                 continue
             room = not save.complete or (self._unwritten < UNWRITTEN and self._uncopied_bytes < _UNCOPIED_BYTES)
             # A ranking is added up over the ranks, so that all do it or none.
-            if not (all_ranks(room) if save.rank else room):
+            if not (all_ranks(room) if save.job.rank else room):
                 self._written[name] = BUSY
                 self.drop(save.request_id)
                 continue
@@ -70,7 +70,7 @@ class Saver:
                 if not save.complete:
                     self._parts.setdefault(save.request_id, []).append((save, self._part(save)))
                     continue
-                kv = self._ranked(tokens, save) if save.rank else self._copied(save)
+                kv = self._ranked(tokens, save) if save.job.rank else self._copied(save)
             except Exception as error:  # the engine and the other saves go on
                 _log.exception("KV cannot be copied out")
                 self._written[name] = f"it cannot be copied out ({type(error).__name__}: {error})"
@@ -95,9 +95,9 @@ class Saver:
     def _layers(self, save: Save) -> list[LayerKV]:
         """Return the KV of a complete prompt from ``start`` on, with the parts that earlier steps copied out."""
         parts = [*self._parts.pop(save.request_id, ()), (save, self._part(save))]
-        edges = [save.start, *(part.end for part, _ in parts)]
+        edges = [save.job.start, *(part.end for part, _ in parts)]
         if [part.begin for part, _ in parts] != edges[:-1]:
-            raise RuntimeError(f"not all tokens from {save.start} to {save.end} were copied out")
+            raise RuntimeError(f"not all tokens from {save.job.start} to {save.end} were copied out")
         return [join_tokens(layer) for layer in zip(*(layers for _, layers in parts), strict=True)]
 
     def _copied(self, save: Save) -> Callable[[], ChunkKV]:
@@ -116,7 +116,7 @@ class Saver:
 
         def kv() -> ChunkKV:
             try:
-                return ChunkKV(arrive(), save.start)
+                return ChunkKV(arrive(), save.job.start)
             finally:
                 with self._lock:
                     self._uncopied_bytes -= uncopied
@@ -129,10 +129,10 @@ class Saver:
         assert self._rope is not None
         alone, parts = None, None
         try:
-            stored = self._entries.of(save.tenant).get(tokens, self._paged.num_layers, self._paged.kv_heads)
+            stored = self._entries.within(save.job.namespace).get(tokens, self._paged.num_layers, self._paged.kv_heads)
             alone = None if stored is None else read_whole(stored)
             if alone is not None:
-                parts = static_parts(alone, self._layers(save), save.start, self._rope)
+                parts = static_parts(alone, self._layers(save), save.job.start, self._rope)
         except Exception:  # the other ranks wait for this one's vote
             _log.exception("A chunk's tokens cannot be ranked")
         if not all_ranks(parts is not None):
@@ -144,7 +144,7 @@ class Saver:
 
     def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], save: Save) -> None:
         try:
-            stored = self._entries.of(save.tenant).put(tokens, kv(), replace=save.rank)
+            stored = self._entries.within(save.job.namespace).put(tokens, kv(), replace=save.job.rank)
             self._written[name] = "" if stored else "it does not fit the store's budget"
         except StoreError as error:
             self._written[name] = str(error)

@@ -206,7 +206,7 @@ class SchedulerSide:
 
     def _plan(self, request: Request, job: BlendJob, trace: Trace | None) -> BlendPlan:
         begin = time.perf_counter()
-        entries = self._entries.of(job.tenant)
+        entries = self._entries.within(job.namespace)
 
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
             if job.terms is not None:
@@ -252,7 +252,7 @@ class SchedulerSide:
             # Layers with a window lose pages while the prompt is computed: then each step's part is copied out.
             if begin < end and (end == len(ids) or self._loses_pages):
                 pages = tuple(map(tuple, blocks.get_block_ids(request_id)))
-                meta.saves.append(Save(request_id, ids, job.start, pages, job.rank, begin, end, job.tenant))
+                meta.saves.append(Save(request_id, ids, pages, begin, end, job))
                 self._tracked[request_id].saved = end
             if end == len(ids):
                 del self._saving[request_id]

@@ -262,7 +262,7 @@ TestLives.settings = settings(max_examples=25, stateful_step_count=12, deadline=
 
 
 def test_stores_of_two_tenants_on_one_engine_have_neither_chunks_nor_kv_in_common(engine: BlendEngine) -> None:
-    acme, globex = (engine.for_tenant(name) for name in ("acme", "globex"))
+    acme, globex = (engine.within(name) for name in ("acme", "globex"))
     mine = CacheBlendVectorStore(base=InMemoryVectorStore(EMBEDDING), engine=acme)
     mine.add_documents(documents(0, 1))
     modes = [

@@ -192,7 +192,7 @@ def test_a_query_encoder_embeds_the_questions_and_no_nodes(embedding: BundledEmb
 
 
 def test_what_is_computed_for_one_tenant_is_blended_for_it_alone(engine: BlendEngine) -> None:
-    acme, globex = (engine.for_tenant(name) for name in ("acme", "globex"))
+    acme, globex = (engine.within(name) for name in ("acme", "globex"))
     nodes: list[BaseNode] = [TextNode(text=f"Note number {n} is about the harbour of Marlow.") for n in range(3)]
     CacheBlendPrecompute(acme)(nodes)
     prompt = "\n\n".join(map(node_text, nodes))

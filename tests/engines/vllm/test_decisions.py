@@ -32,7 +32,7 @@ from cacheblend_rag.engines.vllm.worker_side import _context
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
-from cacheblend_rag.store.tenants import Tenant
+from cacheblend_rag.store.namespace import Namespace
 from tests.outcomes import differing, filled
 
 TOKENS, CHUNKS, QUESTION = 50, 4, 8
@@ -123,8 +123,8 @@ def test_what_a_worker_holds_in_ram_is_known_from_its_report_on_until_it_leaves(
 
 
 def test_a_tenant_is_told_of_its_own_entries_and_those_it_reads_and_of_no_others(tmp_path: Path) -> None:
-    mine = entries(tmp_path).of(Tenant("acme", ("public",)))
-    public, other = (mine.of(Tenant(name)) for name in ("public", "other"))
+    mine = entries(tmp_path).of(Namespace("acme", ("public",)))
+    public, other = (mine.within(Namespace(name)) for name in ("public", "other"))
     where = Whereabouts()
     other.put(ids(0), kv())
     assert where.find(mine, ids(0)) is None

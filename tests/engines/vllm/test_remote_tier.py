@@ -45,7 +45,7 @@ def test_encrypted_kv_in_redis_alone_is_blended_by_vllm_and_read_by_the_other_en
             assert named is not None
             assert all(entry.key.endswith(named.id) for entry in store.entries())
         with pytest.raises(InputError, match="no key of the tenant 'acme'"):
-            engine.for_tenant("acme")
+            engine.within("acme")
         for ratio in (1.0, 0.15, 0.0):
             got = engine.generate(SCENE.prompt, short, BlendSettings(ratio=ratio))
             assert (got.mode, got.missing) == ("blend", ())

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm import precompute, worker_side
-from cacheblend_rag.engines.vllm.messages import BUSY, Save, receipt
+from cacheblend_rag.engines.vllm.messages import BUSY, Save, SaveJob, receipt
 from cacheblend_rag.engines.vllm.precompute import IN_FLIGHT
 from cacheblend_rag.engines.vllm.saving import UNWRITTEN
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
@@ -73,7 +73,7 @@ def saves(count: int, tokens: int = 5) -> list[Save]:
 
 
 def save(ids: tuple[int, ...], begin: int, end: int, start: int = 0) -> Save:
-    return Save(f"request-{ids[0]}", ids, start, ((1,), (2,)), False, begin, end)
+    return Save(f"request-{ids[0]}", ids, ((1,), (2,)), begin, end, SaveJob(start))
 
 
 def test_a_write_that_fails_is_said_and_the_worker_goes_on() -> None:
@@ -128,8 +128,8 @@ async def test_a_save_that_found_no_room_is_tried_again_and_in_the_end_reported(
     monkeypatch.setattr(precompute, "_PAUSE_S", 0.0)
     entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
     client = Client(receipts)
-    run = precompute.Precompute(client, entries, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
-    report = await run.run([Chunk("c", "", (1, 2, 3))], None, rank=False)
+    run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    report = await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, rank=False)
     assert (client.prompts, report.failed) == (prompts, failed)
 
 
@@ -147,14 +147,14 @@ async def test_storage_that_hangs_is_reported_and_a_receipt_that_comes_too_late_
 
     answered = client.collective_rpc
     monkeypatch.setattr(client, "collective_rpc", never)
-    run = precompute.Precompute(client, entries, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
-    report = await run.run([Chunk("c", "", (1, 2, 3))], None, rank=False)
+    run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    report = await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, rank=False)
     assert "has not written it within" in report.failed["c"]
     run._written[key] = "too late"
     client.receipts = [""]
     monkeypatch.setattr(client, "collective_rpc", answered)
     monkeypatch.setattr(precompute, "_WRITTEN_WITHIN_S", 60.0)
-    assert not (await run.run([Chunk("c", "", (1, 2, 3))], None, rank=False)).failed
+    assert not (await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, rank=False)).failed
 
 
 async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> None:
@@ -173,8 +173,8 @@ async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> Non
 
     client = Client([])
     client.collective_rpc = one_at_a_time  # type: ignore[method-assign]
-    run = precompute.Precompute(client, entries, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
-    assert not (await run.run(chunks, None, rank=False)).failed
+    run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    assert not (await run.run(entries, chunks, None, rank=False)).failed
     assert most == 1 and not written
 
 

@@ -1,4 +1,4 @@
-"""Names tenants: users of one engine or server who must not see, or notice, each other's chunks and KV."""
+"""Names namespaces: parts of a store whose readers must not see, or notice, what stands in another part."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.private import make_inside
 
 DEFAULT_NAME = "default"
-"""The tenant of whoever names none; its KV lies under the keys that it had before there were tenants."""
+"""The namespace of whoever names none; the keys of its entries do not hold its name."""
 
 MAX_READS = 6
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
-class Tenant:
-    """Says whose chunks and KV a request may use.
+class Namespace:
+    """Says where chunks and KV are written, and where else they are looked for: what one tenant has of a server.
 
     Attributes:
-        name: The tenant; what it registers and stores is its own. 1 to 63 of a-z, 0-9, ``.``, ``_`` and ``-``.
-        reads: Tenants whose chunks and KV it may use, too, and not change; up to :data:`MAX_READS`.
+        name: What is registered and stored goes under it. 1 to 63 of a-z, 0-9, ``.``, ``_`` and ``-``.
+        reads: Namespaces whose chunks and KV are used, too, and not changed; up to :data:`MAX_READS`.
 
     Raises:
         InputError: A name that cannot be one, or too many.
@@ -47,48 +47,48 @@ class Tenant:
             )
 
     def salt(self, own: str | None = None) -> str | None:
-        """Return the salt of vLLM's prefix cache for a prompt of this tenant that has a salt of its ``own``, or none."""
+        """Return the salt of vLLM's prefix cache for a prompt from here that has a salt of its ``own``, or none."""
         if self.name == DEFAULT_NAME:
             return own
         return f"tenant:{self.name}" if own is None else f"tenant:{self.name}:{own}"  # no name has a colon
 
     def to_params(self) -> dict[str, Any]:
-        """Return JSON values that :meth:`from_params` reads; nothing for the default tenant alone."""
-        return {} if self == DEFAULT else {"tenant": {"name": self.name, "reads": list(self.reads)}}
+        """Return JSON values that :meth:`from_params` reads; nothing for the default one alone."""
+        return {} if self == DEFAULT else {"namespace": {"name": self.name, "reads": list(self.reads)}}
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Tenant:
-        """Read a tenant.
+    def from_params(cls, params: Mapping[str, Any]) -> Namespace:
+        """Read a namespace.
 
         Raises:
             KeyError, TypeError, InputError: It is malformed.
         """
-        given = params.get("tenant")
+        given = params.get("namespace")
         return cls() if given is None else cls(given["name"], tuple(given["reads"]))
 
 
-def home_of(store: Path, tenant: str) -> Path:
-    """Return the directory of a tenant's own index: the store's for the default tenant, else one inside it.
+def home_of(store: Path, namespace: str) -> Path:
+    """Return the directory of a namespace's own index: the store's for the default one, else one inside it.
 
     Raises:
-        InputError: A name that cannot be a tenant's.
+        InputError: A name that cannot be one.
     """
-    name = Tenant(tenant).name
+    name = Namespace(namespace).name
     return store if name == DEFAULT_NAME else store / "tenants" / name
 
 
-def make_home(store: Path, tenant: str) -> None:
+def make_home(store: Path, namespace: str) -> None:
     """Make that directory in an existing store, with the store's permissions.
 
     Raises:
-        InputError: A name that cannot be a tenant's.
+        InputError: A name that cannot be one.
         OSError: It cannot be made.
     """
-    home = home_of(store, tenant)
+    home = home_of(store, namespace)
     if home != store:
         make_inside(home.parent)
         make_inside(home)
 
 
-DEFAULT = Tenant()
-"""The default tenant, which reads no other."""
+DEFAULT = Namespace()
+"""The default namespace, which reads no other."""
