@@ -20,9 +20,10 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.transformers import engine as engine_module
+from cacheblend_rag.engines.transformers import run as run_module
 from cacheblend_rag.engines.transformers import target as target_module
 from cacheblend_rag.engines.transformers.attention import scattered
+from cacheblend_rag.engines.transformers.owner import ModelOwner
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, Shard, kv_key
 from tests.blending import reference
@@ -105,7 +106,7 @@ def test_3_a_missing_chunk_does_not_lose_the_chunks_behind_it(bug: bool, monkeyp
         return make_plan(prompt, header, until_missing, *more)
 
     if bug:
-        monkeypatch.setattr(engine_module, "make_plan", stop_at_first_miss)
+        monkeypatch.setattr(run_module, "make_plan", stop_at_first_miss)
     answer = engine.generate(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.0))
     with fails_if(bug):
         assert answer.usage.reused_tokens == len(scene.header) + sum(len(scene.chunks[i].token_ids) for i in (0, 2, 3))
@@ -175,7 +176,7 @@ def test_5_the_store_holds_only_kv_computed_behind_the_header(bug: bool, monkeyp
     engine.precompute(scene.chunks[:2])
     if bug:
 
-        def from_the_prompt(self: Any, chunks: Any) -> None:
+        def from_the_prompt(self: Any, chunks: Any, unranked: Any) -> None:
             _, in_context = self.subject().full_prefill(scene.prompt.token_ids)
             for span in scene.prompt.spans:
                 if span.chunk in chunks:
@@ -184,7 +185,7 @@ def test_5_the_store_holds_only_kv_computed_behind_the_header(bug: bool, monkeyp
                     ]
                     self.entries.put(span.chunk.token_ids, ChunkKV(cut, span.start))
 
-        monkeypatch.setattr(engine_module.TransformersEngine, "_store_missing", from_the_prompt)
+        monkeypatch.setattr(ModelOwner, "write_back", from_the_prompt)
     before = engine.generate(scene.prompt, SamplingParams(max_tokens=4), BlendSettings(ratio=0.15))
     assert set(before.missing) == {c.id for c in scene.chunks[2:]}
     clean = engine_for(model, scene)
