@@ -157,6 +157,18 @@ def test_no_file_is_longer_than_one_sitting_and_no_function_longer_than_a_screen
     assert long_functions(MODULES) == {}  # but for Triton's kernels
 
 
+TENANT = re.compile(r"\btenants?\b", re.IGNORECASE)
+
+
+def test_tenants_stay_at_the_edge() -> None:
+    """Inside, code works on the view that it was given, within a namespace."""
+    aware = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if TENANT.search(file.read_text("utf-8"))}
+    # The flag and what is printed, a span's attribute, and messages to whoever named a tenant.
+    inside = {"cli/store.py", "console/options.py", "engines/spans.py", "store/keyring.py", "store/namespace.py"}
+    assert {name for name in aware if not name.startswith("server/")} <= inside
+    assert len(aware) <= 15
+
+
 def test_no_class_name_stands_twice() -> None:
     assert double_classes(MODULES) == {}
 

@@ -142,7 +142,7 @@ def open_pipeline(
     home = options.index_directory(directory, namespace)
     if must_exist and not ChunkIndex.exists(home):
         # Said at once: a wrong path should not cost the loading of a model.
-        named = "" if namespace == DEFAULT_NAME else f" --tenant {namespace}"
+        named = "" if namespace == DEFAULT_NAME else f" {options.NAMESPACE_FLAG} {namespace}"
         raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
     if must_exist and left_to_bundled(chosen):
         warn_if_indexed_for_bundled_model(home)

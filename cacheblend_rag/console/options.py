@@ -130,10 +130,11 @@ KV = Annotated[
     ),
 ]
 
+NAMESPACE_FLAG = "--tenant"
 Namespace = Annotated[
     str,
     typer.Option(
-        "--tenant",
+        NAMESPACE_FLAG,
         help="Whose index and KV: what is indexed for a tenant is found by requests with its keys alone, and its KV is encrypted "
         "with its own key.",
     ),

@@ -19,7 +19,7 @@ from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
-from cacheblend_rag.server.keys import Keys, read_keys
+from cacheblend_rag.server.keys import read_keys, refuse_stored_answers
 from cacheblend_rag.server.options import ServeOptions, flag_names
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
     """Refuse to listen where other machines reach a server that asks for no key, and keys from two places."""
     if options.keys is not None:
         found = read_keys(options.keys)
-        _refuse_stored_answers(found)
+        refuse_stored_answers(found)
         if api_keys(args):
             raise InputError(
                 "--keys is in place of --api-key, CACHEBLEND_API_KEY and VLLM_API_KEY; one of those is set. Give one of them."
@@ -159,17 +159,6 @@ def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
         f"every chunk. Set CACHEBLEND_API_KEY (or give --api-key or --keys), or leave out --host to serve {_LOOPBACK} alone. "
         "Where something in front of the server checks who asks, --allow-no-key serves all the same."
     )
-
-
-def _refuse_stored_answers(keys: Keys) -> None:
-    """Refuse tenants where vLLM keeps answers of the Responses API: it hands them to whoever names their id."""
-    from vllm import envs
-
-    if len(keys.tenants) > 1 and envs.VLLM_ENABLE_RESPONSES_API_STORE:
-        raise InputError(
-            "VLLM_ENABLE_RESPONSES_API_STORE keeps answers that any tenant could go on from. Unset it, or give each tenant a "
-            "server of its own."
-        )
 
 
 def _is_loopback(host: str | None) -> bool:

@@ -9,9 +9,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend_rag.server.calling import calling
 from cacheblend_rag.server.middleware import RequestLimits, error_response, is_open, limits_of
 from cacheblend_rag.server.quotas import Admission
-from cacheblend_rag.server.tenants import calling
 
 _SLICE: Final = 1 << 16
 """Bytes looked at in one go, so that other threads get their turns."""
@@ -20,7 +20,7 @@ _SLICE: Final = 1 << 16
 class LimitBody:
     """Answers 413 to bodies that are too large, whether they say so or not, or have too many values, and 408 to slow ones.
 
-    429 where all of a tenant's together are too much.
+    429 where all with such keys together are too much.
     What anybody may ask without a key has no body: whatever comes is not read.
     """
 
@@ -58,8 +58,8 @@ class LimitBody:
 async def _refusal(body: bytearray, limits: RequestLimits, admission: Admission) -> JSONResponse | None:
     if len(body) > limits.body:
         return _too_large(limits.body)
-    if admission.held > limits.held:
-        return _too_much(limits.held)
+    if why := admission.body_refusal(limits.held):
+        return _too_much(why)
     # Fewer bytes than values are allowed need no counting.
     if len(body) > limits.values and await asyncio.to_thread(count_values, body) > limits.values:
         return _too_many(limits.values)
@@ -141,12 +141,8 @@ def _too_many(values: int) -> JSONResponse:
     )
 
 
-def _too_much(held: int) -> JSONResponse:
-    response = error_response(
-        f"The bodies of this tenant's requests that are being read and served have more than {held} bytes. Wait for some to end.",
-        429,
-        "RateLimitError",
-    )
+def _too_much(why: str) -> JSONResponse:
+    response = error_response(why, 429, "RateLimitError")
     response.headers["Retry-After"] = "1"
     response.headers["Connection"] = "close"
     return response

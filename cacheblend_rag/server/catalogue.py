@@ -16,7 +16,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import RegisteredChunks
-from cacheblend_rag.server.options import DEFAULT_MAX_CHUNKS
+from cacheblend_rag.server.quotas import NO_QUOTA, Quota
 from cacheblend_rag.store.kv import ModelFingerprint
 from cacheblend_rag.store.namespace import DEFAULT_NAME, home_of
 
@@ -32,7 +32,7 @@ class ChunkCatalogue:
 
     The registry finds chunks in prompts and forgets them with the process. Chunks registered over HTTP are kept in a file
     beside the index; those of the index that ``cacheblend index`` made stay the index's and are not removed here. Each
-    tenant has an index of its own (``cacheblend index --tenant``). Thread-safe; several servers may share the directory.
+    namespace has an index of its own. Thread-safe; several servers may share the directory.
 
     Attributes:
         warnings: What the operator should know, such as an index of another model.
@@ -43,10 +43,8 @@ class ChunkCatalogue:
         directory: Path | None,
         registry: ChunkRegistry,
         fingerprint: ModelFingerprint,
-        max_chunks: int = DEFAULT_MAX_CHUNKS,
-        tenant: str = DEFAULT_NAME,
-        max_kv: int | None = None,
-        expire_after_s: float | None = None,
+        namespace: str = DEFAULT_NAME,
+        quota: Quota = NO_QUOTA,
         clock: Callable[[], float] = time.time,
     ):
         """Open the files in ``directory`` (None: keep nothing) and register what they hold for this model.
@@ -55,26 +53,23 @@ class ChunkCatalogue:
             directory: The store directory.
             registry: What finds chunks in prompts.
             fingerprint: The model's identity.
-            max_chunks: How many chunks may be registered.
-            tenant: Whose chunks they are.
-            max_kv: Bytes of KV that registered chunks may have; None: as many as there is room for.
-            expire_after_s: Seconds after which :meth:`expire` forgets a registered chunk; None: never.
+            namespace: Name of the one that the chunks are in.
+            quota: Limits what may be registered, and how long it stays.
             clock: What tells the time, in seconds since the epoch.
 
         Raises:
             StoreError: A file there cannot be used.
         """
         self.warnings: list[str] = []
-        self._registry, self._fingerprint, self._max_chunks = registry, fingerprint, max_chunks
+        self._registry, self._fingerprint, self._quota = registry, fingerprint, quota
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._noted: dict[str, int] = {}  # with the lengths of their texts, in the order they came
-        self._tenant, self._directory = tenant, directory
-        self._max_kv, self._expire_after_s, self._clock = max_kv, expire_after_s, clock
+        self._namespace, self._directory, self._clock = namespace, directory, clock
         self._lenders: tuple[ChunkCatalogue, ...] = ()
         self._followers = [registry]  # of this process: readers are told at once of what is registered here
-        self._registered = RegisteredChunks(directory, fingerprint.digest, tenant)
+        self._registered = RegisteredChunks(directory, fingerprint.digest, namespace)
         self._index: ChunkIndex | None = None
         registry.attach(self._registered)
         self.refresh(force=True)
@@ -82,7 +77,7 @@ class ChunkCatalogue:
     def _open_index(self) -> None:
         if self._index is not None or self._directory is None:
             return
-        home = home_of(self._directory, self._tenant)
+        home = home_of(self._directory, self._namespace)
         if not ChunkIndex.exists(home):
             return
         index = ChunkIndex.open(home)
@@ -100,7 +95,7 @@ class ChunkCatalogue:
             self.warnings.append(warning)
 
     def read(self, lenders: Sequence[ChunkCatalogue]) -> None:
-        """Know the chunks of other tenants, too, from now on, without changing or listing them.
+        """Know the chunks of other catalogues, too, from now on, without changing or listing them.
 
         Raises:
             StoreError: They cannot be read.
@@ -162,8 +157,10 @@ class ChunkCatalogue:
         """
         with self._lock:
             self.check_room({chunk.id for chunk in chunks})
-            self._check_kv(kv_bytes)
-            expires = None if self._expire_after_s is None else self._clock() + self._expire_after_s
+            if self._quota.max_kv is not None:
+                self._quota.check_kv(self._registered.kv_bytes(list(kv_bytes)), sum(kv_bytes.values()))
+            after = self._quota.expire_after_s
+            expires = None if after is None else self._clock() + after
             self._registered.add(chunks, kv_bytes, expires, holder)
             for registry in self._followers:
                 registry.follow(self._registered)
@@ -175,22 +172,7 @@ class ChunkCatalogue:
             StoreError: They are too many, or the file cannot be read.
         """
         new = len(names - self._registered.known(list(names)))
-        held = self._registered.count() if new else 0
-        if held + new > self._max_chunks:
-            raise StoreError(
-                f"{held} chunks are registered, and {new} more would exceed the {self._max_chunks} that may be. Delete some, or "
-                "start the server with a larger --max-chunks, or max_chunks of the tenant."
-            )
-
-    def _check_kv(self, kv_bytes: Mapping[str, int]) -> None:
-        if self._max_kv is None:
-            return
-        held, new = self._registered.kv_bytes(list(kv_bytes)), sum(kv_bytes.values())
-        if held + new > self._max_kv:
-            raise StoreError(
-                f"The registered chunks have {held} bytes of KV, and {new} more would exceed the {self._max_kv} that this tenant "
-                "may have (max_kv). Delete some chunks."
-            )
+        self._quota.check_chunks(self._registered.count() if new else 0, new)
 
     def expire(self) -> list[Chunk]:
         """Forget the registered chunks whose time is over, and return them.
@@ -198,7 +180,7 @@ class ChunkCatalogue:
         Raises:
             StoreError: The file cannot be written.
         """
-        if self._expire_after_s is None:
+        if self._quota.expire_after_s is None:
             return []
         with self._lock:
             return self._registered.expire(self._clock())
@@ -245,7 +227,7 @@ class ChunkCatalogue:
     def origin(self, chunk_id: str) -> Origin | None:
         """Say where a chunk is kept; None for one that only this process knows (a prompt brought it) or nobody.
 
-        Of another tenant's, which is only read here, that it is shared.
+        Of another catalogue's, which is only read here, that it is shared.
         """
         if self._index is not None and self._index.known([chunk_id]):
             return "index"
@@ -254,7 +236,7 @@ class ChunkCatalogue:
         return "shared" if self._registry.is_lent(chunk_id) else None
 
     def stop(self) -> None:
-        """Look no more for what others have changed, and let go of other tenants' chunks."""
+        """Look no more for what others have changed, and let go of other catalogues' chunks."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -264,7 +246,7 @@ class ChunkCatalogue:
             self._lenders = ()
 
     def close(self) -> None:
-        """Stop looking, and close the files; those who read this tenant's chunks must have been stopped."""
+        """Stop looking, and close the files; those that read these chunks must have been stopped."""
         self.stop()
         with self._lock:
             for source in self._sources:

@@ -188,5 +188,20 @@ def _tenants(keys: Iterable[Key], described: Iterable[_Tenant]) -> tuple[Namespa
     return tuple(found.values())
 
 
+def refuse_stored_answers(keys: Keys) -> None:
+    """Refuse tenants where vLLM keeps answers of the Responses API: it hands them to whoever names their id.
+
+    Raises:
+        InputError: It does, and there are several.
+    """
+    from vllm import envs
+
+    if len(keys.tenants) > 1 and envs.VLLM_ENABLE_RESPONSES_API_STORE:
+        raise InputError(
+            "VLLM_ENABLE_RESPONSES_API_STORE keeps answers that any tenant could go on from. Unset it, or give each tenant a "
+            "server of its own."
+        )
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.arguments import api_keys, model_info, parse
+from cacheblend_rag.server.calling import PerNamespace, StandIn
 from cacheblend_rag.server.keys import Key, Keys, read_keys
 from cacheblend_rag.server.metrics import ReuseMetrics
 from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
 from cacheblend_rag.server.observing import share_logging
 from cacheblend_rag.server.options import ServeOptions
-from cacheblend_rag.server.quotas import Admission, Quota
-from cacheblend_rag.server.tenants import ByTenant, ServedTenants, StandIn
+from cacheblend_rag.server.quotas import NO_QUOTA, Admission
+from cacheblend_rag.server.tenants import ServedTenants
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.namespace import DEFAULT_NAME
 
@@ -157,7 +158,7 @@ def guard(options: ServeOptions, args: Namespace) -> RequestLimits:
         held=max(DEFAULT_HELD_LIMIT, 4 * options.max_request_size),
         tenants=keys.tenants,
         quotas=keys.quotas,
-        admissions={tenant.name: Admission(keys.quotas.get(tenant.name, Quota())) for tenant in keys.tenants},
+        admissions={tenant.name: Admission(keys.quotas.get(tenant.name, NO_QUOTA)) for tenant in keys.tenants},
     )
 
 
@@ -168,7 +169,7 @@ def _blend(state: State, tenants: ServedTenants) -> None:
 
     inner = state.online_renderer
     renderer = StandIn(
-        ByTenant({name: BlendRenderer(inner, own.client, own.catalogue) for name, own in tenants.each.items()})
+        PerNamespace({name: BlendRenderer(inner, own.client, own.catalogue) for name, own in tenants.each.items()})
     )
     for name in ("chat", "completion", "responses"):
         if (handler := getattr(state, f"openai_serving_{name}")) is not None:

@@ -14,10 +14,10 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cacheblend_rag.server.calling import Caller, calling
 from cacheblend_rag.server.keys import Key, key_of, may
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.quotas import Admission, Quota
-from cacheblend_rag.server.tenants import Caller, calling
 from cacheblend_rag.store.namespace import DEFAULT, Namespace
 
 DEFAULT_BODY_DEADLINE_S = 60.0
@@ -74,7 +74,7 @@ def error_response(message: str, status: int, kind: str, param: str | None = Non
 class RequireKey:
     """Answers 401 to every request but a health check and a CORS preflight that does not carry one of the keys.
 
-    From here on the request is its key's tenant's (:data:`~cacheblend_rag.server.tenants.calling`). A key whose role is too small
+    From here on the request is its key's tenant's (:data:`~cacheblend_rag.server.calling.calling`). A key whose role is too small
     gets 403. vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
     """
 

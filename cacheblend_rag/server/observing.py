@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag import spans
 from cacheblend_rag.engines.vllm.starting import log_as_vllm
-from cacheblend_rag.server.tenants import calling
+from cacheblend_rag.server.calling import calling
 
 if TYPE_CHECKING:
     from cacheblend_rag.server.middleware import RequestLimits
@@ -74,4 +74,4 @@ def _with_context(record: logging.LogRecord) -> bool:
 def _tenant() -> str:
     """Return whose request is being served; empty where there is none."""
     caller = calling.get(None)
-    return "" if caller is None else caller.tenant
+    return "" if caller is None else caller.namespace

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
+from cacheblend_rag.errors import StoreError
+
 
 @dataclass(frozen=True)
 class Quota:
@@ -25,6 +27,26 @@ class Quota:
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None
     expire_after_s: float | None = None
+
+    def check_chunks(self, held: int, new: int) -> None:
+        """Refuse ``new`` chunks beside the ``held``, where they are too many; raises StoreError."""
+        if self.max_chunks is not None and held + new > self.max_chunks:
+            raise StoreError(
+                f"{held} chunks are registered, and {new} more would exceed the {self.max_chunks} that may be. Delete some, or "
+                "start the server with a larger --max-chunks, or max_chunks of the tenant."
+            )
+
+    def check_kv(self, held: int, new: int) -> None:
+        """Refuse chunks with ``new`` bytes of KV beside the ``held``, where they have too much; raises StoreError."""
+        if self.max_kv is not None and held + new > self.max_kv:
+            raise StoreError(
+                f"The registered chunks have {held} bytes of KV, and {new} more would exceed the {self.max_kv} that this tenant "
+                "may have (max_kv). Delete some chunks."
+            )
+
+
+NO_QUOTA = Quota()
+"""Limits nothing."""
 
 
 class TokenBucket:
@@ -58,7 +80,7 @@ class TokenBucket:
 class Admission:
     """The requests of one tenant that are being served. Lives in the server's event loop."""
 
-    def __init__(self, quota: Quota = Quota(), clock: Callable[[], float] = time.monotonic):
+    def __init__(self, quota: Quota = NO_QUOTA, clock: Callable[[], float] = time.monotonic):
         """Let in what ``quota`` allows."""
         rate = quota.tokens_per_minute
         self._bucket = None if rate is None else TokenBucket(rate, clock)
@@ -79,6 +101,15 @@ class Admission:
             rate = self._quota.tokens_per_minute
             return f"This tenant has used its {rate} tokens a minute. Try again in {ceil(wait)} seconds.", ceil(wait)
         return None
+
+    def body_refusal(self, most: int) -> str | None:
+        """Return why no more of a body is read, where all of them may have ``most`` bytes; None if it is."""
+        if self.held <= most:
+            return None
+        return (
+            f"The bodies of this tenant's requests that are being read and served have more than {most} bytes. Wait for some to "
+            "end."
+        )
 
     def begin(self) -> None:
         """Count a request that was let in."""

@@ -21,6 +21,7 @@ from cacheblend_rag.protocol import (
     PageQuery,
     read_query,
 )
+from cacheblend_rag.server.calling import PerNamespace, Served, calling
 from cacheblend_rag.server.chunks import ConflictError, ServedChunks
 from cacheblend_rag.server.middleware import error_response
 from cacheblend_rag.server.openapi import (
@@ -36,12 +37,10 @@ from cacheblend_rag.server.openapi import (
     json_body,
     page_query,
 )
-from cacheblend_rag.server.tenants import calling
 from cacheblend_rag.store.base import stats_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.server.metrics import ReuseMetrics
-    from cacheblend_rag.server.tenants import ServedTenants
 
 _JSON = re.compile(r"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _REFUSED_S = 0.1
@@ -49,9 +48,9 @@ _REFUSED_S = 0.1
 _Route = Callable[..., Awaitable[Response]]
 
 
-def chunk_router(tenants: ServedTenants, metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
+def chunk_router(served: PerNamespace[Served], metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
     """Return the routes of :class:`ChunkRoutes`, with errors as responses."""
-    routes = ChunkRoutes(tenants, metrics, model)
+    routes = ChunkRoutes(served, metrics, model)
     router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
     table: list[tuple[str, str, _Route, dict[str, Any]]] = [
         ("POST", "", routes.precompute, described(Precomputed, (409, 415, 429), json_body())),
@@ -88,16 +87,16 @@ register_url_convertor("any_text", _AnyText())
 class ChunkRoutes:
     """Requests to ``/v1/chunks`` and their responses; what is done is in :class:`ServedChunks`.
 
-    Each is about the chunks of the tenant whose request it is, and of no other.
+    Each is about the chunks of the namespace that its key is for, and of no other.
     """
 
-    def __init__(self, tenants: ServedTenants, metrics: ReuseMetrics, model: ModelInfo):
-        """Serve the chunks of ``tenants``."""
-        self._tenants, self._metrics, self._model = tenants, metrics, model
+    def __init__(self, served: PerNamespace[Served], metrics: ReuseMetrics, model: ModelInfo):
+        """Serve the chunks of ``served``."""
+        self._served, self._metrics, self._model = served, metrics, model
 
     @property
     def _chunks(self) -> ServedChunks:
-        return self._tenants.current.chunks
+        return self._served.current.chunks
 
     async def precompute(self, request: Request) -> Response:
         """Compute and store the KV of texts, and register them; texts that are stored already cost nothing."""
@@ -106,7 +105,7 @@ class ChunkRoutes:
             return error_response(
                 "Send JSON, with the header 'Content-Type: application/json'.", 415, "UnsupportedMediaType"
             )
-        served = self._tenants.current
+        served = self._served.current
         client = served.client
         # One at a time: who registers without end, most of all beyond a quota, takes his own time and not that of others.
         async with served.reading:
@@ -144,11 +143,11 @@ class ChunkRoutes:
         )
 
     async def stats(self) -> Response:
-        """Say how many chunks the tenant has, which model this is, and to the operator what the store holds."""
-        served = self._tenants.current
+        """Say how many chunks there are, which model this is, and to the operator what the store holds."""
+        served = self._served.current
         await asyncio.to_thread(served.catalogue.refresh)
-        # The store is all tenants': its counters would tell one what the others do.
-        seen = self._tenants.alone or calling.get().operator
+        # The store is everybody's: its counters would tell one what the others do.
+        seen = self._served.alone or calling.get().operator
         held = asdict(await asyncio.to_thread(stats_of, served.client.store)) if seen else None
         return JSONResponse(
             {"chunks": len(served.client.registry), "kv": held, "model": self._model.model_dump(mode="json")}
@@ -156,7 +155,7 @@ class ChunkRoutes:
 
     async def flush(self) -> Response:
         """Wait until the chunks that finished answers found missing have been stored."""
-        await self._tenants.current.client.drain()
+        await self._served.current.client.drain()
         return JSONResponse({"object": "flush", "done": True})
 
     async def inspect(self, chunk_id: str) -> Response:

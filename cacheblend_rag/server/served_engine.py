@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
-from cacheblend_rag.server.tenants import calling
+from cacheblend_rag.server.calling import PerNamespace, Served, calling
 from cacheblend_rag.server.ticket import Ticket, clients_salt, take_ticket
 from cacheblend_rag.store.namespace import Namespace
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.client import BlendClient
     from cacheblend_rag.engines.vllm.messages import FinishReport
     from cacheblend_rag.server.metrics import ReuseMetrics
-    from cacheblend_rag.server.tenants import ServedTenants
 
 
 _log = logging.getLogger("vllm.cacheblend.requests")
@@ -33,12 +32,12 @@ class ServedEngine:
     """Stands in for an ``AsyncLLM``; what it does not know itself, that one does.
 
     It runs a prompt with what its ticket says, and with nothing else: ``kv_transfer_params`` that came from a client would let
-    it store KV under names of its choice, and its ``cache_salt`` must not meet that of another tenant.
+    it store KV under names of its choice, and its ``cache_salt`` must not meet that of another namespace.
     """
 
-    def __init__(self, llm: AsyncLLM, tenants: ServedTenants, metrics: ReuseMetrics):
+    def __init__(self, llm: AsyncLLM, served: PerNamespace[Served], metrics: ReuseMetrics):
         """Serve ``llm``, whose connector is ours."""
-        self._llm, self._tenants, self._metrics = llm, tenants, metrics
+        self._llm, self._served, self._metrics = llm, served, metrics
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -47,7 +46,7 @@ class ServedEngine:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a prompt; see vLLM's method of that name."""
-        client = self._tenants.current.client
+        client = self._served.current.client
         prompt, ticket = take_ticket(prompt)
         extra = {k: v for k, v in (sampling_params.extra_args or {}).items() if k != "kv_transfer_params"}
         ticket = ticket or Ticket(reason="this route is served by ordinary prefill")
@@ -147,9 +146,9 @@ class TokensUsed:
         return self._prompt + self.answered
 
 
-def _with_own_salt(prompt: Any, tenant: Namespace) -> Any:
-    """Return a prompt whose salt is its tenant's, and can never be another tenant's, whatever a client gave."""
-    salt = tenant.salt(clients_salt(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None))
+def _with_own_salt(prompt: Any, namespace: Namespace) -> Any:
+    """Return a prompt whose salt is its namespace's, and can never be another one's, whatever a client gave."""
+    salt = namespace.salt(clients_salt(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None))
     if salt is None:
         return prompt
     if isinstance(prompt, Mapping) and "decoder_prompt" in prompt:

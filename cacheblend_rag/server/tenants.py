@@ -1,18 +1,17 @@
-"""Tells who asks, and what of the server is theirs: every tenant has a client and a catalogue of its own."""
+"""Opens what each tenant of a server has: a namespace, named as the tenant is, and in it a client and a catalogue."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING
 
+from cacheblend_rag.server.calling import PerNamespace, Served
 from cacheblend_rag.server.catalogue import ChunkCatalogue
-from cacheblend_rag.server.chunks import ServedChunks
-from cacheblend_rag.server.quotas import Admission, Quota
-from cacheblend_rag.store.namespace import DEFAULT_NAME, Namespace
+from cacheblend_rag.server.quotas import NO_QUOTA, Quota
+from cacheblend_rag.store.namespace import Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,82 +19,8 @@ if TYPE_CHECKING:
 
     from cacheblend_rag.engines.vllm.client import BlendClient
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Caller:
-    """Says whose key a request carries.
-
-    Attributes:
-        tenant: The key's tenant.
-        operator: Whether it may see what is not one tenant's: all of the store, the metrics.
-        admission: Its tenant's requests, and what they use.
-    """
-
-    tenant: str = DEFAULT_NAME
-    operator: bool = True
-    admission: Admission = field(default_factory=Admission)
-
-
-calling: ContextVar[Caller] = ContextVar("cacheblend_caller")
-"""Of the request at hand; set where its key is checked, never by what a client sends. It has no default: code that runs for no
-request has no tenant, and fails rather than taking another one's."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """One tenant's part of the server.
-
-    Attributes:
-        client: Blends for it.
-        catalogue: Its chunks.
-        reading: Held while a registration is read and tokenised.
-    """
-
-    client: BlendClient
-    catalogue: ChunkCatalogue
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def chunks(self) -> ServedChunks:
-        """Return its chunks together with their KV."""
-        return ServedChunks(self.client, self.catalogue)
-
-
-class ByTenant(Generic[T]):
-    """Something that each tenant has one of.
-
-    Attributes:
-        each: All of them, by the tenants' names.
-    """
-
-    def __init__(self, each: Mapping[str, T]):
-        """Hold ``each``."""
-        self.each = dict(each)
-
-    @property
-    def current(self) -> T:
-        """Return the one of the tenant whose request this is.
-
-        Raises:
-            LookupError: No request is being served.
-        """
-        return self.each[calling.get().tenant]
-
-
-class StandIn:
-    """Has the attributes of the current tenant's one of several objects, so that vLLM's handlers can be given one for all."""
-
-    def __init__(self, objects: ByTenant[Any]):
-        """Stand in for ``objects``."""
-        self._objects = objects
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objects.current, name)
-
-
-class ServedTenants(ByTenant[Served]):
+class ServedTenants(PerNamespace[Served]):
     """Holds all tenants of a server."""
 
     @classmethod
@@ -123,20 +48,14 @@ class ServedTenants(ByTenant[Served]):
         made: dict[str, Served] = {}
         for name, tenant in chosen.items():
             own = client if tenant == client.namespace else client.of(tenant)
-            quota = quotas.get(name, Quota())
-            most = max_chunks if quota.max_chunks is None else quota.max_chunks
-            catalogue = ChunkCatalogue(
-                directory, own.registry, client.fingerprint, most, name, quota.max_kv, quota.expire_after_s
-            )
+            quota = quotas.get(name, NO_QUOTA)
+            if quota.max_chunks is None:
+                quota = replace(quota, max_chunks=max_chunks)
+            catalogue = ChunkCatalogue(directory, own.registry, client.fingerprint, name, quota)
             made[name] = Served(own, catalogue)
         for name, tenant in chosen.items():
             made[name].catalogue.read([made[lender].catalogue for lender in tenant.reads])
         return cls(made)
-
-    @property
-    def alone(self) -> bool:
-        """Return whether there is only one tenant."""
-        return len(self.each) == 1
 
     @property
     def known(self) -> int:

@@ -49,5 +49,5 @@ def take_ticket(engine_input: Any) -> tuple[Any, Ticket | None]:
 
 
 def clients_salt(given: str | None) -> str | None:
-    """Return a client's ``cache_salt`` as one that can be no other tenant's."""
+    """Return a client's ``cache_salt`` as one that can be no namespace's own."""
     return None if given is None else f"client:{given}"

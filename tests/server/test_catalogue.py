@@ -109,7 +109,7 @@ def test_each_tenant_knows_its_own_index(tmp_path: Path) -> None:
             index.add("a.md", "1", [chunk(f"The index of {tenant} holds this text.")])
     for tenant, expected in (("default", 1), ("acme", 1), ("globex", 0)):
         registry = ChunkRegistry()
-        mine = ChunkCatalogue(tmp_path, registry, MODEL, tenant=tenant)
+        mine = ChunkCatalogue(tmp_path, registry, MODEL, namespace=tenant)
         assert [each.text for each in registry] == [f"The index of {tenant} holds this text."] * expected
         assert all(mine.origin(each.id) == "index" for each in registry)
         mine.close()

@@ -123,7 +123,7 @@ def test_what_a_worker_holds_in_ram_is_known_from_its_report_on_until_it_leaves(
 
 
 def test_a_tenant_is_told_of_its_own_entries_and_those_it_reads_and_of_no_others(tmp_path: Path) -> None:
-    mine = entries(tmp_path).of(Namespace("acme", ("public",)))
+    mine = entries(tmp_path).within(Namespace("acme", ("public",)))
     public, other = (mine.within(Namespace(name)) for name in ("public", "other"))
     where = Whereabouts()
     other.put(ids(0), kv())
