@@ -44,7 +44,7 @@ def main() -> None:
     rule: TextRatio | None = None
     print("| data | prompts | left out: mean | spread | least | most | ratio by auto |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    with TransformersEngine(options.model, rank="now") as engine:
+    with TransformersEngine(options.model, ranking="now") as engine:
         for name in options.datasets:
             found = static_deviations(engine, name, options.data, options.limit)
             shares = np.array([left_out(static, options.ratio) for static in found])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from cacheblend_rag.engines.precompute import Rank
+    from cacheblend_rag.engines.precompute import Ranking
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.rag.planning import IndexPlan
@@ -51,7 +51,7 @@ def index(
     overlap: Annotated[int | None, typer.Option(help="Tokens neighbouring chunks share (default: 0).")] = None,
     embedding: options.Embedding = None,
     budgets: BudgetOptions,
-    rank: options.Rank = None,
+    ranking: options.Ranking = None,
     as_json: options.AsJSON = False,
 ) -> None:
     """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped.
@@ -79,7 +79,7 @@ def index(
         embedding=embedding,
         namespace=namespace,
     )
-    report = _index(found, options.index_directory(store, namespace), opened, rank)
+    report = _index(found, options.index_directory(store, namespace), opened, ranking)
     for skipped in report.skipped:
         typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
     print_json(asdict(report)) if as_json else _print_report(report)
@@ -88,7 +88,7 @@ def index(
 
 
 def _index(
-    found: FoundDocuments, directory: Path, opened: AbstractContextManager[RagPipeline], rank: Rank | None
+    found: FoundDocuments, directory: Path, opened: AbstractContextManager[RagPipeline], ranking: Ranking | None
 ) -> IndexReport:
     from cacheblend_rag.rag.locking import indexing_into
 
@@ -96,8 +96,8 @@ def _index(
     try:
         with indexing_into(directory), opened as pipeline, progress("Indexing") as show:
             shown.show = show
-            if rank is not None:
-                pipeline.engine.rank = rank
+            if ranking is not None:
+                pipeline.engine.ranking = ranking
             return pipeline.index(found, shown)
     except KeyboardInterrupt:
         typer.echo(f"\n{shown.interrupted()}", err=True)

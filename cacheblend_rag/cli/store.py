@@ -162,7 +162,7 @@ def upgrade(
     budgets: BudgetOptions,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Add what chunks stored with --rank off lack: the ranking of their tokens. Loads the model."""
+    """Add what chunks stored with --ranking off lack: the ranking of their tokens. Loads the model."""
     with open_pipeline(model, directory, budgets, namespace=namespace) as pipeline, progress("Ranking") as show:
         chunks = list(pipeline.chunks.chunks())
         done = 0
@@ -172,7 +172,7 @@ def upgrade(
             done += count
             show(done, len(chunks), "chunks looked at")
 
-        pipeline.engine.rank = "now"
+        pipeline.engine.ranking = "now"
         report = pipeline.engine.precompute(chunks, step)
     if as_json:
         print_json(asdict(report))

@@ -68,7 +68,7 @@ Policy = Annotated[
         rich_help_panel=_BLEND,
     ),
 ]
-Rank = Annotated[
+Ranking = Annotated[
     Literal["now", "lazy", "off"] | None,
     typer.Option(
         help="When each chunk's tokens are ranked for the policies static and static-query: with its KV, after the first answer "

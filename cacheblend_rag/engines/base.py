@@ -18,7 +18,7 @@ from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.precompute import Rank
+from cacheblend_rag.engines.precompute import Ranking
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import iterate_in_thread
@@ -67,7 +67,7 @@ class BlendEngine(ABC):
         gate: What the parity gate found; a model that fails it is not blended: it is served by ordinary prefill, or by prefix
             caching where it has recurrent layers.
         profile: The blend options that a request leaves open.
-        rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`).
+        ranking: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`).
         store: Where the chunks' KV is kept, if this process can see it.
         device: What the model runs on; None if that is another machine's business.
         dtype: What it computes in, likewise.
@@ -94,7 +94,7 @@ class BlendEngine(ABC):
     header_ids: tuple[int, ...]
     gate: GateReport
     profile: ModelProfile
-    rank: Rank = "off"
+    ranking: Ranking = "off"
     store: KVStore | None = None
     device: torch.device | None = None
     dtype: torch.dtype | None = None
@@ -244,7 +244,7 @@ class BlendEngine(ABC):
         if any(
             each.reuse == "chunks" and (each.ratio == "auto" or policy(each.policy).needs_static) for each in wanted
         ):
-            self.rank = "now"
+            self.ranking = "now"
 
     async def aprecompute(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None

@@ -10,7 +10,7 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.prompts.chunk import Chunk
 
-Rank = Literal["now", "lazy", "off"]
+Ranking = Literal["now", "lazy", "off"]
 """When static deviations are measured: with the KV, after the first blend that wanted them, or never."""
 
 

@@ -47,7 +47,7 @@ def scene() -> Scene:
 @pytest.fixture(scope="module")
 def engine(scene: Scene) -> Iterator[Any]:
     """A random Llama that has the scene's chunks."""
-    with engine_for(make_model(BLENDED["llama"]()), scene, rank="now") as made:
+    with engine_for(make_model(BLENDED["llama"]()), scene, ranking="now") as made:
         made.precompute(scene.chunks)
         yield made
 

@@ -28,7 +28,7 @@ WATCHED = set(BLENDED) - {"gemma2"}
 
 def ranking_engine(model: Any, scene: Scene, **options: Any) -> Any:
     """An engine with a window just large enough, so that the probe is short."""
-    engine = engine_for(model, scene, **{"rank": "now", **options})
+    engine = engine_for(model, scene, **{"ranking": "now", **options})
     engine.context_window = 2 * len(scene.prompt.token_ids)
     return engine
 
@@ -100,7 +100,7 @@ def test_static_computes_nothing_but_what_it_recomputes() -> None:
 @pytest.mark.parametrize("damage", ["never measured", "damaged"])
 def test_without_a_rank_hkvd_selects_and_the_rank_is_made_for_the_next_time(damage: str, tmp_path: Path) -> None:
     model, scene = model_of("llama"), Scene()
-    engine = ranking_engine(model, scene, rank="lazy", store=DiskStore(tmp_path))
+    engine = ranking_engine(model, scene, ranking="lazy", store=DiskStore(tmp_path))
     engine.precompute(scene.chunks)
     if damage == "damaged":
         for chunk in scene.chunks:
@@ -134,7 +134,7 @@ def _damage_static(root: Path) -> None:
 
 def test_precompute_adds_what_older_entries_lack_and_then_has_nothing_to_do(tmp_path: Path) -> None:
     model, scene = model_of("llama"), Scene()
-    engine = ranking_engine(model, scene, rank="off", store=DiskStore(tmp_path))
+    engine = ranking_engine(model, scene, ranking="off", store=DiskStore(tmp_path))
     engine.precompute(scene.chunks)
     assert not any(engine.entries.has_static(chunk.token_ids) for chunk in scene.chunks)
     used = engine.store.stats().nbytes

@@ -104,13 +104,13 @@ def test_a_blend_at_auto_equals_the_reference_at_the_ratio_it_reports(policy: st
 
 def test_chunks_without_a_rank_are_blended_at_the_profiles_ratio_and_ranked_for_the_next_time() -> None:
     model, scene = model_of("llama"), Scene()
-    engine = ranking_engine(model, scene, rank="lazy")
+    engine = ranking_engine(model, scene, ranking="lazy")
     engine.precompute(scene.chunks)
     engine.profile = replace(engine.profile, ratio=0.05, text=TextRange(0.1, 0.0))
     auto = BlendSettings(ratio="auto")
     first, second = (engine.generate(scene.prompt, SamplingParams(max_tokens=1), auto) for _ in range(2))
     assert first.ratio == 0.05
     assert second.ratio > 0.05
-    engine.rank = "off"
+    engine.ranking = "off"
     engine.rank_for(auto)
-    assert engine.rank == "now"
+    assert engine.ranking == "now"

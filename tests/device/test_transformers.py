@@ -46,8 +46,8 @@ def test_every_policy_chooses_as_on_the_cpu(device: str, policy: str) -> None:
     scene = Scene()
     found = []
     for engine in (
-        engine_on(device, "llama", scene, rank="now"),
-        engine_for(make_model(BLENDED["llama"]()), scene, rank="now"),
+        engine_on(device, "llama", scene, ranking="now"),
+        engine_for(make_model(BLENDED["llama"]()), scene, ranking="now"),
     ):
         engine.precompute(scene.chunks)
         logits, recomputed, result = blended_logits(engine, scene, BlendSettings(0.25, policy))
@@ -92,7 +92,7 @@ def test_what_a_device_stored_serves_a_cpu_and_the_reverse(device: str, tmp_path
     answers = []
     for first, second in ((device, "cpu"), ("cpu", device)):
         root = tmp_path / first
-        writer = engine_on(first, "qwen3", scene, store=open_store(root), rank="now")
+        writer = engine_on(first, "qwen3", scene, store=open_store(root), ranking="now")
         writer.precompute(scene.chunks)
         writer.store.close()
         reader = engine_on(second, "qwen3", scene, store=open_store(root))

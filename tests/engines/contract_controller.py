@@ -82,7 +82,7 @@ class ControllerContract:
         for holder in (engine, getattr(engine, "client", engine)):
             monkeypatch.setattr(holder, "profile", profile)
         auto = BlendSettings("auto", "static", (1,))
-        monkeypatch.setattr(engine, "rank", "now")
+        monkeypatch.setattr(engine, "ranking", "now")
         engine.precompute(chunks)
         reckon(engine, chunks, 1e-6)
         done = engine.generate(prompt, SHORT, auto)

@@ -39,9 +39,9 @@ class TraceContract:
     @pytest.fixture
     def ranked(self, engine, chunks, reopened):
         """The engine with the chunks stored and ranked, which it must read from disk."""
-        before, engine.rank = engine.rank, "now"
+        before, engine.ranking = engine.ranking, "now"
         engine.precompute(chunks)
-        engine.rank = before
+        engine.ranking = before
         with reopened() as engine:
             yield engine
 

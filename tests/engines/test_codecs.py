@@ -56,7 +56,7 @@ def test_a_blend_from_disk_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(
 ) -> None:
     ram, decoded = MemoryStore(), MemoryStore()
     with engine_for(
-        model, SCENE, store=TieredStore([ram, DiskStore(tmp_path, format=EntryFormat(codec))]), rank="now"
+        model, SCENE, store=TieredStore([ram, DiskStore(tmp_path, format=EntryFormat(codec))]), ranking="now"
     ) as engine:
         engine.precompute(SCENE.chunks)
         for entry in ram.entries():

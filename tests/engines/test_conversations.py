@@ -94,7 +94,7 @@ def test_a_question_that_only_begins_like_another_is_blended_for_itself(engine: 
 
 @pytest.mark.parametrize("policy", ["query", "static-query", "hybrid"])
 def test_where_the_question_selects_another_question_keeps_nothing_of_its_turn(model: Any, policy: str) -> None:
-    engine = engine_of(model, rank="now")
+    engine = engine_of(model, ranking="now")
     settings = BlendSettings(ratio=RATIO, policy=policy, check_layers=(1,))
     assert kept(engine, 1, settings) == 0
     assert kept(engine, 2, settings, subject="all of it") == 0

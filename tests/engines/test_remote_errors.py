@@ -211,7 +211,7 @@ def test_references_unknown_here_are_asked_of_the_server(fake) -> None:
 
 def test_when_chunks_are_ranked_is_not_for_a_client_to_say(fake) -> None:
     with connect(fake) as engine, pytest.raises(InputError, match=r"'now'.*server decides"):
-        engine.rank = "now"
+        engine.ranking = "now"
 
 
 def test_chunks_are_precomputed_in_batches_below_the_size_limit_and_reports_add_up(fake) -> None:

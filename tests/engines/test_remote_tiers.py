@@ -50,9 +50,9 @@ def address(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("policy", ["hkvd", "static"])
 def test_the_answers_are_those_of_a_store_in_ram_bit_for_bit(model, address: str, policy: str) -> None:
-    with engine_for(model, SCENE, store=MemoryStore(), rank="now") as near:
+    with engine_for(model, SCENE, store=MemoryStore(), ranking="now") as near:
         near.precompute(SCENE.chunks)
-        with engine_for(model, SCENE, store=address, rank="now") as writer:
+        with engine_for(model, SCENE, store=address, ranking="now") as writer:
             assert writer.precompute(SCENE.chunks).failed == {}
         with engine_for(model, SCENE, store=address) as far:
             for ratio in RATIOS:

@@ -18,7 +18,7 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
 from cacheblend_rag.engines.models import is_bundled, model_directory
-from cacheblend_rag.engines.precompute import Rank
+from cacheblend_rag.engines.precompute import Ranking
 from cacheblend_rag.engines.remote.answer import ServerAnswer
 from cacheblend_rag.engines.remote.requests import batches, chunk_bodies, completion_request
 from cacheblend_rag.engines.remote.wire import Wire, with_version
@@ -127,14 +127,14 @@ class RemoteEngine(BlendEngine):
         )
 
     @property
-    def rank(self) -> Rank:
+    def ranking(self) -> Ranking:
         """See :class:`BlendEngine`; when chunks are ranked is the server's business."""
         return "off"
 
-    @rank.setter
-    def rank(self, when: Rank) -> None:
+    @ranking.setter
+    def ranking(self, when: Ranking) -> None:
         raise InputError(
-            f"rank is {when!r}, but the server decides when chunks are ranked: leave it out with a server."
+            f"ranking is {when!r}, but the server decides when chunks are ranked: leave it out with a server."
         )
 
     @property

@@ -20,7 +20,7 @@ from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import end_tokens, why_not_blendable
-from cacheblend_rag.engines.precompute import Rank
+from cacheblend_rag.engines.precompute import Ranking
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.conversations import Conversations
 from cacheblend_rag.engines.transformers.loading import device_named, load_model
@@ -64,7 +64,7 @@ class ModelOwner(BlendEngine):
         header: str | Sequence[int] | None = None,
         ratio: float | None = None,
         write_back: bool = True,
-        rank: Rank | None = None,
+        ranking: Ranking | None = None,
         conversations: int | str = "1GiB",
     ):
         """Load the model and run the parity gate.
@@ -80,7 +80,7 @@ class ModelOwner(BlendEngine):
                 :func:`rag_header`'s.
             ratio: Default recompute ratio; None takes the model profile's.
             write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
-            rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
+            ranking: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
                 model whose profile's policy needs them, else ``"lazy"``.
             conversations: Most memory for the KV of prompts and their answers, on the model's device, for prompts that go on from
                 there: bytes, or a size such as ``"4GiB"``; 0 keeps none.
@@ -102,7 +102,7 @@ class ModelOwner(BlendEngine):
         self.header_ids = chosen_header_ids(self.tokenizer, header)
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)
         self.costs = load_costs(self.fingerprint.digest, str(self.device))
-        self.rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self.ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
         self.lock, self.conversations = threading.Lock(), Conversations(parse_size(str(conversations)))
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self.end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
@@ -155,16 +155,16 @@ class ModelOwner(BlendEngine):
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; ``[header] + chunk`` is computed, batched, and the chunk's slice kept."""
         self.check_open()
-        return self._precompute(chunks, progress, self.rank == "now")
+        return self._precompute(chunks, progress, self.ranking == "now")
 
     def _precompute(
-        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
+        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, ranking: bool
     ) -> PrecomputeReport:
         self.registry.add(chunks)
         if not self.stores:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         with self._storing:  # one at a time, so that none computes what another is about to store
-            ranker = self._make_ranker() if rank and self.gate.passed else None
+            ranker = self._make_ranker() if ranking and self.gate.passed else None
             compute = self.snapshots.compute if self.snapshots else None
             return precompute(
                 self.runner, self.entries, chunks, self.context_window, progress, ranker, compute, self.lock
@@ -192,8 +192,8 @@ class ModelOwner(BlendEngine):
         except CacheBlendError as error:
             warnings.warn(f"The KV of {len(missing)} chunks could not be written back: {error}", stacklevel=2)
         try:
-            if unranked and self.rank != "off":
-                self._precompute(unranked, None, rank=True)
+            if unranked and self.ranking != "off":
+                self._precompute(unranked, None, ranking=True)
         except CacheBlendError as error:
             warnings.warn(f"The static deviation of {len(unranked)} chunks could not be stored: {error}", stacklevel=2)
 

@@ -28,7 +28,7 @@ from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.base import Request, check_length
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import end_tokens
-from cacheblend_rag.engines.precompute import Rank
+from cacheblend_rag.engines.precompute import Ranking
 from cacheblend_rag.engines.results import (
     Generation,
     PrecomputeReport,
@@ -80,7 +80,7 @@ class BlendClient:
         *,
         ratio: float | None = None,
         write_back: bool = True,
-        rank: Rank | None = None,
+        ranking: Ranking | None = None,
     ):
         """Use :func:`connect`, where there is no engine to be it."""
         self.llm, self.store, self.gate = llm, store, gate
@@ -108,7 +108,7 @@ class BlendClient:
         over = (len(self.header_ids) + len(probe)) % (block_size or 1)
         self.probe = probe[:-over] if 0 < over < len(probe) else probe
         self._precompute = Precompute(llm, self.context_window, self._names, self.probe)
-        self.rank: Rank = rank or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self.ranking: Ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
 
     @property
     def entries(self) -> Entries:
@@ -216,7 +216,7 @@ class BlendClient:
         """Do the same without registering the chunks."""
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
-        return await self._precompute.run(self.entries, chunks, progress, self.rank == "now")
+        return await self._precompute.run(self.entries, chunks, progress, self.ranking == "now")
 
     async def events(self, request: Request) -> AsyncIterator[StreamEvent]:
         """Answer piece by piece; closing the iterator aborts the request."""
@@ -304,7 +304,7 @@ class BlendClient:
         return Score(tuple(found))
 
     def finished(self, report: FinishReport, prompt: TokenizedPrompt | None = None) -> None:
-        """After an answer: chunks that had no stored KV, or no rank, are precomputed in the background, for the next one.
+        """After an answer: chunks that had no stored KV, or no ranking, are precomputed in the background, for the next one.
 
         What was measured corrects the loading controller's costs. Chunks that are not registered are known from ``prompt``
         alone; without one, nothing is registered by this.
@@ -319,8 +319,8 @@ class BlendClient:
 
         if self._write_back and (missing := chunks(report.outcome.missing)):
             self._in_background(self._write_back_known(missing) if prompt is None else self.register(missing))
-        if self._write_back and self.rank != "off" and (unranked := chunks(report.outcome.unranked)):
-            self._in_background(self._precompute.run(self.entries, unranked, None, rank=True))
+        if self._write_back and self.ranking != "off" and (unranked := chunks(report.outcome.unranked)):
+            self._in_background(self._precompute.run(self.entries, unranked, None, ranking=True))
 
     async def _write_back_known(self, chunks: Sequence[Chunk]) -> None:
         """Store the KV of chunks; that of those that are forgotten in the meantime goes again."""

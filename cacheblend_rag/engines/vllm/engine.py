@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
-from cacheblend_rag.engines.precompute import Rank
+from cacheblend_rag.engines.precompute import Ranking
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation
@@ -70,7 +70,7 @@ class VLLMEngine(BlendClient, BlendEngine):
         ratio: float | None = None,
         dtype: str | torch.dtype | None = None,
         write_back: bool = True,
-        rank: Rank | None = None,
+        ranking: Ranking | None = None,
         ram_budget: int | None = None,
         disk_budget: int | None = None,
         **vllm_arguments: Any,
@@ -85,7 +85,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             ratio: Default recompute ratio; None takes the model profile's.
             dtype: None takes fp32 on a CPU, the model's own elsewhere.
             write_back: Precompute chunks that a prompt held but the store did not, after the answer.
-            rank: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
+            ranking: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
                 model whose profile's policy needs them, else ``"lazy"``.
             ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for its share of a quarter of the
                 machine's memory.
@@ -116,7 +116,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             )
             opened = _opened(where, disk_budget)
             llm, gate = self._run(_start(launch))
-            super().__init__(llm, launch, opened, gate, ratio=ratio, write_back=write_back, rank=rank)
+            super().__init__(llm, launch, opened, gate, ratio=ratio, write_back=write_back, ranking=ranking)
         except BaseException:
             self._stop()
             raise

@@ -117,22 +117,22 @@ class BlendJob:
 class SaveJob:
     """Asks for a prompt of ``header + chunk`` to be stored; a ``start`` of 0 stores the header itself.
 
-    With ``rank`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored entry.
+    With ``ranking`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored entry.
     The entry is in the ``namespace``.
     """
 
     start: int
-    rank: bool = False
+    ranking: bool = False
     namespace: Namespace = DEFAULT
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :func:`read_params` reads."""
-        return {"save": self.start, "rank": self.rank, **self.namespace.to_params()}
+        return {"save": self.start, "ranking": self.ranking, **self.namespace.to_params()}
 
 
-def receipt(key: KVKey, rank: bool) -> str:
+def receipt(key: KVKey, ranking: bool) -> str:
     """Return what a worker reports a written entry by; a ranking is another piece of work than the KV itself."""
-    return f"{key}:rank" if rank else str(key)
+    return f"{key}:ranking" if ranking else str(key)
 
 
 BUSY = "too many entries wait for the disk already; try again"
@@ -153,7 +153,7 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
             start = ours["save"]
             if not isinstance(start, int) or not 0 <= start < prompt_tokens:
                 raise ValueError("save is outside the prompt")
-            return SaveJob(start, bool(ours.get("rank")), Namespace.from_params(ours))
+            return SaveJob(start, bool(ours.get("ranking")), Namespace.from_params(ours))
         return BlendJob.from_params(ours, prompt_tokens)
     except (CacheBlendError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"kv_transfer_params[{PARAMS!r}] is malformed: {error}") from error

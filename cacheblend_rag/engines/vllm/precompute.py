@@ -43,9 +43,9 @@ class Precompute:
         self._computing: dict[str, asyncio.Future[str]] = {}
 
     async def run(
-        self, entries: Entries, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, rank: bool
+        self, entries: Entries, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, ranking: bool
     ) -> PrecomputeReport:
-        """Compute what is not among ``entries``; see :meth:`BlendEngine.precompute`. With ``rank``, static deviations, too."""
+        """Compute what is not among ``entries``; see :meth:`BlendEngine.precompute`. With ``ranking``, static deviations, too."""
         begin = time.perf_counter()
         plan = await asyncio.to_thread(
             plan_precompute,
@@ -53,7 +53,7 @@ class Precompute:
             entries,
             self._context_window,
             progress,
-            len(self._probe) if rank else None,
+            len(self._probe) if ranking else None,
         )
         failed = dict(plan.failed)
         unranked = set(plan.unranked)
@@ -63,7 +63,7 @@ class Precompute:
                 key = entries.own_key(token_ids)
                 why = "" if token_ids in unranked else await self._once(key, lambda: self._compute(entries, token_ids))
                 if not why and 0 < len(token_ids) <= plan.most_ranked:
-                    await self._once(receipt(key, rank=True), lambda: self._rank(entries, token_ids))
+                    await self._once(receipt(key, ranking=True), lambda: self._rank(entries, token_ids))
             if not token_ids or token_ids in unranked:
                 return
             if why:
@@ -71,7 +71,7 @@ class Precompute:
             if progress is not None:
                 progress(1)
 
-        if rank and (plan.chunks or unranked):
+        if ranking and (plan.chunks or unranked):
             await self._compute_probe(entries)
         async with asyncio.TaskGroup() as group:
             for token_ids in (*plan.token_ids, *unranked):
@@ -99,14 +99,14 @@ class Precompute:
 
     async def _rank(self, entries: Entries, token_ids: tuple[int, ...]) -> str:
         before = [*entries.header_ids, *self._probe]
-        job = SaveJob(len(before), rank=True, namespace=entries.namespace)
+        job = SaveJob(len(before), ranking=True, namespace=entries.namespace)
         return await self._saved(entries, token_ids, [*before, *token_ids], job)
 
     async def _saved(self, entries: Entries, token_ids: tuple[int, ...], prompt: list[int], job: SaveJob) -> str:
         """Have the workers do ``job`` on a prompt; return why the entry of ``token_ids`` was not written, or nothing."""
         why = ""
         for attempt in range(_TRIES):
-            keys = [receipt(key, job.rank) for key in entries.written_keys(token_ids)]
+            keys = [receipt(key, job.ranking) for key in entries.written_keys(token_ids)]
             for key in keys:
                 self._written.pop(key, None)  # of a write that was given up
             if not await self._prefill(entries, prompt, job):

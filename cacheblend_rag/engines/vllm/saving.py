@@ -56,13 +56,13 @@ class Saver:
         """
         for save in saves:
             tokens = save.token_ids[save.job.start :] if save.job.start or not self._entries.header_ids else ()
-            name = receipt(self._entries.within(save.job.namespace).own_key(tokens), save.job.rank)
+            name = receipt(self._entries.within(save.job.namespace).own_key(tokens), save.job.ranking)
             if refusal or self._paged is None:
                 self._written[name] = f"not blended: {refusal}"
                 continue
             room = not save.complete or (self._unwritten < UNWRITTEN and self._uncopied_bytes < _UNCOPIED_BYTES)
             # A ranking is added up over the ranks, so that all do it or none.
-            if not (all_ranks(room) if save.job.rank else room):
+            if not (all_ranks(room) if save.job.ranking else room):
                 self._written[name] = BUSY
                 self.drop(save.request_id)
                 continue
@@ -70,7 +70,7 @@ class Saver:
                 if not save.complete:
                     self._parts.setdefault(save.request_id, []).append((save, self._part(save)))
                     continue
-                kv = self._ranked(tokens, save) if save.job.rank else self._copied(save)
+                kv = self._ranked(tokens, save) if save.job.ranking else self._copied(save)
             except Exception as error:  # the engine and the other saves go on
                 _log.exception("KV cannot be copied out")
                 self._written[name] = f"it cannot be copied out ({type(error).__name__}: {error})"
@@ -144,7 +144,7 @@ class Saver:
 
     def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], save: Save) -> None:
         try:
-            stored = self._entries.within(save.job.namespace).put(tokens, kv(), replace=save.job.rank)
+            stored = self._entries.within(save.job.namespace).put(tokens, kv(), replace=save.job.ranking)
             self._written[name] = "" if stored else "it does not fit the store's budget"
         except StoreError as error:
             self._written[name] = str(error)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engines.precompute import Rank
+from cacheblend_rag.engines.precompute import Ranking
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
 from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds
@@ -87,9 +87,9 @@ def _index_ranked(place: Workbench, chunks: list[Chunk]) -> float:
     return _index(place, chunks, "now")
 
 
-def _index(place: Workbench, chunks: list[Chunk], rank: Rank = "off") -> float:
+def _index(place: Workbench, chunks: list[Chunk], ranking: Ranking = "off") -> float:
     place.forget()
-    place.engine.rank = rank
+    place.engine.ranking = ranking
     begin = time.perf_counter()
     place.engine.precompute(chunks)
     seconds = time.perf_counter() - begin

@@ -63,7 +63,7 @@ def bench_score(
     }
     chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed)
     answer = place.random_chunks(1, settings.answer_tokens, settings.seed + 2)[0].token_ids
-    place.engine.rank = "off"
+    place.engine.ranking = "off"
     place.engine.precompute(chunks)
     taken: dict[str, list[float]] = {name: [] for name in steps}
     found: dict[str, Logprobs] = {}

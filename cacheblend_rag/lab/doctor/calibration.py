@@ -201,7 +201,7 @@ def _conclude(
 
 
 def _profile(chosen: Trial | None, layers: Sequence[LayerFinding]) -> ModelProfile:
-    # Chunks without a rank are blended by hkvd, which needs a check layer whatever was chosen.
+    # Chunks without a ranking are blended by hkvd, which needs a check layer whatever was chosen.
     deepest = max((each.layer for each in layers if each.offered), default=1)
     spare = BlendSchedule((deepest,), (1.0,))
     if chosen is None:
@@ -300,13 +300,13 @@ def calibrate_engine(
         return make_plan(prompt, engine.header_ids, lookup, longest=engine.runner.longest)
 
     # In RAM, and with its budget: what it has no room for is computed anew where it is needed again.
-    kept = engine.store, engine.rank, engine.registry
-    engine.store, engine.rank, engine.registry = open_store(), "now", ChunkRegistry()
+    kept = engine.store, engine.ranking, engine.registry
+    engine.store, engine.ranking, engine.registry = open_store(), "now", ChunkRegistry()
     try:
         found = calibrate(
             engine.subject(), engine.rope, engine.header_ids, prompts, standard, end, progress,
             planner=planner, margin=margin, everything=everything,
         )  # fmt: skip
     finally:
-        engine.store, engine.rank, engine.registry = kept
+        engine.store, engine.ranking, engine.registry = kept
     return found, save_profile(found.profile, engine.fingerprint.digest, output)

@@ -116,9 +116,9 @@ def chosen_by(
 
 def rank(engine: Any, scene: Scene, missing: tuple[int, ...] = ()) -> None:
     """Have the chunks stored with their static deviations, but for the missing ones."""
-    before, engine.rank = engine.rank, "now"
+    before, engine.ranking = engine.ranking, "now"
     engine.precompute([chunk for index, chunk in enumerate(scene.chunks) if index not in missing])
-    engine.rank = before
+    engine.ranking = before
 
 
 @pytest.mark.parametrize("policy", ["static", "static-query", "query"])
@@ -167,14 +167,14 @@ def test_hybrid_selects_as_in_the_transformers_engine(engine, model) -> None:
 
 
 def test_a_chunk_without_a_rank_gets_one_after_its_first_use(engine) -> None:
-    before, engine.rank = engine.rank, "lazy"
+    before, engine.ranking = engine.ranking, "lazy"
     engine.precompute(SCENE.chunks)
     settings = BlendSettings(0.3, "static", (1,))
     assert engine.generate(SCENE.prompt, ANSWER, settings).policy == "hkvd"
     engine.flush()
     engine.reset_prefix_cache()
     assert engine.generate(SCENE.prompt, ANSWER, settings).policy == "static"
-    engine.rank = before
+    engine.ranking = before
 
 
 def test_auto_is_the_reference_at_the_ratio_that_the_answer_reports(engine, model, monkeypatch) -> None:

@@ -77,9 +77,9 @@ def test_every_ratio_is_the_reference(engine, model, ratio: float, check: int) -
 @pytest.mark.parametrize("rank", ["off", "now"])
 def test_what_is_stored_is_what_the_transformers_engine_stores(engine, model, rank: str) -> None:
     """Also with the prompts in vLLM's prefix cache, which no longer has the pages before their windows."""
-    theirs = engine_for(model, SCENE, rank=rank)
+    theirs = engine_for(model, SCENE, ranking=rank)
     theirs.precompute(SCENE.chunks)
-    before, engine.rank = engine.rank, rank
+    before, engine.ranking = engine.ranking, rank
     for _ in range(2):
         report = engine.precompute(SCENE.chunks)
         assert (report.computed, report.failed) == (len(SCENE.chunks), {})
@@ -91,7 +91,7 @@ def test_what_is_stored_is_what_the_transformers_engine_stores(engine, model, ra
             assert (got.static_deviation() is not None) == (rank == "now")
         for entry in list(engine.store.entries()):
             engine.store.delete(entry.key)
-    engine.rank = before
+    engine.ranking = before
 
 
 def test_lent_pages_come_back(engine) -> None:

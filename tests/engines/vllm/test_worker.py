@@ -129,7 +129,7 @@ async def test_a_save_that_found_no_room_is_tried_again_and_in_the_end_reported(
     entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
     client = Client(receipts)
     run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
-    report = await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, rank=False)
+    report = await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, ranking=False)
     assert (client.prompts, report.failed) == (prompts, failed)
 
 
@@ -148,13 +148,13 @@ async def test_storage_that_hangs_is_reported_and_a_receipt_that_comes_too_late_
     answered = client.collective_rpc
     monkeypatch.setattr(client, "collective_rpc", never)
     run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
-    report = await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, rank=False)
+    report = await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, ranking=False)
     assert "has not written it within" in report.failed["c"]
     run._written[key] = "too late"
     client.receipts = [""]
     monkeypatch.setattr(client, "collective_rpc", answered)
     monkeypatch.setattr(precompute, "_WRITTEN_WITHIN_S", 60.0)
-    assert not (await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, rank=False)).failed
+    assert not (await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, ranking=False)).failed
 
 
 async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> None:
@@ -174,7 +174,7 @@ async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> Non
     client = Client([])
     client.collective_rpc = one_at_a_time  # type: ignore[method-assign]
     run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
-    assert not (await run.run(entries, chunks, None, rank=False)).failed
+    assert not (await run.run(entries, chunks, None, ranking=False)).failed
     assert most == 1 and not written
 
 

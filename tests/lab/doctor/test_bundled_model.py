@@ -31,9 +31,9 @@ def engine():
 
 def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(engine, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
-    store, rank = engine.store, engine.rank
+    store, rank = engine.store, engine.ranking
     found, file = calibrate_engine(engine, collect_prompts(engine, None, None, 6), tmp_path)
-    assert (engine.store, engine.rank) == (store, rank)
+    assert (engine.store, engine.ranking) == (store, rank)
     assert file.parent == tmp_path
     assert (found.verdict, found.needed) == ("not shown", 299)
     assert found.chosen is not None
@@ -44,7 +44,7 @@ def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(eng
     assert profile == replace(found.profile, calibrated=profile.calibrated)
     assert profile.text is not None
 
-    engine.profile, engine.rank = profile, "now"
+    engine.profile, engine.ranking = profile, "now"
 
     def ratio(chunks: list[Chunk], question: str) -> float:
         engine.precompute(chunks)

@@ -60,7 +60,7 @@ def test_variants_differ(engine, prompts):
 
 @pytest.mark.slow
 def test_the_variant_in_use_is_the_policy(engine, prompts, monkeypatch):
-    engine.rank = "now"
+    engine.ranking = "now"
     engine.precompute([span.chunk for prompt in prompts for span in prompt.spans])
     found = ablate_static(engine, prompts[:1], 1, (0.3,))["kl"]
     from cacheblend_rag.blending.static import probe_ids

@@ -81,7 +81,7 @@ def test_a_queue_waits_longer_the_busier_it_is_and_has_no_answer_beyond_its_capa
 
 
 def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine, monkeypatch):
-    monkeypatch.setattr(engine, "rank", "now")
+    monkeypatch.setattr(engine, "ranking", "now")
     usual, settings = engine.store, SAMPLES
     set_header(engine, settings)
     case = Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0])

@@ -15,7 +15,7 @@ QUESTION = "When was the Marlow observatory founded?"
 def index(run, model_dir, documents, tmp_path):
     def indexed(rank: str) -> dict:
         where = ["--store", tmp_path / rank, "--model", model_dir, "--chunk-tokens", 40]
-        return as_json(run("index", documents, *where, "--rank", rank, "--json"))
+        return as_json(run("index", documents, *where, "--ranking", rank, "--json"))
 
     return indexed
 
