@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cacheblend_rag.blending.options import TextRange
 from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
-from cacheblend_rag.blending.text_ratio import TextRange
 from cacheblend_rag.errors import InputError
 
 TOKENIZER_PROBE = "Ships' logs: 1911, naïve café — 東京 🙂\n\n\tif x != y:  return  # end\n<|im_end|></s>"
@@ -172,7 +172,7 @@ class ModelInfo(BaseModel):
         num_layers: Number of transformer layers.
         defaults: The blend options that a request leaves open.
         widths: Of the set at each default check layer, as multiples of the ratio.
-        text: For which text the default ratio holds (:class:`~cacheblend_rag.blending.text_ratio.TextRange`); None if unknown.
+        text: For which text the default ratio holds (:class:`~cacheblend_rag.blending.options.TextRange`); None if unknown.
         controlled: Whether there is a loading controller to choose a ratio of ``"auto"``: costs that were measured.
     """
 

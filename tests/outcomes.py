@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from cacheblend_rag.blending.meter import ChunkLoad
-from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.outcome import ChunkLoad, PromptOutcome, Usage
 from cacheblend_rag.store.events import TierReads
 
 

@@ -14,12 +14,11 @@ from math import prod
 from typing import Any, Self
 
 from cacheblend_rag.blending.costs import Costs
-from cacheblend_rag.blending.options import FuseOptions
+from cacheblend_rag.blending.options import FuseOptions, TextRatio, raised
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, joined_static
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings
-from cacheblend_rag.blending.text_ratio import TextRatio, raised
 
 SPENT = 0.05
 """How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""

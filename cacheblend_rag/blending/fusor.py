@@ -21,17 +21,16 @@ from typing import Literal, Protocol
 
 import torch
 
-from cacheblend_rag.blending.fetch import Fetch, sent
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions, TextRatio
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.target import BlendTarget
-from cacheblend_rag.blending.text_ratio import TextRatio
 from cacheblend_rag.blending.trace import LayerTrace
+from cacheblend_rag.blending.transfer import Fetch, sent
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from cacheblend_rag.blending.meter import ChunkLoad
+from cacheblend_rag.blending.outcome import ChunkLoad
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError, reads_of
 from cacheblend_rag.blending.rope import Move, Rope, moved

@@ -2,11 +2,120 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
 
 from cacheblend_rag.blending.policies.base import SelectionPolicy
-from cacheblend_rag.blending.text_ratio import TextRatio
+from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.blending.trace import Trace
+from cacheblend_rag.errors import InputError
+
+MOST = 0.6
+"""The highest ratio that ``"auto"`` chooses: as far as calibration looks."""
+_SPREADS = 2.0
+
+
+@dataclass(frozen=True)
+class TextRange:
+    """Says for which text a profile's ratio holds.
+
+    Attributes:
+        left_out: Mean share of static deviation that the ratio left out in the prompts of the calibration.
+        spread: Its standard deviation over them.
+
+    Raises:
+        InputError: They are no shares.
+    """
+
+    left_out: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        """Refuse what is no share."""
+        for value in (self.left_out, self.spread):
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise InputError(f"A profile's text range has {value!r}; both numbers are shares from 0 to 1.")
+
+    @property
+    def most_left_out(self) -> float:
+        """Return what is still like the prompts of the calibration."""
+        return min(1.0, self.left_out + _SPREADS * self.spread)
+
+
+@dataclass(frozen=True)
+class TextRatio:
+    """Chooses a prompt's ratio by its text: a higher one for another kind than the profile was calibrated on.
+
+    Under ``ratio="auto"`` this is the lowest ratio; the loading controller (:mod:`cacheblend_rag.blending.controller`) may
+    raise it. What a ratio leaves out is the share of the prompt's static deviation outside the tokens of highest static
+    deviation. It is known before anything is computed, and it tells kinds of text apart: the tokens that depend on their
+    context are few in some texts, many in others. It says how far a prompt is from those that were calibrated on, not that
+    its answer will be right.
+
+    Attributes:
+        least: The lowest ratio: the profile's, which holds for text like the calibration's.
+        left_out: Most static deviation that may be left out, as a share of the prompt's.
+        most: The highest ratio.
+    """
+
+    least: float
+    left_out: float
+    most: float = MOST
+
+    def __post_init__(self) -> None:
+        """Refuse what is no share; raises InputError."""
+        for value in (self.least, self.left_out, self.most):
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise InputError(f"ratio='auto' was given {value!r}; its limits are shares from 0 to 1.")
+
+    def choose(self, static: torch.Tensor) -> float:
+        """Return the smallest ratio that leaves out no more than allowed; ``static`` is ``[candidates]``."""
+        if not len(static):
+            return self.least
+        # Descending from 1, at no tokens, to 0: as many counts leave out too much as tokens are needed.
+        count = int((left_out_by_count(static) > self.left_out).sum())
+        return min(max(self.least, count / len(static)), max(self.least, self.most))
+
+
+def ratio_to_json(ratio: float | TextRatio) -> Any:
+    """Return a ratio, or the rule that chooses it, as a JSON value; :func:`ratio_from_json` reads it."""
+    return asdict(ratio) if isinstance(ratio, TextRatio) else ratio
+
+
+def ratio_from_json(value: Any) -> float | TextRatio:
+    """Read what :func:`ratio_to_json` gave.
+
+    Raises:
+        TypeError, ValueError, InputError: It is malformed.
+    """
+    if isinstance(value, Mapping):
+        return TextRatio(**value)
+    if not 0 <= float(value) <= 1:
+        raise ValueError("the ratio is no share")
+    return float(value)
+
+
+def raised(ratio: float | TextRatio, least: float) -> float | TextRatio:
+    """Return a ratio, or the rule that chooses it, that is no lower than ``least``."""
+    return replace(ratio, least=max(ratio.least, least)) if isinstance(ratio, TextRatio) else max(ratio, least)
+
+
+def left_out_by_count(static: torch.Tensor) -> torch.Tensor:
+    """Return the share of ``static``, ``[candidates]``, outside its ``n`` highest values, for ``n`` from 0 on, in fp64."""
+    # On the CPU, so that every rank adds up alike.
+    ranked = static.detach().double().cpu().sort(descending=True).values
+    covered = torch.cat([ranked.new_zeros(1), ranked.cumsum(0)])
+    if not covered[-1] > 0:
+        return torch.zeros_like(covered)  # where nothing depends on its context, nothing is left out
+    return (1 - covered / covered[-1]).clamp(0, 1)
+
+
+def left_out(static: torch.Tensor, ratio: float) -> float:
+    """Return the share of ``static``, ``[candidates]``, outside the tokens that ``ratio`` covers, those of highest value."""
+    return float(left_out_by_count(static)[round(ratio * len(static))])
 
 
 @dataclass(frozen=True)
@@ -49,3 +158,16 @@ class FuseOptions:
     trace: Trace | None = None
     most_wait_s: float | None = None
     whole: bool = False
+
+
+def blend_terms(settings: ResolvedSettings, options: FuseOptions) -> dict[str, Any]:
+    """Return all that decides how a prompt's chunks are blended, as JSON values.
+
+    Of the loading controller's costs nothing is in it: whatever it decides recomputes as much as was asked for, or more.
+    """
+    return {
+        "reuse": settings.reuse,
+        "policy": options.policy.name,
+        "ratio": [settings.ratio, ratio_to_json(options.ratio)],
+        "schedule": asdict(options.schedule),
+    }

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from cacheblend_rag.blending.meter import ChunkLoad
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.events import TierReads
 
@@ -16,6 +15,23 @@ if TYPE_CHECKING:
 
 Mode = Literal["blend", "prefill"]
 _KNOWN: Mapping[str, Any] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class ChunkLoad:
+    """Says where the stored KV of one chunk in a prompt came from.
+
+    Attributes:
+        chunk_id: The chunk; empty for the header.
+        tier: Name of the tier.
+        nbytes: Size of what was read: layers that a dense pass computes afresh are not.
+        seconds: Time in which at least one of its reads ran, beside the computation; 0 from RAM, where nothing is read.
+    """
+
+    chunk_id: str
+    tier: str
+    nbytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from typing import Any
 
 from platformdirs import user_data_path
 
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions, TextRange, TextRatio
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Reuse
-from cacheblend_rag.blending.text_ratio import TextRange, TextRatio
 from cacheblend_rag.errors import InputError
 
 _FILE = "cacheblend.json"

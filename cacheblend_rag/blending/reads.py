@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
-from cacheblend_rag.blending.meter import ReadMeter
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.blending.transfer import Slot, Staged, Transfer, transfer_to
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
-from cacheblend_rag.store.events import TierReads
-from cacheblend_rag.store.kv import LayerKV, join_tokens
+from cacheblend_rag.store.events import ReadClock, TierReads
+from cacheblend_rag.store.kv import LayerKV, StoredKV, join_tokens
 
 _T = TypeVar("_T")
 
@@ -259,3 +259,43 @@ class _OneRead:
         chunk = "header" if span.chunk is None else span.chunk.id
         details = {"layer": layer, "tier": span.kv.tier, "bytes": span.kv.stored_nbytes // span.kv.num_layers}
         return self._trace.during("loading", f"layer {layer}, {chunk[:12]}", chunk=chunk, **details)
+
+
+class ReadMeter:
+    """Counts and times the reads of a prompt's layers, from several threads. RAM is not measured: nothing is read from there."""
+
+    def __init__(self) -> None:
+        """Begin with nothing read."""
+        self._tiers: dict[str, ReadClock] = {}
+        self._entries: dict[int, ReadClock] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def reading(self, kv: StoredKV) -> Iterator[None]:
+        """Measure what runs inside as the read of one layer of ``kv``; one that fails counts as time alone."""
+        if kv.tier == "ram":
+            yield
+            return
+        with self._lock:
+            tier = self._tiers.setdefault(kv.tier, ReadClock())
+            entry = self._entries.setdefault(id(kv), ReadClock())
+        nbytes = kv.stored_nbytes // kv.num_layers
+        with tier.reading(nbytes), entry.reading(nbytes):
+            yield
+
+    def taken(self) -> Mapping[str, TierReads]:
+        """Return what was read so far, by tier."""
+        with self._lock:
+            return {name: tier.taken() for name, tier in self._tiers.items()}
+
+    def under_way(self) -> Mapping[str, TierReads]:
+        """Return the tiers that are being read, and what that has taken so far; see :meth:`ReadClock.under_way`."""
+        with self._lock:
+            tiers = dict(self._tiers)
+        return {name: reads for name, tier in tiers.items() if (reads := tier.under_way()) is not None}
+
+    def taken_of(self, kv: StoredKV) -> TierReads:
+        """Return what was read of one entry so far."""
+        with self._lock:
+            entry = self._entries.get(id(kv))
+        return TierReads() if entry is None else entry.taken()

@@ -24,7 +24,7 @@ class BlendSettings:
     Attributes:
         ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1; or
             ``"auto"``: at least what the text needs, the profile's and more for text unlike that of its calibration
-            (:mod:`cacheblend_rag.blending.text_ratio`); and, where the costs of loading were measured, as much more as costs no
+            (:mod:`cacheblend_rag.blending.options`); and, where the costs of loading were measured, as much more as costs no
             time (:mod:`cacheblend_rag.blending.controller`).
         policy: A token-selection policy: its name, ours or an installed package's (:mod:`cacheblend_rag.blending.policies`); or,
             where the model runs in this process, a :class:`~cacheblend_rag.blending.policies.base.SelectionPolicy`.

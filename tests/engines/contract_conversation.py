@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.blending.origins import common_tokens
+from cacheblend_rag.blending.plan import common_tokens
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation

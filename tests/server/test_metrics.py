@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from cacheblend_rag.blending.meter import ChunkLoad
-from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.outcome import ChunkLoad, PromptOutcome, Usage
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.server.metrics import ReuseMetrics, reason_label
 

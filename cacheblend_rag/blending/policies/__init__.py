@@ -1,6 +1,7 @@
 """Finds token-selection policies by name: ours, and those that installed packages add by an entry point.
 
-A new policy of ours is a file here and a line in `POLICIES`; `examples/third_party_policy` is one in a package of its own.
+A new policy of ours is a class in `builtin.py` and a line in `POLICIES`; `examples/third_party_policy` is one in a package of its
+own.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
 
 # Named, not imported: options are checked by programs that need no torch otherwise, such as the command line.
 POLICIES = {
-    "static": "static.StaticPolicy",
-    "static-query": "static.StaticQueryPolicy",
-    "hkvd": "hkvd.HKVDPolicy",
-    "sink": "sink.SinkPolicy",
-    "query": "query.QueryPolicy",
-    "hybrid": "hybrid.HybridPolicy",
-    "random": "random.RandomPolicy",
-    "full-reuse": "ends.FullReusePolicy",
-    "full-recompute": "ends.FullRecomputePolicy",
+    "static": "StaticPolicy",
+    "static-query": "StaticQueryPolicy",
+    "hkvd": "HKVDPolicy",
+    "sink": "SinkPolicy",
+    "query": "QueryPolicy",
+    "hybrid": "HybridPolicy",
+    "random": "RandomPolicy",
+    "full-reuse": "FullReusePolicy",
+    "full-recompute": "FullRecomputePolicy",
 }
 GROUP = "cacheblend_rag.policies"
 """The entry-point group of other packages' policies."""
@@ -89,8 +90,7 @@ def name_elsewhere(which: str | SelectionPolicy) -> str:
 @cache
 def _named(name: str) -> SelectionPolicy:
     if name in POLICIES:
-        module, kind = POLICIES[name].split(".")
-        ours: SelectionPolicy = getattr(import_module(f"{__name__}.{module}"), kind)()
+        ours: SelectionPolicy = getattr(import_module(f"{__name__}.builtin"), POLICIES[name])()
         return ours
     return _load(name, _installed()[name])
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cacheblend_rag.blending.origins import Origin, common_tokens
+from cacheblend_rag.blending.plan import Origin, common_tokens
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 
 # Each is compared with every prompt.

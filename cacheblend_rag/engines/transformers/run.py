@@ -13,9 +13,9 @@ import torch
 from cacheblend_rag.blending.controller import Choice, Terms, control
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.fusor import fuse
-from cacheblend_rag.blending.origins import blend_terms, origins
+from cacheblend_rag.blending.options import blend_terms
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.plan import BlendPlan, make_plan, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.base import Request

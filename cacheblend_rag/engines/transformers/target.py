@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, Rope, detect_rope, differ
 from cacheblend_rag.blending.target import BlendTarget, StopForward
+from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.transformers.attention import NAME, scattered, watched
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.forward_context import set_forward_context
 
-from cacheblend_rag.blending.fetch import sent
+from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.errors import InputError

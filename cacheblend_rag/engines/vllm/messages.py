@@ -10,12 +10,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
-from cacheblend_rag.blending.origins import Origin, blend_terms, origins
+from cacheblend_rag.blending.options import (
+    BlendSchedule,
+    FuseOptions,
+    TextRatio,
+    blend_terms,
+    ratio_from_json,
+    ratio_to_json,
+)
 from cacheblend_rag.blending.outcome import PromptOutcome
+from cacheblend_rag.blending.plan import Origin, origins
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
-from cacheblend_rag.blending.text_ratio import TextRatio, ratio_from_json, ratio_to_json
 from cacheblend_rag.blending.trace import Recorded
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk

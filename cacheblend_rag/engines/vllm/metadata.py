@@ -10,7 +10,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from cacheblend_rag.blending.fetch import sent
+from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.vllm.pages import gaps
 
 if TYPE_CHECKING:

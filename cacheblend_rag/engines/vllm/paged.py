@@ -12,9 +12,9 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
-from cacheblend_rag.blending.fetch import sent
 from cacheblend_rag.blending.rope import CosSin, Move, moved
 from cacheblend_rag.blending.target import StopForward
+from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.vllm.groups import BlockIds, PageGroup, page_groups
 from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for
 from cacheblend_rag.engines.vllm.metadata import PassMetadata

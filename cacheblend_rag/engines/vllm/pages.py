@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_rag.blending.fetch import sent
+from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.vllm.groups import NO_PAGE, BlockIds, MissingPageError, PageGroup
 from cacheblend_rag.store.kv import LayerKV
 

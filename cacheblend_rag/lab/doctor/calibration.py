@@ -24,11 +24,10 @@ from typing import Any, Literal
 import numpy as np
 
 from cacheblend_rag.blending.gate import GateSubject
-from cacheblend_rag.blending.options import BlendSchedule
+from cacheblend_rag.blending.options import BlendSchedule, TextRange, left_out
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.blending.text_ratio import TextRange, left_out
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, LayerFinding, examine_layers, in_words, list_candidates

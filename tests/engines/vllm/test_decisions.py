@@ -19,9 +19,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
 from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.blending.options import TextRatio
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.settings import ResolvedSettings
-from cacheblend_rag.blending.text_ratio import TextRatio
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.groups import page_groups

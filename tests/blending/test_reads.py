@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.blending.meter import ReadMeter
+from cacheblend_rag.blending.reads import ReadMeter
 from cacheblend_rag.store import events
 from cacheblend_rag.store.events import Activity, TierReads
 

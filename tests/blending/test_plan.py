@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.blending.origins import Origin, blend_terms, common_tokens, origins
+from cacheblend_rag.blending.options import blend_terms
+from cacheblend_rag.blending.plan import Origin, common_tokens, origins
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings
 

@@ -1,0 +1,180 @@
+"""Holds our own policies: by KV deviation, static deviation and attention, and the baselines they are measured against."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+
+
+class FullReusePolicy(SelectionPolicy):
+    """Recomputes nothing, one end of the range: full KV reuse, with positions corrected."""
+
+    name = "full-reuse"
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return 0 for every token."""
+        return torch.zeros_like(candidates.positions)
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return an empty selection."""
+        return super().select(candidates, 0)
+
+
+class FullRecomputePolicy(SelectionPolicy):
+    """Recomputes everything, the other end: equal to the full prefill."""
+
+    name = "full-recompute"
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return 1 for every token."""
+        return torch.ones_like(candidates.positions)
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return all tokens."""
+        return super().select(candidates, len(candidates.positions))
+
+
+class HKVDPolicy(SelectionPolicy):
+    """Scores by KV deviation at the check layer (CacheBlend, arXiv 2405.16444, section 4).
+
+    The fusor narrows the set with depth (gradual filtering).
+    """
+
+    name = "hkvd"
+    needs_deviation = True
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return the KV deviation."""
+        assert candidates.deviation is not None
+        return candidates.deviation
+
+
+class StaticPolicy(SelectionPolicy):
+    """Scores by static deviation (:mod:`cacheblend_rag.blending.static`), so that all is chosen before the first layer runs."""
+
+    name = "static"
+    needs_static = True
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return the static deviation."""
+        assert candidates.static is not None
+        return candidates.static
+
+
+class StaticQueryPolicy(SelectionPolicy):
+    """Scores by the square root of the static deviation times the question's attention over stored KV.
+
+    The root brings the squared distance to the scale of the attention; what deviates unread scores low, as does what is read but
+    right. Needs all layers' KV before it selects, but no dense pass.
+    """
+
+    name = "static-query"
+    needs_static = True
+    needs_attention = True
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return the product."""
+        assert candidates.static is not None
+        assert candidates.attention is not None
+        return candidates.static.sqrt() * candidates.attention
+
+
+class QueryPolicy(SelectionPolicy):
+    """Scores by the question's attention over stored KV (as ProphetKV, arXiv 2602.02579, and A³, arXiv 2511.17560, propose).
+
+    Needs no check layer, but all layers' KV beforehand.
+    """
+
+    name = "query"
+    needs_attention = True
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return the question's attention."""
+        assert candidates.attention is not None
+        return candidates.attention
+
+
+_SINKS: Final = 2
+_WINDOW: Final = 7
+# Keeps tokens that hardly deviate but are read much from scoring zero.
+_FLOOR: Final = 0.1
+
+
+class HybridPolicy(SelectionPolicy):
+    """Scores by the order of the question's attention, smoothed over neighbours, times the order of the KV deviation.
+
+    Neither alone says what matters: a token may deviate unread, or be read although it is right.
+    """
+
+    name = "hybrid"
+    needs_deviation = True
+    needs_attention = True
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return the product, from 0 to 1.1; infinity for the first two tokens of every chunk."""
+        assert candidates.attention is not None
+        assert candidates.deviation is not None
+        score = _places(_smoothed(candidates)) * (_places(candidates.deviation) + _FLOOR)
+        return score.masked_fill(candidates.offset < _SINKS, float("inf"))
+
+
+def _places(values: torch.Tensor) -> torch.Tensor:
+    """Return each value's place in ascending order, from 0 to 1; of equal values the later one is lower."""
+    order = torch.argsort(values, descending=True, stable=True)
+    places = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    places[order] = torch.linspace(1, 0, len(values), device=values.device)
+    return places
+
+
+def _smoothed(candidates: Candidates) -> torch.Tensor:
+    """Return the attention averaged over up to seven neighbours of the same chunk."""
+    assert candidates.attention is not None
+    total, number = torch.zeros_like(candidates.attention), torch.zeros_like(candidates.attention)
+    indices = torch.arange(len(candidates.positions), device=candidates.positions.device)
+    for shift in range(-(_WINDOW // 2), _WINDOW // 2 + 1):
+        at = indices + shift
+        inside = (at >= 0) & (at < len(indices))
+        near = at.clamp(0, max(0, len(indices) - 1))
+        # With gradual filtering neighbours may be gone: what stands next is near only if its position is.
+        inside &= candidates.chunk[near] == candidates.chunk
+        inside &= (candidates.offset[near] - candidates.offset).abs() <= _WINDOW // 2
+        total += torch.where(inside, candidates.attention[near], 0.0)
+        number += inside
+    return total / number
+
+
+class SinkPolicy(SelectionPolicy):
+    """Scores chunk-initial tokens highest (EPIC / LegoLink, arXiv 2410.15332). Needs no check layer.
+
+    They act as attention sinks when a chunk is computed alone.
+    """
+
+    name = "sink"
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return how near each token is to its chunk's beginning."""
+        return -candidates.offset
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return about ``count`` tokens: equally many from the start of each chunk, at least one if ``count`` is not 0."""
+        if count >= len(candidates.positions):
+            return torch.ones_like(candidates.positions, dtype=torch.bool)
+        chunks = int(candidates.chunk.max()) + 1 if len(candidates.chunk) else 0
+        each = max(1, round(count / chunks)) if count and chunks else 0
+        return self.score(candidates) > -each
+
+
+class RandomPolicy(SelectionPolicy):
+    """Scores by a random order, to see whether a policy knows anything; for one prompt layout the same on every rank."""
+
+    name = "random"
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return a number of its own for each token."""
+        # Drawn on the CPU: devices have generators of their own.
+        generator = torch.Generator().manual_seed(int(candidates.positions.sum()))
+        # A token's number is its place in the order, negated: the first come highest.
+        return -torch.randperm(len(candidates.positions), generator=generator).argsort().to(candidates.positions.device)
