@@ -150,7 +150,7 @@ def open_pipeline(
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(
-            engine if namespace == DEFAULT_NAME else engine.within(namespace),
+            engine.within(namespace),
             home,
             k=k,
             chunk_tokens=chunk_tokens,

@@ -58,12 +58,17 @@ class Precompute:
         failed = dict(plan.failed)
         unranked = set(plan.unranked)
 
+        header = entries.header_ids
+
         async def one(token_ids: tuple[int, ...]) -> None:
             async with self._slots:
-                key = entries.own_key(token_ids)
-                why = "" if token_ids in unranked else await self._once(key, lambda: self._compute(entries, token_ids))
+                key, why = entries.own_key(token_ids), ""
+                if token_ids not in unranked:
+                    why = await self._once(key, lambda: self._saved(entries, token_ids, header))
                 if not why and 0 < len(token_ids) <= plan.most_ranked:
-                    await self._once(receipt(key, ranking=True), lambda: self._rank(entries, token_ids))
+                    before = (*header, *self._probe)
+                    again = receipt(key, ranking=True)
+                    await self._once(again, lambda: self._saved(entries, token_ids, before, ranking=True))
             if not token_ids or token_ids in unranked:
                 return
             if why:
@@ -92,24 +97,16 @@ class Precompute:
             await self._prefill(entries, [*entries.header_ids, *self._probe], None)
             self._probed.add(name)
 
-    async def _compute(self, entries: Entries, token_ids: tuple[int, ...]) -> str:
-        header = entries.header_ids
-        job = SaveJob(len(header) if token_ids else 0, namespace=entries.namespace)
-        return await self._saved(entries, token_ids, [*header, *token_ids], job)
-
-    async def _rank(self, entries: Entries, token_ids: tuple[int, ...]) -> str:
-        before = [*entries.header_ids, *self._probe]
-        job = SaveJob(len(before), ranking=True, namespace=entries.namespace)
-        return await self._saved(entries, token_ids, [*before, *token_ids], job)
-
-    async def _saved(self, entries: Entries, token_ids: tuple[int, ...], prompt: list[int], job: SaveJob) -> str:
-        """Have the workers do ``job`` on a prompt; return why the entry of ``token_ids`` was not written, or nothing."""
-        why = ""
+    async def _saved(
+        self, entries: Entries, token_ids: tuple[int, ...], before: tuple[int, ...], ranking: bool = False
+    ) -> str:
+        """Have the workers store or rank ``token_ids`` behind others; return why the entry was not written, or nothing."""
+        job, why = SaveJob(len(before) if token_ids else 0, ranking, entries.namespace), ""
         for attempt in range(_TRIES):
-            keys = [receipt(key, job.ranking) for key in entries.written_keys(token_ids)]
+            keys = [receipt(key, ranking) for key in entries.written_keys(token_ids)]
             for key in keys:
                 self._written.pop(key, None)  # of a write that was given up
-            if not await self._prefill(entries, prompt, job):
+            if not await self._prefill(entries, [*before, *token_ids], job):
                 return "vLLM ended its request before its KV was complete"
             why = await self._receipt(keys)
             if why != BUSY:
