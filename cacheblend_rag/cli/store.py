@@ -123,7 +123,7 @@ def keygen(
     as_json: options.AsJSON = False,
 ) -> None:
     """Make a tenant's key for an encrypted store (--encrypt KEYS). To destroy a key is to destroy what it has encrypted."""
-    from cacheblend_rag.store.keyring import make_key
+    from cacheblend_rag.store.source import make_key
 
     file = make_key(directory, namespace)
     if as_json:

@@ -190,7 +190,7 @@ def nbytes(text: str) -> int:
     Raises:
         InputError: It is no size.
     """
-    from cacheblend_rag.store.urls import parse_size
+    from cacheblend_rag.store.opening import parse_size
 
     return parse_size(text)
 

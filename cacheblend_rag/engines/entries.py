@@ -14,8 +14,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
-from cacheblend_rag.store.block import plain
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, Shard, StoredKV, Take, kv_key
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, Shard, StoredKV, Take, kv_key, plain
 from cacheblend_rag.store.namespace import DEFAULT, Namespace
 
 _T = TypeVar("_T")

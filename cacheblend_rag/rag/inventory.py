@@ -14,10 +14,9 @@ from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
 from cacheblend_rag.store.base import EntryInfo, Evicting
-from cacheblend_rag.store.events import Activity
+from cacheblend_rag.store.events import Activity, StoreTally
 from cacheblend_rag.store.kv import KVKey, entry_of
 from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace, home_of
-from cacheblend_rag.store.tally import StoreTally
 from cacheblend_rag.store.tiered import SyncReport
 
 _MIN_PREFIX = 6

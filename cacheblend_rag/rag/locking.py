@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.retrieval.database import FILE_NAME
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.store.private import file_mode, make_root
+from cacheblend_rag.store.files import file_mode, make_root
 
 LOCK_NAME = "indexing.lock"
 # What stands in the directory of a store that nothing was put into, beside the index.

@@ -22,7 +22,7 @@ from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Vectors
 from cacheblend_rag.retrieval.filesystem import is_network
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, row_chunk
 from cacheblend_rag.retrieval.vectors import PACKED_TABLE, VECTOR_TABLES, VectorTable
-from cacheblend_rag.store.private import file_mode, make_root
+from cacheblend_rag.store.files import file_mode, make_root
 
 FILE_NAME = "index.sqlite3"
 _log = logging.getLogger(__name__)

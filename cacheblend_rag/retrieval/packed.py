@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from cacheblend_rag.retrieval.embedding import Vectors
-from cacheblend_rag.store.private import create_file
+from cacheblend_rag.store.files import create_file
 
 _TRAINED_ON = 64  # vectors for each list
 _QUESTIONS = 256

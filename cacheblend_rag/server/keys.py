@@ -17,7 +17,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.protocol import first_problem
 from cacheblend_rag.server.quotas import Quota
 from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace
-from cacheblend_rag.store.urls import parse_duration, parse_size
+from cacheblend_rag.store.opening import parse_duration, parse_size
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
+from cacheblend_rag.store.files import create_file, file_mode, make_inside, open_file, write_text
 from cacheblend_rag.store.kv import KVKey, checked_key, is_key
-from cacheblend_rag.store.private import create_file, file_mode, make_inside, open_file, write_text
 
 LOCK_TIMEOUT_S = 60.0
 _USAGE = struct.Struct("<qq")

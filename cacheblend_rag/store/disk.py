@@ -25,12 +25,10 @@ from cacheblend_rag.store.base import (
 )
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, EntryFile, Evicted, sync
 from cacheblend_rag.store.events import Activity
-from cacheblend_rag.store.faults import explain, explained
+from cacheblend_rag.store.files import Spool, explain, explained, file_mode, make_inside, make_root
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 from cacheblend_rag.store.kvfile import KVFile
-from cacheblend_rag.store.private import file_mode, make_inside, make_root
 from cacheblend_rag.store.source import FileSource
-from cacheblend_rag.store.spool import Spool
 
 _log = logging.getLogger(__name__)
 _SILENT_S = 60

@@ -16,12 +16,10 @@ import torch
 import xxhash
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
-from cacheblend_rag.store.block import plain
 from cacheblend_rag.store.codec import Codec, get_codec
 from cacheblend_rag.store.events import Events
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, Take
-from cacheblend_rag.store.sealed import MAGIC
-from cacheblend_rag.store.source import LayerSource
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, Take, plain
+from cacheblend_rag.store.source import MAGIC, LayerSource
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.private import make_inside
+from cacheblend_rag.store.files import make_inside
 
 DEFAULT_NAME = "default"
 """The namespace of whoever names none; the keys of its entries do not hold its name."""

@@ -1,17 +1,30 @@
-"""Reads the bytes of an entry from where they lie."""
+"""Reads the bytes of an entry from where they lie, encrypted or not: each part by AES-256-GCM, so that each layer is one read.
+
+``docs/store.md`` describes the format.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import struct
+import threading
 import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 
-from cacheblend_rag.errors import StoreUnavailableError
-from cacheblend_rag.store.private import open_file
+from cacheblend_rag.errors import InputError, StoreUnavailableError, UnknownKeyError
+from cacheblend_rag.store.files import make_root, open_file
+from cacheblend_rag.store.kv import KeyName, KVKey, plain
+from cacheblend_rag.store.namespace import DEFAULT_NAME, Namespace
 
 
 class LayerSource(Protocol):
@@ -85,3 +98,259 @@ class FileSource:
             if not size:
                 raise ValueError("the file ends too early")
             done += size
+
+
+_ENDING: Final = ".key"
+_KEY: Final = re.compile(r"[0-9a-fA-F]{64}")
+_KEY_BYTES: Final = 32
+_ID_DIGITS: Final = 16
+
+
+class Keyring:
+    """Holds the keys in a directory: ``<namespace>.key``, 64 hex digits each.
+
+    So :func:`make_key` or ``openssl rand -hex 32`` writes them.
+
+    An entry's name says by which key it is encrypted. One that names none of these is the default namespace's.
+
+    Attributes:
+        directory: Where they were read from.
+    """
+
+    def __init__(self, keys: Mapping[str, bytes], directory: Path):
+        """Hold keys of 32 bytes by namespace; the default namespace's is among them."""
+        self.directory = directory
+        self._default = keys[DEFAULT_NAME]
+        self._names = {namespace: KeyName(_derived(key, "id").hex()[:_ID_DIGITS], _derived(key, "names").hex())
+                       for namespace, key in keys.items()}  # fmt: skip
+        self._by_id = {self._names[namespace].id: key for namespace, key in keys.items()}
+
+    @classmethod
+    def read(cls, directory: Path | str) -> Keyring:
+        """Read the keys in a directory.
+
+        Raises:
+            InputError: There are none, the default one is missing, one cannot be read or is no key, or a package is missing.
+        """
+        found = Path(directory).expanduser()
+        keys: dict[str, bytes] = {}
+        try:
+            for file in sorted(found.glob(f"*{_ENDING}")):
+                text = file.read_text(encoding="ascii", errors="replace").strip()
+                if not _KEY.fullmatch(text):
+                    raise InputError(
+                        f"{file} is no key: it must hold 64 hex digits, as `openssl rand -hex 32` writes them."
+                    )
+                keys[Namespace(file.name.removesuffix(_ENDING)).name] = bytes.fromhex(text)
+        except OSError as error:
+            raise InputError(f"The keys in {found} cannot be read: {error}.") from error
+        if DEFAULT_NAME not in keys:
+            raise InputError(
+                f"{found} holds no {DEFAULT_NAME}{_ENDING}, without which the store's KV can neither be read nor written. If it "
+                f"is elsewhere, name its directory; for a new store make one: cacheblend store keygen {found}"
+            )
+        if len(set(keys.values())) < len(keys):
+            raise InputError(f"Two tenants have the same key in {found}; give each its own.")
+        return cls(keys, found)
+
+    def name(self, namespace: str) -> KeyName:
+        """Return what a namespace's key gives to the names of its entries.
+
+        Raises:
+            InputError: It has no key.
+        """
+        if namespace not in self._names:
+            raise InputError(
+                f"The store is encrypted, and {self.directory} holds no key of the tenant {namespace!r}: "
+                f"make one with cacheblend store keygen {self.directory} --tenant {namespace}"
+            )
+        return self._names[namespace]
+
+    def key_of(self, name: KVKey) -> tuple[bytes, bool]:
+        """Return the key of the entry called ``name``, and whether its name says so."""
+        found = self._by_id.get(name[-_ID_DIGITS:])
+        return (self._default, False) if found is None else (found, True)
+
+
+def make_key(directory: Path, namespace: str = DEFAULT_NAME) -> Path:
+    """Make a namespace's key in a directory, for this user alone, and return its file.
+
+    Raises:
+        InputError: There is one, the name cannot be a namespace's, or the directory cannot be written to.
+    """
+    file = directory.expanduser() / f"{Namespace(namespace).name}{_ENDING}"
+    try:
+        make_root(file.parent)
+        file.touch(0o600, exist_ok=False)
+        file.write_text(secrets.token_hex(_KEY_BYTES) + "\n", encoding="ascii")
+    except FileExistsError as error:
+        raise InputError(
+            f"{file} exists already, and is not replaced, since what it has encrypted could not be read any more. "
+            "To destroy it, remove it first."
+        ) from error
+    except OSError as error:
+        with suppress(OSError):
+            if file.is_file() and not file.stat().st_size:
+                file.unlink()  # half a key is none
+        raise InputError(f"The key {file} cannot be written: {error}.") from error
+    return file
+
+
+def derived_key(key: bytes, salt: bytes, name: KVKey) -> bytes:
+    """Return the key of 32 bytes for one entry, which no other name or salt has."""
+    return _derived(key, f"entry {name}", salt)
+
+
+def _derived(key: bytes, purpose: str, salt: bytes | None = None) -> bytes:
+    hkdf, sha256 = _hkdf()
+    found: bytes = hkdf(sha256(), _KEY_BYTES, salt, f"cacheblend-kv/1 {purpose}".encode()).derive(key)
+    return found
+
+
+def _hkdf() -> tuple[Any, Any]:
+    try:
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError as error:
+        raise InputError(
+            f"An encrypted store needs a package that is missing ({error}): pip install 'cacheblend-rag[encryption]'"
+        ) from error
+    return HKDF, SHA256
+
+
+MAGIC: Final = b"CBSEAL\x01\n"
+"""How an encrypted entry begins; as the length of a safetensors header it would be impossible."""
+
+_SALT_BYTES, _TAG_BYTES = 16, 16
+_COUNT: Final = struct.Struct("<I")
+_MOST_PARTS: Final = 1 << 20
+_LARGEST_PART: Final = 1 << 30  # the library takes less than 2 GiB at once
+_KEPT_BYTES: Final = 64 << 20
+_scratch = threading.local()  # memory that is taken anew for each read costs more than decrypting
+_FIRST: Final = len(MAGIC) + _SALT_BYTES + _COUNT.size
+
+
+def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterator[memoryview]:
+    """Yield an entry encrypted, piece by piece; each piece is good until the next.
+
+    Each entry has a key of its own, made from the namespace's, a random salt and the entry's name; under it every part has its
+    number as nonce. So a nonce would come twice under one key only if a salt of 128 bits did, for the same name.
+
+    Args:
+        data: The entry's file.
+        ends: Where its parts end; the last is the end of the file.
+        name: The key that it is stored under.
+        keys: The namespaces' keys.
+    """
+    cuts = [0]
+    for end in ends:
+        while end - cuts[-1] > _LARGEST_PART:
+            cuts.append(cuts[-1] + _LARGEST_PART)
+        cuts.append(end)
+    sizes = [end - begin for begin, end in pairwise(cuts)]
+    salt = secrets.token_bytes(_SALT_BYTES)
+    prefix = MAGIC + salt + _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+    cipher = _cipher(derived_key(keys.key_of(name)[0], salt, name))
+    yield memoryview(prefix)
+    plain_view, room = memoryview(data), memoryview(bytearray(max(sizes) + _TAG_BYTES))
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        sealed = room[: end - begin + _TAG_BYTES]
+        cipher.encrypt_into(_nonce(number), plain_view[begin:end], prefix, sealed)
+        yield sealed
+
+
+class SealedSource:
+    """Reads the bytes of an entry part by part from its encrypted ones; none is handed out that was not found genuine."""
+
+    def __init__(self, sealed: LayerSource, name: KVKey, keys: Keyring):
+        """Read and check the first part.
+
+        Raises:
+            ValueError: These are not the bytes that were stored under that name.
+            UnknownKeyError: They are encrypted by another key, or not encrypted, so far as their name tells.
+            StoreUnavailableError: They cannot be read now.
+        """
+        self._sealed, self.place = sealed, sealed.place
+        key, certain = keys.key_of(name)
+        try:
+            self._open(key, name)
+        except ValueError as error:
+            if certain:
+                raise
+            raise UnknownKeyError(
+                f"KV entry {name} counts as missing, and stays: it is not encrypted by a key in {keys.directory} ({self.place})"
+            ) from error
+
+    def _open(self, key: bytes, name: KVKey) -> None:
+        first = self._bytes(0, _FIRST)
+        count: int
+        (count,) = _COUNT.unpack(first[-_COUNT.size :])
+        if not first.startswith(MAGIC) or not 0 < count <= _MOST_PARTS:
+            raise ValueError("not an encrypted entry")
+        table = self._bytes(_FIRST, 8 * count)
+        sizes = struct.unpack(f"<{count}Q", table)
+        self._prefix = first + table
+        self._begins = [0, *accumulate(sizes)]
+        self.nbytes = self._begins[-1]
+        if self._sealed.nbytes != len(self._prefix) + self.nbytes + _TAG_BYTES * count:
+            raise ValueError(f"{self._sealed.nbytes} bytes, which are not those of its parts")
+        self._cipher = _cipher(derived_key(key, first[len(MAGIC) : len(MAGIC) + _SALT_BYTES], name))
+        self._opening = plain(sizes[0])
+        self._decrypt(0, self._opening)
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """See :meth:`LayerSource.read`; what is a part goes where it shall lie and nowhere else."""
+        end = offset + len(into)
+        if not 0 <= offset <= end <= self.nbytes:
+            raise ValueError("the entry ends too early")
+        number = bisect_right(self._begins, offset) - 1
+        while offset < end:
+            begin, part_end = self._begins[number], self._begins[number + 1]
+            stop = min(end, part_end)
+            target = into[len(into) - (end - offset) : len(into) - (end - stop)]
+            if number == 0:
+                target.copy_(self._opening[offset:stop])
+            elif (offset, stop) == (begin, part_end):
+                self._decrypt(number, target)
+            else:
+                whole = plain(part_end - begin)
+                self._decrypt(number, whole)
+                target.copy_(whole[offset - begin : stop - begin])
+            offset, number = stop, number + 1
+
+    def _decrypt(self, number: int, into: torch.Tensor) -> None:
+        from cryptography.exceptions import InvalidTag
+
+        data = _room(len(into) + _TAG_BYTES)
+        self._sealed.read(len(self._prefix) + self._begins[number] + _TAG_BYTES * number, data)
+        try:
+            self._cipher.decrypt_into(_nonce(number), data.numpy().data, self._prefix, into.numpy().data)
+        except InvalidTag:
+            raise ValueError("it is not genuine: changed, or encrypted by another key") from None
+
+    def _bytes(self, offset: int, nbytes: int) -> bytes:
+        if offset + nbytes > self._sealed.nbytes:
+            raise ValueError(f"{self._sealed.nbytes} bytes, which is too few")
+        data = plain(nbytes)
+        self._sealed.read(offset, data)
+        return data.numpy().tobytes()
+
+
+def _room(nbytes: int) -> torch.Tensor:
+    """Return memory ``[nbytes]``, uint8, that this thread uses for nothing else until it asks for more."""
+    if nbytes > _KEPT_BYTES:
+        return plain(nbytes)
+    kept: torch.Tensor | None = getattr(_scratch, "memory", None)
+    if kept is None or len(kept) < nbytes:
+        kept = _scratch.memory = plain(nbytes)
+    return kept[:nbytes]
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+def _cipher(key: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)

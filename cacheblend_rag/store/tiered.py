@@ -27,12 +27,10 @@ from cacheblend_rag.store.base import (
     room_in,
     stats_of,
 )
-from cacheblend_rag.store.behind import WriteQueue
-from cacheblend_rag.store.events import Activity
+from cacheblend_rag.store.events import Activity, StoreTally
 from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV, read_whole
-from cacheblend_rag.store.promotion import Promotion
-from cacheblend_rag.store.tally import StoreTally
+from cacheblend_rag.store.moving import Promotion, WriteQueue
 
 _log = logging.getLogger(__name__)
 _Tier = TypeVar("_Tier")

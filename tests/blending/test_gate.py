@@ -16,7 +16,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import Queries
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.store import codec
-from cacheblend_rag.store.eightbits import EightBits
+from cacheblend_rag.store.codec import EightBits
 from tests.blending.families import _BASE, BLENDED, make_model
 
 PAST = "exact KV from other positions, past a window"

@@ -9,9 +9,8 @@ import torch
 
 from cacheblend_rag.blending import transfer as module
 from cacheblend_rag.blending.transfer import BUFFER_BYTES, Slot, Transfer, fetch, transfer_to
-from cacheblend_rag.store.block import packed, plain
-from cacheblend_rag.store.kv import LayerKV
-from cacheblend_rag.store.pagelocked import PageLockedMemory
+from cacheblend_rag.store.kv import LayerKV, packed, plain
+from cacheblend_rag.store.memory import PageLockedMemory
 from tests.device import simulated
 
 pytestmark = pytest.mark.device

@@ -18,7 +18,7 @@ from cacheblend_rag.prompts.prompt import text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import PrecomputeBody, read_options
-from cacheblend_rag.store.urls import parse_duration, parse_size, parse_tiers, with_keys
+from cacheblend_rag.store.opening import parse_duration, parse_size, parse_tiers, with_keys
 from tests.conftest import tokenizer_named
 from tests.fuzz import examples
 from tests.fuzz.test_files import JSON

@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from cacheblend_rag.store import kvfile
-from cacheblend_rag.store.keyring import Keyring
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, StoredKV, kv_key
+from cacheblend_rag.store.source import Keyring
 
 
 def key_of(number: int) -> KVKey:

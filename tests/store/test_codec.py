@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 
 from cacheblend_rag.errors import DamagedKVError, InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, kvfile, open_store
-from cacheblend_rag.store.block import flat, plain
 from cacheblend_rag.store.codec import get_codec, is_lossy
 from cacheblend_rag.store.format import EntryFormat
-from cacheblend_rag.store.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.urls import parse_tiers
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, flat, plain
+from cacheblend_rag.store.opening import parse_tiers
 from tests.store.samples import key_of, kv_of, same
 
 LOSSY = ["fp8", "int8", "k16v8"]

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, pagelocked
-from cacheblend_rag.store.block import packed
-from cacheblend_rag.store.kv import ChunkKV
-from cacheblend_rag.store.pagelocked import PageLockedMemory
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store.kv import ChunkKV, packed
+from cacheblend_rag.store.memory import PageLockedMemory
 from tests.device.conftest import device, sim  # noqa: F401 - fixtures
 from tests.store.samples import key_of, kv_of, same
 
@@ -161,7 +160,7 @@ def test_entries_put_before_a_device_is_known_move(sim: str) -> None:  # noqa: F
 
 
 def test_without_a_budget_slabs_are_added_as_they_are_needed(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(pagelocked, "SLAB", 1 << 12)
+    monkeypatch.setattr("cacheblend_rag.store.memory.SLAB", 1 << 12)
     store = MemoryStore()
     store.page_lock_for(torch.device(sim))
     for number in range(40):

@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import TieredStore, make_key, open_store
 from cacheblend_rag.store.base import page_lock_for, room_in
-from cacheblend_rag.store.urls import parse_tiers
+from cacheblend_rag.store.opening import parse_tiers
 from tests.store.samples import key_of, kv_of, same
 
 EXAMPLE = Path(__file__).parents[2] / "examples/third_party_tier"

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.store import DiskStore
-from cacheblend_rag.store.events import Activity
+from cacheblend_rag.store.events import Activity, StoreTally
 from cacheblend_rag.store.opening import record_tiers
-from cacheblend_rag.store.tally import StoreTally
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 

@@ -19,10 +19,10 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store, record_tiers, recorded_tiers
 from cacheblend_rag.store.format import EntryFormat
-from cacheblend_rag.store.keyring import Keyring, make_key
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, kv_key
 from cacheblend_rag.store.namespace import Namespace
 from cacheblend_rag.store.objects import ObjectStore
+from cacheblend_rag.store.source import Keyring, make_key
 from tests.store.samples import encrypted_key_of, key_of, kv_of, memory_directory, ranked, same, sample_keys
 
 KEYS = sample_keys()
@@ -226,7 +226,7 @@ def test_any_shape_and_dtype_survives_encryption(
 
 
 def test_a_part_too_large_for_one_call_is_cut_and_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.store.sealed._LARGEST_PART", 50)
+    monkeypatch.setattr("cacheblend_rag.store.source._LARGEST_PART", 50)
     with memory_directory() as root, DiskStore(root, format=OURS) as store:
         store.put(ONE, ranked(kv_of(1, layers=3)))
         found = store.get(ONE)

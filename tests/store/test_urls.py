@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store import TieredStore, open_store, record_tiers, recorded_tiers
-from cacheblend_rag.store.urls import parse_duration, parse_tiers, with_keys
+from cacheblend_rag.store.opening import parse_duration, parse_tiers, with_keys
 from tests.store.samples import key_of, kv_of, same
 
 FOUR = "ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0?budget=64GiB&timeout=500ms,s3://bucket/a/b?ttl=7d&region=eu"

@@ -12,8 +12,8 @@ import pytest
 
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
-from cacheblend_rag.store.behind import WriteQueue
 from cacheblend_rag.store.kv import ChunkKV, KVKey
+from cacheblend_rag.store.moving import WriteQueue
 from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
 
 

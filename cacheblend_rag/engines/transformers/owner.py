@@ -33,7 +33,7 @@ from cacheblend_rag.prompts.prompt import chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.base import page_lock_for
-from cacheblend_rag.store.urls import parse_size
+from cacheblend_rag.store.opening import parse_size
 
 
 class ModelOwner(BlendEngine):

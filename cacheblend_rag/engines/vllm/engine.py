@@ -30,7 +30,7 @@ from cacheblend_rag.engines.vllm.starting import StartError
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.urls import is_urls
+from cacheblend_rag.store.opening import is_urls
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Moves an entry up into faster tiers as it is read."""
+"""Moves entries between tiers: up as they are read, and down behind whoever puts them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
 from cacheblend_rag.store.base import KVStore, room_in
-from cacheblend_rag.store.block import ALIGNMENT, Pieces, plain
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, Take
+from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, StoredKV, Take, packed, plain
 
 _log = logging.getLogger(__name__)
 
@@ -98,3 +99,88 @@ class Promotion(StoredKV):
                 pass  # the tier has said so itself
             except StoreError as error:  # the read itself went well
                 _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
+
+
+MOST_WAITING = 1 << 30
+"""Bytes of keys and values that wait in host memory for one tier."""
+
+
+class _Waiting(NamedTuple):
+    kv: ChunkKV
+    replace: bool
+
+
+class WriteQueue:
+    """Holds entries on their way to a tier. They can be read here until they are there; what the tier refuses is let go.
+
+    Thread-safe. A thread writes them one by one, and is waited for at the interpreter's end.
+    """
+
+    def __init__(self, tier: KVStore, on_refusal: Callable[[StoreError], None], most_bytes: int = MOST_WAITING):
+        """Queue for ``tier``, which stays the caller's; tell ``on_refusal`` (from the thread) what it refuses."""
+        self._tier, self._on_refusal, self._most = tier, on_refusal, most_bytes
+        self._changed = threading.Condition()
+        self._waiting: dict[KVKey, _Waiting] = {}
+        self._nbytes = 0
+        self._writing: KVKey | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-write")
+
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool) -> None:
+        """Take a copy of an entry; waits while there is no room, unless nothing else is waiting."""
+        copy = _Waiting(ChunkKV(packed(kv.layers), kv.start, static=kv.static_deviation()), replace)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._nbytes + kv.nbytes <= self._most)
+            if key in self._waiting and not replace:
+                return
+            self._let_go(key)
+            self._waiting[key] = copy
+            self._nbytes += copy.kv.nbytes
+            self._writer.submit(self._write, key)
+
+    def get(self, key: KVKey) -> ChunkKV | None:
+        """Return an entry that is not written yet."""
+        with self._changed:
+            found = self._waiting.get(key)
+        return None if found is None else found.kv
+
+    def cancel(self, key: KVKey) -> bool:
+        """Let go of an entry; return whether it was here. One that is being written is written when this returns."""
+        with self._changed:
+            known = self._let_go(key)
+            self._changed.wait_for(lambda: self._writing != key)
+        return known
+
+    def flush(self) -> None:
+        """Wait until nothing is left to write."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and self._writing is None)
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+        self._writer.shutdown(wait=True)
+
+    def _write(self, key: KVKey) -> None:
+        with self._changed:
+            entry = self._waiting.get(key)
+            if entry is None:
+                return
+            self._writing = key
+        try:
+            self._tier.put(key, entry.kv, entry.replace)
+        except StoreError as error:
+            self._on_refusal(error)
+        except Exception:
+            _log.exception("KV entry %s could not be written behind", key)
+        finally:
+            with self._changed:
+                self._writing = None
+                if self._waiting.get(key) is entry:
+                    self._let_go(key)
+                self._changed.notify_all()
+
+    def _let_go(self, key: KVKey) -> bool:
+        entry = self._waiting.pop(key, None)
+        if entry is not None:
+            self._nbytes -= entry.kv.nbytes
+            self._changed.notify_all()
+        return entry is not None
