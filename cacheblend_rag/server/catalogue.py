@@ -16,7 +16,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import RegisteredChunks
-from cacheblend_rag.server.quotas import NO_QUOTA, Quota
+from cacheblend_rag.server.keys import NO_QUOTA, Quota
 from cacheblend_rag.store.kv import ModelFingerprint
 from cacheblend_rag.store.namespace import DEFAULT_NAME, home_of
 

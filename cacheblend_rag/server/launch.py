@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.arguments import api_keys, model_info, parse
-from cacheblend_rag.server.calling import PerNamespace, StandIn
-from cacheblend_rag.server.keys import Key, Keys, read_keys
-from cacheblend_rag.server.metrics import ReuseMetrics
+from cacheblend_rag.server.keys import NO_QUOTA, Admission, Key, Keys, read_keys
 from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
-from cacheblend_rag.server.observing import share_logging
+from cacheblend_rag.server.observing import ReuseMetrics, share_logging
 from cacheblend_rag.server.options import ServeOptions
-from cacheblend_rag.server.quotas import NO_QUOTA, Admission
-from cacheblend_rag.server.tenants import ServedTenants
+from cacheblend_rag.server.tenants import PerNamespace, ServedTenants, StandIn
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.namespace import DEFAULT_NAME
 

@@ -1,21 +1,148 @@
-"""Shows an operator requests besides the counters: spans, refusals, and log lines with tenant and trace."""
+"""Shows an operator what a server does: metrics, spans, refusals, and log lines with tenant and trace."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from opentelemetry import propagate
 from opentelemetry.trace import INVALID_SPAN, SpanKind, format_trace_id, get_current_span
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag import spans
 from cacheblend_rag.engines.vllm.starting import log_as_vllm
-from cacheblend_rag.server.calling import calling
+from cacheblend_rag.server.tenants import calling
 
 if TYPE_CHECKING:
+    from cacheblend_rag.blending.outcome import PromptOutcome
+    from cacheblend_rag.engines.results import PrecomputeReport
     from cacheblend_rag.server.middleware import RequestLimits
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_NUMBERS = re.compile(r"\d+")
+_EXPECTED = re.compile(r" \(expected in .*")
+
+
+class ReuseMetrics:
+    """Counts what finished requests and precomputation report."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY):
+        """Register the metrics; once per registry."""
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"cacheblend_{name}", text, ("tenant", *labels), registry=registry)
+
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"cacheblend_{name}", text, labels, buckets=_SECONDS, registry=registry)
+
+        self._requests = counter("requests", "Finished prompts by mode.", "mode")
+        self._reused = counter("reused_tokens", "Prompt tokens whose stored KV was used as it is.")
+        self._recomputed = counter("recomputed_tokens", "Prompt tokens with stored KV that were recomputed.")
+        self._computed = counter("computed_tokens", "Prompt tokens that went through all layers.")
+        self._loaded = counter("loaded_tokens", "Prompt tokens whose KV was loaded from the store.")
+        self._bytes = counter("loaded_bytes", "Bytes of KV loaded from the store.")
+        self._tier_bytes = counter("tier_loaded_bytes", "Bytes of KV loaded, by the tier that they came from.", "tier")
+        self._tier_seconds = counter(
+            "tier_read_seconds", "Seconds that reads of chunks took, each chunk's added up.", "tier"
+        )
+        self._tier_chunks = counter(
+            "tier_loaded_chunks", "Chunks found stored, by the tier that they came from.", "tier"
+        )
+        self._tier_waits = Counter(
+            "cacheblend_tier_waited_seconds",
+            "Seconds that blends waited for reads; the rest of the time of reading hid behind computing.",
+            ("tier",),
+            registry=registry,
+        )
+        self._tier_out = Gauge(
+            "cacheblend_tier_out",
+            "1 while a remote tier is not used since it failed, as of the last prompt with chunks.",
+            ("tier",),
+            registry=registry,
+        )
+        self._first_token = seconds("first_token_seconds", "Time to first token, by mode.", "mode")
+        self._refused = counter("refused_requests", "Requests refused for a limit, by HTTP status.", "status")
+        self._missing = counter("missing_chunks", "Chunks in prompts without stored KV.")
+        self._fallbacks = counter("fallbacks", "Prompts served by ordinary prefill, by reason.", "reason")
+        self._blend = seconds("blend_seconds", "Placement and both passes of a blended prompt.")
+        self._load = seconds("load_wait_seconds", "Time a blended prompt waited for stored KV.")
+        self._decisions = counter(
+            "decisions", "Prompts that the loading controller decided, by what it decided.", "decision"
+        )
+        self._expected = seconds("expected_first_token_seconds", "Time to first token that the controller expected.")
+        self._taken = seconds("decided_first_token_seconds", "Time to first token of the prompts that it decided.")
+        self._precomputed = counter("precomputed_chunks", "Chunks given to precompute, by result.", "result")
+        self._precomputed_tokens = counter("precomputed_tokens", "Tokens whose KV was computed by precompute.")
+
+    def finished(
+        self,
+        outcome: PromptOutcome,
+        tenant: str,
+        first_token_s: float | None = None,
+        out: Mapping[str, bool] = MappingProxyType({}),
+    ) -> None:
+        """Count a finished prompt.
+
+        Args:
+            outcome: What became of it.
+            tenant: Whose it was.
+            first_token_s: Its time to first token; None where vLLM keeps no statistics.
+            out: Of each remote tier, whether it is out.
+        """
+        if first_token_s is not None:
+            self._first_token.labels(outcome.mode).observe(first_token_s)
+        for tier, is_out in out.items():
+            self._tier_out.labels(tier).set(is_out)
+        self._requests.labels(tenant, outcome.mode).inc()
+        self._reused.labels(tenant).inc(outcome.usage.reused_tokens)
+        self._recomputed.labels(tenant).inc(outcome.usage.recomputed_tokens)
+        self._computed.labels(tenant).inc(outcome.usage.computed_tokens)
+        self._missing.labels(tenant).inc(len(outcome.missing))
+        if outcome.expected_s is not None:
+            self._decided(outcome, tenant, outcome.expected_s, first_token_s)
+        if outcome.mode == "prefill":
+            self._fallbacks.labels(tenant, reason_label(outcome.reason)).inc()
+            return
+        if outcome.loaded_bytes:
+            self._loaded.labels(tenant).inc(outcome.usage.reused_tokens + outcome.usage.recomputed_tokens)
+            self._bytes.labels(tenant).inc(outcome.loaded_bytes)
+        read_s = sum(load.seconds for load in outcome.loads)
+        for load in outcome.loads:
+            self._tier_waits.labels(load.tier).inc(outcome.load_s * load.seconds / read_s if read_s else 0.0)
+            self._tier_chunks.labels(tenant, load.tier).inc(bool(load.chunk_id))
+            self._tier_bytes.labels(tenant, load.tier).inc(load.nbytes)
+            self._tier_seconds.labels(tenant, load.tier).inc(load.seconds)
+        self._blend.observe(outcome.blend_s)
+        self._load.observe(outcome.load_s)
+
+    def _decided(self, outcome: PromptOutcome, tenant: str, expected_s: float, first_token_s: float | None) -> None:
+        partly = "partly_in_place" if outcome.in_place else "blended"
+        self._decisions.labels(tenant, partly if outcome.mode == "blend" else "prefilled").inc()
+        if first_token_s is not None:
+            self._expected.observe(expected_s)
+            self._taken.observe(first_token_s)
+
+    def refused(self, tenant: str, status: int) -> None:
+        """Count a request that was refused for a limit."""
+        self._refused.labels(tenant, str(status)).inc()
+
+    def precomputed(self, report: PrecomputeReport, tenant: str) -> None:
+        """Count a precompute call."""
+        self._precomputed.labels(tenant, "computed").inc(report.computed)
+        self._precomputed.labels(tenant, "present").inc(report.present)
+        self._precomputed.labels(tenant, "failed").inc(len(report.failed))
+        self._precomputed_tokens.labels(tenant).inc(report.tokens)
+
+
+def reason_label(reason: str) -> str:
+    """Return a reason without what differs from prompt to prompt: a label must take few values."""
+    return _NUMBERS.sub("N", _EXPECTED.sub("", reason).partition(":")[0])[:80]
+
 
 _UNSEEN = {"/health", "/metrics", "/ping"}
 _REFUSALS = {408, 413, 429, 507}

@@ -21,9 +21,8 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, TokenizedPromp
 from cacheblend_rag.prompts.templates import SEPARATOR
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import RequestOptions, read_options
-from cacheblend_rag.server.contents import search_contents, texts_in
-from cacheblend_rag.server.naming import ChunkNaming, lead_text, tokens_match
-from cacheblend_rag.server.ticket import REQUEST_FIELD, Ticket, clients_salt, with_ticket
+from cacheblend_rag.server.naming import ChunkNaming, lead_text, search_contents, texts_in, tokens_match
+from cacheblend_rag.server.reporting import REQUEST_FIELD, Ticket, clients_salt, with_ticket
 from cacheblend_rag.spans import recording, span
 
 if TYPE_CHECKING:

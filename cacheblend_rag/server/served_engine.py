@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
-from cacheblend_rag.server.calling import PerNamespace, Served, calling
-from cacheblend_rag.server.ticket import Ticket, clients_salt, take_ticket
+from cacheblend_rag.server.reporting import Ticket, clients_salt, take_ticket
+from cacheblend_rag.server.tenants import PerNamespace, Served, calling
 from cacheblend_rag.store.namespace import Namespace
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cacheblend_rag.engines.vllm.client import BlendClient
     from cacheblend_rag.engines.vllm.messages import FinishReport
-    from cacheblend_rag.server.metrics import ReuseMetrics
+    from cacheblend_rag.server.observing import ReuseMetrics
 
 
 _log = logging.getLogger("vllm.cacheblend.requests")

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.server.keys import Key, Role, key_of, may, read_keys
-from cacheblend_rag.server.quotas import Quota
+from cacheblend_rag.server.keys import Key, Quota, Role, key_of, may, read_keys
 from tests.server.test_middleware import App
 
 FILE = f"""

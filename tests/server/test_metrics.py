@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from cacheblend_rag.blending.outcome import ChunkLoad, PromptOutcome, Usage
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.server.metrics import ReuseMetrics, reason_label
+from cacheblend_rag.server.observing import ReuseMetrics, reason_label
 
 
 def test_finished_prompts_are_counted_by_mode_and_reason() -> None:

@@ -19,10 +19,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from cacheblend_rag.server import bodies
-from cacheblend_rag.server.keys import Key
+from cacheblend_rag.server import middleware
+from cacheblend_rag.server.keys import Admission, Key
 from cacheblend_rag.server.middleware import NAMES, RequestLimits
-from cacheblend_rag.server.quotas import Admission
 
 
 class App:
@@ -213,10 +212,10 @@ def test_values_are_counted_wherever_the_body_is_cut_and_not_inside_of_strings(
 ) -> None:
     text = json.dumps(value, separators=None if spaced else (",", ":"), ensure_ascii=size % 2 == 0).encode()
     there = _values(value)
-    found = bodies.count_values(text)
+    found = middleware.count_values(text)
     assert there // 2 <= found <= 2 * there
-    with mock.patch.object(bodies, "_SLICE", size):
-        assert bodies.count_values(text) == found
+    with mock.patch.object(middleware, "_SLICE", size):
+        assert middleware.count_values(text) == found
 
 
 async def test_bodies_of_too_many_values_are_refused_before_they_are_parsed_whatever_their_size() -> None:

@@ -18,11 +18,9 @@ from starlette.routing import Route
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import chunk_id, make_chunk
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
-from cacheblend_rag.server.calling import Caller, Served, calling
-from cacheblend_rag.server.keys import Key, read_keys
-from cacheblend_rag.server.metrics import ReuseMetrics
-from cacheblend_rag.server.quotas import Admission, Quota, TokenBucket
-from cacheblend_rag.server.tenants import ServedTenants
+from cacheblend_rag.server.keys import Admission, Key, Quota, TokenBucket, read_keys
+from cacheblend_rag.server.observing import ReuseMetrics
+from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
 from cacheblend_rag.store.namespace import DEFAULT, Namespace
 from tests.server.test_keys import written
 from tests.server.test_middleware import App

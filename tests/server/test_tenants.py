@@ -19,13 +19,11 @@ from prometheus_client import CollectorRegistry
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
-from cacheblend_rag.server.calling import calling
-from cacheblend_rag.server.keys import Key
-from cacheblend_rag.server.metrics import ReuseMetrics
+from cacheblend_rag.server.keys import Key, Quota
 from cacheblend_rag.server.middleware import NAMES, RequestLimits
-from cacheblend_rag.server.quotas import Quota
+from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.routes import chunk_router
-from cacheblend_rag.server.tenants import ServedTenants
+from cacheblend_rag.server.tenants import ServedTenants, calling
 from cacheblend_rag.store.namespace import DEFAULT, Namespace
 from tests.server.test_routes import MODEL, Client
 
