@@ -11,8 +11,7 @@ import typer
 
 from cacheblend_rag.cli import INTERRUPTED_EXIT_CODE
 from cacheblend_rag.console import options
-from cacheblend_rag.console.bundled import left_to_bundled, warn_if_not_bundled
-from cacheblend_rag.console.engines import open_pipeline
+from cacheblend_rag.console.engines import left_to_bundled, open_pipeline, warn_if_not_bundled
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
 from cacheblend_rag.console.output import counted, print_json, progress, seconds, size
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.bundled import warn_of_bundled_model
+from cacheblend_rag.console.engines import warn_of_bundled_model
 from cacheblend_rag.console.groups import BudgetOptions, takes_groups
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.server.options import ServeFlags, ServeOptions

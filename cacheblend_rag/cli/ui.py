@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.bundled import left_to_bundled, warn_of_bundled_model
-from cacheblend_rag.console.engines import open_any_engine
+from cacheblend_rag.console.engines import left_to_bundled, open_any_engine, warn_of_bundled_model
 from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups
 from cacheblend_rag.demo.bundle import demo_store_name
 

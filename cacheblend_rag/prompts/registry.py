@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Protocol
 
+import numpy as np
+
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.prompts.added import AddedChunks
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable
+from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable, signatures_of
 
 MATCH_WINDOW = OPENINGS[0]
 """Characters a chunk needs to be found by content: a phrase like "Yes, it is." stands in many prompts by chance, and reusing
@@ -289,3 +291,69 @@ def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:
     except StoreError as error:
         _log.warning("A chunk in the prompt is taken for text: %s", error)
         return None
+
+
+class AddedChunks:
+    """Keeps the chunks that a registry holds itself, in memory, as a :class:`ChunkSource`."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._rows = count(1)
+        self._row_of: dict[str, int] = {}
+        self._chunks: dict[int, Chunk] = {}
+        self._last = 0
+
+    @property
+    def generation(self) -> int:
+        """See :class:`ChunkSource`."""
+        return self._last
+
+    def put(self, chunks: Iterable[Chunk]) -> None:
+        """Add chunks; one with a known id replaces the former."""
+        for chunk in chunks:
+            row = self._row_of.get(chunk.id)
+            if row is not None and self._chunks[row].text != chunk.text:
+                del self._chunks[row]
+                row = None
+            if row is None:
+                row = self._last = next(self._rows)
+            self._chunks[row] = chunk
+            self._row_of[chunk.id] = row
+
+    def remove(self, chunk_ids: Iterable[str]) -> None:
+        """Remove chunks; unknown ids are ignored."""
+        for name in chunk_ids:
+            row = self._row_of.pop(name, None)
+            if row is not None:
+                del self._chunks[row]
+
+    def ids(self) -> list[str]:
+        """Return all ids."""
+        return list(self._row_of)
+
+    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
+        """See :class:`ChunkSource`."""
+        new = [row for row in range(after + 1, self._last + 1) if row in self._chunks]
+        return np.array(new, np.int64), signatures_of([self._chunks[row].text for row in new])
+
+    def chunk_at(self, row: int) -> Chunk | None:
+        """See :class:`ChunkSource`."""
+        return self._chunks.get(row)
+
+    def known(self, chunk_ids: Sequence[str]) -> set[str]:
+        """See :class:`ChunkSource`."""
+        return {chunk_id for chunk_id in chunk_ids if chunk_id in self._row_of}
+
+    def named(self, chunk_id: str) -> Chunk | None:
+        """See :class:`ChunkSource`."""
+        row = self._row_of.get(chunk_id)
+        return None if row is None else self._chunks.get(row)
+
+    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
+        """See :class:`ChunkSource`."""
+        names = sorted(name for name in list(self._row_of) if name > chunk_id)[:most]
+        return [chunk for name in names if (chunk := self.named(name)) is not None]
+
+    def count(self) -> int:
+        """See :class:`ChunkSource`."""
+        return len(self._row_of)

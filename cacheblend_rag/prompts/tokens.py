@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.prompts.remembered import PerTokenizer
+
+_T = TypeVar("_T")
+
+
+class PerTokenizer(Generic[_T]):
+    """Keeps what was made of a tokenizer for as long as it lives, or until its vocabulary or template changes. Thread-safe."""
+
+    def __init__(self, make: Callable[[Any], _T]):
+        """Make it by ``make``, which is given the tokenizer."""
+        self._make = make
+        self._known: WeakKeyDictionary[Any, tuple[object, _T]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def __call__(self, tokenizer: Any) -> _T:
+        """Return what belongs to ``tokenizer``."""
+        state = (len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
+        with self._lock:
+            known = self._known.get(tokenizer)
+            if known is None or known[0] != state:
+                known = self._known[tokenizer] = (state, self._make(tokenizer))
+            return known[1]
 
 
 class TextEncoder:

@@ -31,7 +31,7 @@ PACKED_TABLE = (
 
 @dataclass(frozen=True)
 class PackedVectors:
-    """Describes a file of packed vectors (``packed.py``).
+    """Describes a file of packed vectors (``search.py``).
 
     Attributes:
         file: Its name, in the index's directory.

@@ -9,9 +9,9 @@ import gradio as gr
 
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ui.answers import AnswerPanel
-from cacheblend_rag.ui.assets import asset
 from cacheblend_rag.ui.conversation import Conversation, Tabs
 from cacheblend_rag.ui.documents import DocumentsPanel
+from cacheblend_rag.ui.render import asset
 from cacheblend_rag.ui.workspace import Workspace, explain
 
 Updates = dict[Any, Any]

@@ -11,10 +11,10 @@ import gradio as gr
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ui import render
 from cacheblend_rag.ui.answers import AnswerPanel
-from cacheblend_rag.ui.assets import asset
 from cacheblend_rag.ui.chat import ChatPanel
 from cacheblend_rag.ui.conversation import Tabs
 from cacheblend_rag.ui.documents import DocumentsPanel
+from cacheblend_rag.ui.render import asset
 from cacheblend_rag.ui.workspace import Workspace
 
 _POLL_S = 0.2

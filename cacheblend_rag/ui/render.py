@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,3 +163,8 @@ def files(states: Iterable[FileState]) -> str:
 def document_choices(documents: Sequence[IndexedDocument]) -> list[tuple[str, str]]:
     """Return what is chosen among to delete documents: label and path."""
     return [(f"{Path(each.path).name} ({counted(each.chunks, 'chunk')})", each.path) for each in documents]
+
+
+def asset(name: str) -> str:
+    """Return the text of the page's style sheet or of one of its scripts, which lie beside this file."""
+    return (resources.files("cacheblend_rag.ui") / name).read_text(encoding="utf-8")

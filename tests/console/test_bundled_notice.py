@@ -12,7 +12,7 @@ import pytest
 from typer.testing import Result
 
 from cacheblend_rag import cli
-from cacheblend_rag.console.bundled import MODELS_TO_TRY
+from cacheblend_rag.console.engines import MODELS_TO_TRY
 from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.chunk import Chunk

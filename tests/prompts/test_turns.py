@@ -6,7 +6,7 @@ from typing import Any
 
 from cacheblend_rag.prompts.prompt import chat_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.turns import turn_ends, turn_lead
+from cacheblend_rag.prompts.templates import turn_ends, turn_lead
 
 TALK = [
     {"role": "user", "content": "Who runs the observatory?"},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.retrieval import database, filesystem
+from cacheblend_rag.retrieval import database, sqlite
 from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from tests.retrieval.index_workers import CONFIG
@@ -135,7 +135,7 @@ def test_a_network_file_system_is_known_by_its_mount(
 ) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS)
-    monkeypatch.setattr(filesystem, "_MOUNTS", mounts)
-    assert filesystem.is_network(Path(path)) == network
+    monkeypatch.setattr(sqlite, "_MOUNTS", mounts)
+    assert sqlite.is_network(Path(path)) == network
     mounts.unlink()
-    assert not filesystem.is_network(Path(path))
+    assert not sqlite.is_network(Path(path))

@@ -27,7 +27,7 @@ from cacheblend_rag.engines.transformers.decoding import AnswerBuilder, score_be
 from cacheblend_rag.engines.transformers.guidance import Guide
 from cacheblend_rag.engines.transformers.owner import ModelOwner
 from cacheblend_rag.engines.transformers.target import TransformersTarget
-from cacheblend_rag.prompts.turns import turn_ends, turn_lead
+from cacheblend_rag.prompts.templates import turn_ends, turn_lead
 from cacheblend_rag.store.kv import StoredKV
 
 

@@ -46,8 +46,8 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.templates import turn_ends, turn_lead
 from cacheblend_rag.prompts.tokens import begins_with_space
-from cacheblend_rag.prompts.turns import turn_ends, turn_lead
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.namespace import DEFAULT, Namespace
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.bundled import left_to_bundled, warn_of_bundled_model
-from cacheblend_rag.console.engines import open_engine, open_vllm
+from cacheblend_rag.console.engines import left_to_bundled, open_engine, open_vllm, warn_of_bundled_model
 from cacheblend_rag.console.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.console.output import counted, print_json, progress, seconds, table
 
