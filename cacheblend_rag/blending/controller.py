@@ -268,24 +268,6 @@ def _chunks_of(plan: BlendPlan) -> list[StoredSpan]:
     return [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
 
 
-def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str | None:
-    """Return the cheapest tier that adds no delay to a blend of ``load`` at its lowest ratio, whatever tiers it names.
-
-    Args:
-        load: A typical prompt.
-        costs: Of every tier that has a price.
-        prices: For each tier what keeping a byte costs, in any unit.
-
-    Returns:
-        The tier, or None if loading takes longer than recomputing from all of them.
-    """
-    for tier in sorted(prices, key=lambda name: prices[name]):
-        times = blend_times(load, costs, tier)
-        if times.load_s <= times.compute_s:
-            return tier
-    return None
-
-
 def blend_times(load: Load, costs: Costs, tier: str) -> BlendTimes:
     """Return what a blend of all of ``load`` at its lowest ratio takes with its KV in ``tier``, whatever tiers it names."""
     moved = replace(load, spans=[replace(span, tier=tier) for span in load.spans])

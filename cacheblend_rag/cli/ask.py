@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.cli.chat import Chat
-from cacheblend_rag.cli.citations import reuse_line, source_lines
-from cacheblend_rag.cli.explain import explain_lines
+from cacheblend_rag.cli.citations import explain_lines, reuse_line, source_lines
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_pipeline
 from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups

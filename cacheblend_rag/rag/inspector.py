@@ -135,12 +135,3 @@ class PromptInspector:
         if len(found) != self._engine.runner.num_layers:
             raise ModelError("The attention of this model cannot be watched: it runs eager attention of its own.")
         return torch.stack([found[layer] for layer in sorted(found)])
-
-
-def attention_deviation(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Return ``[layers]``: the L2 norm of the difference of two attentions ``[layers, heads, question, tokens]``.
-
-    The norm is taken over a head's whole matrix, and averaged over heads (paper section 4.2).
-    """
-    norms: torch.Tensor = torch.linalg.vector_norm((got - want).flatten(2), dim=2)
-    return norms.mean(1)

@@ -17,8 +17,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from cacheblend_rag.retrieval.extraction import UnusableFileError, html_text, pdf_text
-from cacheblend_rag.retrieval.office import slides_text, word_text
-from cacheblend_rag.retrieval.structured import json_text, table_text
+from cacheblend_rag.retrieval.formats import json_text, slides_text, table_text, word_text
 
 PARSERS: Final[dict[str, Callable[[bytes], tuple[str, dict[str, Any]]]]] = {
     **dict.fromkeys((".html", ".htm"), html_text),

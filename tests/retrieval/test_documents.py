@@ -13,8 +13,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.retrieval import documents
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, file_digest, find_documents, load_document
 from cacheblend_rag.retrieval.extraction import UnusableFileError, decode, html_text, pdf_text
-from cacheblend_rag.retrieval.office import slides_text, word_text
-from cacheblend_rag.retrieval.structured import json_text, table_text
+from cacheblend_rag.retrieval.formats import json_text, slides_text, table_text, word_text
 
 
 def write_pdf(path: Path, pages: list[str], password: str | None = None) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
 from cacheblend_rag.retrieval.extraction import UnusableFileError
-from cacheblend_rag.retrieval.office import slides_text, word_text
-from cacheblend_rag.retrieval.structured import json_text, table_text
+from cacheblend_rag.retrieval.formats import json_text, slides_text, table_text, word_text
 
 
 def loaded(path: Path) -> Document:

@@ -16,9 +16,9 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.measure import check_positive
 from cacheblend_rag.lab.doctor.workbench import Workbench
+from cacheblend_rag.lab.reorder import ReorderedPrompts
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.prompts.reorder import ReorderedPrompts
 
 # Rates are tried by this factor; between the last one that holds and the first that does not, log-linear interpolation.
 _STEP = 1.6
@@ -101,7 +101,7 @@ def bench_throughput(
     ``methods`` has for each of full, prefix and blend the ``points`` tried (``rate`` in requests/s, ``requests``, median
     ``ttft_s``, ``p90_s``, mean ``computed_tokens`` of a prompt) and ``requests_per_s``, the rate at which the target is met.
     Prefix caching is ideal: every corpus chunk is stored. An engine with a prefix cache of its own (vLLM) is measured with two
-    more, whose prompts have their chunks in the order that it hits (:class:`~cacheblend_rag.prompts.reorder.ReorderedPrompts`):
+    more, whose prompts have their chunks in the order that it hits (:class:`~cacheblend_rag.lab.reorder.ReorderedPrompts`):
     ``reorder``, ordinary requests, and ``reorder+blend``, whose prefixes are those that earlier blends left.
     """
     say = progress or (lambda line: None)

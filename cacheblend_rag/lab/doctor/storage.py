@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cacheblend_rag.blending.controller import Load, Located, cheapest_tier, decide
+from cacheblend_rag.blending.controller import Load, Located, blend_times, decide
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.lab.doctor.costs import token_bytes
 from cacheblend_rag.lab.doctor.workbench import Workbench
@@ -84,3 +85,21 @@ def plan_tiers(load: Load, costs: Costs) -> StoragePlan:
     prices = {tier: price for tier, price in _PRICES.items() if tier in costs.tiers}
     prefill_s = costs.compute.seconds(load.tokens, load.tokens)
     return StoragePlan(load.least, prefill_s, tuple(found), cheapest_tier(load, costs, prices))
+
+
+def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str | None:
+    """Return the cheapest tier that adds no delay to a blend of ``load`` at its lowest ratio, whatever tiers it names.
+
+    Args:
+        load: A typical prompt.
+        costs: Of every tier that has a price.
+        prices: For each tier what keeping a byte costs, in any unit.
+
+    Returns:
+        The tier, or None if loading takes longer than recomputing from all of them.
+    """
+    for tier in sorted(prices, key=lambda name: prices[name]):
+        times = blend_times(load, costs, tier)
+        if times.load_s <= times.compute_s:
+            return tier
+    return None

@@ -14,10 +14,10 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.evaluation.method import InTurn, Reply, generate_reply
+from cacheblend_rag.lab.reorder import DEFAULT_BUDGET, ReorderedPrompts
 from cacheblend_rag.lab.samples import EvalCase
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
-from cacheblend_rag.prompts.reorder import DEFAULT_BUDGET, ReorderedPrompts
 from cacheblend_rag.prompts.templates import SEPARATOR
 
 

@@ -15,8 +15,8 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench import ThroughputSettings, Workbench, bench_throughput
 from cacheblend_rag.lab.evaluation.evaluate import EvalSettings, evaluate
 from cacheblend_rag.lab.evaluation.prepare import set_header
+from cacheblend_rag.lab.reorder import ReorderedPrompts
 from cacheblend_rag.lab.samples import Sample
-from cacheblend_rag.prompts.reorder import ReorderedPrompts
 from tests.conftest import tokenizer_named
 from tests.engines.vllm.engines import SHAPE, clear, save_model, start
 from tests.lab.evaluation.test_reorder import SAMPLES, of, own_order

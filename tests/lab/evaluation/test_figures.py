@@ -21,10 +21,11 @@ from cacheblend_rag.lab.bench.sweeps import simulate_queue, sweep_batch, sweep_c
 from cacheblend_rag.lab.bench.throttled import ThrottledStore
 from cacheblend_rag.lab.evaluation.evaluate import EvalSettings
 from cacheblend_rag.lab.evaluation.figures import FIGURES, FigureContext, make_figures, parse_numbers
+from cacheblend_rag.lab.evaluation.figures.attention import attention_deviation
 from cacheblend_rag.lab.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.lab.evaluation.figures.make import _settings
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.rag.inspector import PromptInspector, attention_deviation
+from cacheblend_rag.rag.inspector import PromptInspector
 from tests.lab.evaluation.test_run import SAMPLES
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,6 @@ from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy, policy_name
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.lab.stats.plotting import figure, style
-from cacheblend_rag.rag.inspector import attention_deviation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -154,3 +153,12 @@ FIGURES: Final = (
         1.5,
     ),
 )
+
+
+def attention_deviation(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return ``[layers]``: the L2 norm of the difference of two attentions ``[layers, heads, question, tokens]``.
+
+    The norm is taken over a head's whole matrix, and averaged over heads (paper section 4.2).
+    """
+    norms: torch.Tensor = torch.linalg.vector_norm((got - want).flatten(2), dim=2)
+    return norms.mean(1)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.reorder import ReorderedPrompts
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.reorder import ReorderedPrompts
 
 
 def chunk(name, tokens=10):
