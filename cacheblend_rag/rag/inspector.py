@@ -1,9 +1,6 @@
-"""Looks inside one prompt: its tokens' KV deviation, the question's attention, for any treatment of stored KV."""
+"""Looks inside one prompt: its tokens' KV deviation, and which of them a blend recomputes."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Self
 
 import torch
 
@@ -11,18 +8,15 @@ from cacheblend_rag.blending.fusor import FuseResult, fuse
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import make_plan
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, tokenize
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 
 class PromptInspector:
-    """One prompt of an engine, whose chunks are precomputed.
+    """Looks into one prompt of an engine, whose chunks are precomputed.
 
     Attributes:
         tokens: The tokenised prompt.
@@ -47,16 +41,6 @@ class PromptInspector:
         )
         if not self._plan.stale:
             raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")
-
-    @classmethod
-    def of(cls, engine: TransformersEngine, prompt: BlendPrompt) -> Self:
-        """Look into a prompt that is not tokenised yet."""
-        return cls(engine, tokenize(prompt, engine.tokenizer, engine.registry))
-
-    @property
-    def question(self) -> torch.Tensor:
-        """Positions behind the last chunk."""
-        return torch.arange(self.tokens.spans[-1].end, len(self.tokens.token_ids), device=self._engine.runner.device)
 
     def measure_deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the deviation of K and that of V, each ``[layers, tokens with stale KV]``, of full KV reuse.
@@ -91,47 +75,6 @@ class PromptInspector:
         _, result = self._blended(profile.options(wanted))
         return result.recomputed.cpu()
 
-    def measure_attention(self, options: FuseOptions) -> torch.Tensor:
-        """Return the question's attention ``[layers, heads, question, tokens]`` after a blend, in fp32 on the CPU.
-
-        Raises:
-            ModelError: The model's attention cannot be watched (it needs eager attention).
-        """
-        target, _ = self._blended(options)
-        # The question's KV is written once more, with the same values.
-        return self._watch(lambda: target.forward(self.question, lambda layer: None))
-
-    def measure_attention_without(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the question's attention ``[layers, heads, question, tokens]`` over a part of the stored KV.
-
-        Args:
-            hidden: Positions in front of the question that it does not see; they get 0.
-
-        Raises:
-            ModelError: The model's attention cannot be watched (it needs eager attention).
-        """
-        runner, begin = self._engine.runner, int(self.question[0])
-        cache = self._blended(FuseOptions(policy("full-reuse"), 0.0))[0].cache
-        before = torch.arange(begin, device=runner.device)
-        kept = before[~torch.isin(before, hidden.to(runner.device))]
-        stored = [cache.read(layer, 0, 0, begin) for layer in range(runner.num_layers)]
-        less = runner.new_cache(len(kept) + len(self.question))
-        less.begin([LayerKV(kv.k[:, kept], kv.v[:, kept]) for kv in stored], 1)
-        ids = torch.tensor([self.tokens.token_ids[begin:]], device=runner.device)
-        # Fewer tokens stand before the question, which keeps its positions.
-        seen = self._watch(lambda: runner.append(ids, less, begin - len(kept)))
-        whole = seen.new_zeros(*seen.shape[:3], len(self.tokens.token_ids))
-        whole[..., torch.cat([kept, self.question]).cpu()] = seen
-        return whole
-
     def _blended(self, options: FuseOptions) -> tuple[TransformersTarget, FuseResult]:
         target = TransformersTarget(self._engine.runner, self._rope, self.tokens.token_ids)
         return target, fuse(self._plan, target, options)
-
-    def _watch(self, run: Callable[[], object]) -> torch.Tensor:
-        found: dict[int, torch.Tensor] = {}
-        with watched(lambda layer, weights: found.__setitem__(layer, weights.cpu())):
-            run()
-        if len(found) != self._engine.runner.num_layers:
-            raise ModelError("The attention of this model cannot be watched: it runs eager attention of its own.")
-        return torch.stack([found[layer] for layer in sorted(found)])

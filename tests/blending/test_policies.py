@@ -19,7 +19,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.rag.inspector import PromptInspector
+from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 
@@ -58,7 +58,7 @@ def test_the_probed_attention_is_that_of_full_kv_reuse(engine: Any, scene: Scene
             self.seen = candidates
             return super().select(candidates, count)
 
-    inspector = PromptInspector(engine, scene.prompt)
+    inspector = AttentionInspector(engine, scene.prompt)
     # Its own values are tested against the model's eager attention in test_figures.
     want = inspector.measure_attention(FuseOptions(policy("full-reuse"), 0.0)).mean((0, 1, 2))
     spy = Spy()

@@ -15,9 +15,9 @@ from cacheblend_rag.lab.evaluation.ablation.deviation import ablate_deviation
 from cacheblend_rag.lab.evaluation.ablation.prompts import data_prompts
 from cacheblend_rag.lab.evaluation.ablation.static import BASE, _Blocks, _PerChunk, ablate_static
 from cacheblend_rag.lab.evaluation.ablation.tally import AblationTally
+from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.prompts.prompt import tokenize
-from cacheblend_rag.rag.inspector import PromptInspector
 from tests.lab.evaluation.test_run import SAMPLES
 
 
@@ -76,7 +76,7 @@ def test_the_variant_in_use_is_the_policy(engine, prompts, monkeypatch):
 
 @pytest.mark.slow
 def test_a_question_that_sees_everything_attends_as_over_stored_kv(engine, prompts):
-    inspector = PromptInspector(engine, prompts[0])
+    inspector = AttentionInspector(engine, prompts[0])
     want = inspector.measure_attention(FuseOptions(policy("full-reuse"), 0.0))
     none = inspector.measure_attention_without(torch.zeros(0, dtype=torch.int64))
     assert torch.allclose(none, want, atol=1e-5)

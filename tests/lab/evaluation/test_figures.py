@@ -19,13 +19,13 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench.sweeps import simulate_queue, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
 from cacheblend_rag.lab.bench.throttled import ThrottledStore
+from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from cacheblend_rag.lab.evaluation.evaluate import EvalSettings
 from cacheblend_rag.lab.evaluation.figures import FIGURES, FigureContext, make_figures, parse_numbers
 from cacheblend_rag.lab.evaluation.figures.attention import attention_deviation
 from cacheblend_rag.lab.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.lab.evaluation.figures.make import _settings
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
-from cacheblend_rag.rag.inspector import PromptInspector
 from tests.lab.evaluation.test_run import SAMPLES
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens
 @pytest.fixture
 def inspector(engine):
     set_header(engine, SAMPLES)
-    return PromptInspector.of(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]).prompt)
+    return AttentionInspector.of(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]).prompt)
 
 
 def test_watched_attention_is_the_models_own(engine, inspector):

@@ -18,8 +18,8 @@ from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement, Scored
 from cacheblend_rag.lab.evaluation.ablation.deviation import RATIOS
 from cacheblend_rag.lab.evaluation.ablation.tally import Comparisons
+from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.rag.inspector import PromptInspector
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 BASE: Final = "static"
@@ -157,7 +157,7 @@ def _variants(known: _Known) -> dict[str, SelectionPolicy]:
 def _know(
     engine: TransformersEngine, prompt: TokenizedPrompt, measurement: PromptMeasurement, foreign: Sequence[int]
 ) -> _Known:
-    inspector = PromptInspector(engine, prompt)
+    inspector = AttentionInspector(engine, prompt)
     chunks = [prompt.token_ids[start:end] for start, end in measurement.stale]
     bundled = probe_ids(engine.tokenizer, engine.subject().vocab_size, engine.context_window)
     shuffled = Random(0).sample(bundled, len(bundled))

@@ -13,9 +13,9 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError, PromptTooLongError
 from cacheblend_rag.lab.datasets import hash_files, load_data_set
 from cacheblend_rag.lab.doctor.workbench import Workbench
+from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from cacheblend_rag.lab.evaluation.evaluate import EvalResult, EvalSettings, evaluate, identify_run
 from cacheblend_rag.lab.evaluation.prepare import Preparer, set_header
-from cacheblend_rag.rag.inspector import PromptInspector
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -109,7 +109,7 @@ class FigureContext:
         return {**identify_run(self.engine, self.settings, files, None), "limit": self.settings.limit}
 
     @cached_property
-    def inspectors(self) -> list[PromptInspector]:
+    def inspectors(self) -> list[AttentionInspector]:
         """Return a few prompts of the data set to look into, those whose question needs two chunks first."""
         how = self.settings.preparation
         data = load_data_set(
@@ -127,10 +127,10 @@ class FigureContext:
         chosen = list({sample.group or sample.id: sample for sample in reversed(samples)}.values())
         chosen.sort(key=lambda sample: "cross" not in sample.kind)
         preparer = Preparer(self.engine, how)
-        found: list[PromptInspector] = []
+        found: list[AttentionInspector] = []
         for sample in chosen:
             try:
-                found.append(PromptInspector.of(self.engine, preparer.case(sample).prompt))
+                found.append(AttentionInspector.of(self.engine, preparer.case(sample).prompt))
             except (InputError, PromptTooLongError, ModelError) as error:
                 why = error  # no prompt can be made of it, or none with stale KV
             if len(found) == _INSPECTED:
