@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from cacheblend_rag.engines.transformers.attention import scattered
 from cacheblend_rag.engines.transformers.cache import PositionedCache
-from cacheblend_rag.engines.transformers.loading import usable_attention
+from cacheblend_rag.engines.transformers.owner import usable_attention
 from cacheblend_rag.store.kv import LayerKV
 
 HEADER, QUESTION = 8, 32

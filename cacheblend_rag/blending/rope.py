@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Positions ``[n]`` to the model's own fp32 cos and sin, each ``[n, rotated_dims]``, scaling included."""
@@ -22,6 +22,9 @@ Layout = Literal["half", "interleaved", "none"]
 
 # Relative error up to which a layout explains a model's keys: the arithmetic noise of a deep forward in that dtype.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 8e-2}
+
+# What is run to measure a model's rotation: so many tokens, from position 0 on and so many behind it.
+_RUN_TOKENS, _RUN_BY = 16, 29
 
 
 class NotRotaryError(Exception):
@@ -113,6 +116,21 @@ def apply_rotation(k: torch.Tensor, rotation: Rotation, layout: Layout, first: i
     out[:, first:, left] = a * rotation.cos - b * rotation.sin
     out[:, first:, right] = b * rotation.cos + a * rotation.sin
     return out
+
+
+def two_runs(
+    full_prefill: Callable[[list[int], int], tuple[torch.Tensor, ChunkKV]], vocab_size: int
+) -> list[tuple[LayerKV, ...]]:
+    """Run the same random tokens at two offsets by :meth:`GateSubject.full_prefill`; return the layers of each run."""
+    ids = torch.randint(0, vocab_size, (_RUN_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [full_prefill(ids, offset)[1].layers for offset in (0, _RUN_BY)]
+
+
+def rope_of_runs(tables: Sequence[CosSin], runs: Sequence[Sequence[LayerKV]]) -> Rope:
+    """Return what moves the keys of one of :func:`two_runs` to those of the other; see :func:`detect_rope`."""
+    old, new = ([layer.k for layer in run] for run in runs)
+    source = torch.arange(_RUN_TOKENS, device=old[0].device)
+    return detect_rope(tables, old, new, source, source + _RUN_BY)
 
 
 def detect_rope(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from cacheblend_rag.engines.precompute import Ranking
+    from cacheblend_rag.engines.entries import Ranking
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.rag.planning import IndexPlan

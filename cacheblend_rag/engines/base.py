@@ -17,11 +17,9 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.trace import Trace
-from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.precompute import Ranking
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
+from cacheblend_rag.engines.entries import Entries, Ranking
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent, iterate_in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.streaming import iterate_in_thread
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_prompt, tokenize

@@ -1,16 +1,18 @@
-"""Finds one model's entries in a store, as a whole or as a tensor-parallel rank sees them: its own shard of each."""
+"""Finds one model's entries in a store, whole or a tensor-parallel rank's shard of each, and works out what must be computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
 
 import torch
 
+from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
@@ -237,3 +239,75 @@ class SideBySide(Generic[_T]):
 def entries_of(prompt: TokenizedPrompt) -> list[tuple[int, ...]]:
     """Return the token ids of all entries that a plan for ``prompt`` may look up: the header's, and each chunk's."""
     return [(), *(span.chunk.token_ids for span in prompt.spans)]
+
+
+Ranking = Literal["now", "lazy", "off"]
+"""When static deviations are measured: with the KV, after the first blend that wanted them, or never."""
+
+
+@dataclass(frozen=True)
+class PrecomputePlan:
+    """Entries to compute, by their token ids.
+
+    Attributes:
+        chunks: Token ids of the chunks to compute, and the id to report each under. Equal chunks are computed once.
+        header: Whether the header's own entry must be computed, too.
+        present: How many are stored already.
+        failed: Ids of chunks that cannot be computed, and why.
+        unranked: Token ids of stored chunks whose static deviation must be measured.
+        most_ranked: Longest chunk that can be ranked, in tokens; 0 if none is to be.
+    """
+
+    chunks: dict[tuple[int, ...], str]
+    header: bool
+    present: int
+    failed: dict[str, str]
+    unranked: list[tuple[int, ...]]
+    most_ranked: int
+
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """Return everything to compute; ``()`` is the header's own entry, which comes first."""
+        return [*([()] if self.header else []), *self.chunks]
+
+    def report(self, failed: Mapping[str, str], seconds: float, rank_s: float = 0.0) -> PrecomputeReport:
+        """Return what was done, once all but ``failed`` is stored."""
+        stored = [token_ids for token_ids, chunk_id in self.chunks.items() if chunk_id not in failed]
+        ranked = len(self.unranked) + sum(len(token_ids) <= self.most_ranked for token_ids in stored)
+        tokens = sum(map(len, self.chunks))
+        return PrecomputeReport(len(stored), self.present, tokens, seconds, dict(failed), ranked, rank_s)
+
+
+def plan_precompute(
+    chunks: Sequence[Chunk],
+    entries: Entries,
+    context_window: int,
+    progress: Callable[[int], None] | None = None,
+    probe_tokens: int | None = None,
+) -> PrecomputePlan:
+    """Look up which of ``chunks`` must be computed; ``progress`` is told of those that need not.
+
+    With ``probe_tokens``, the length of the probe, static deviations are wanted too.
+    """
+    room = context_window - len(entries.header_ids)
+    most_ranked = 0 if probe_tokens is None else max(0, room - probe_tokens)
+    failed = {chunk.id: "it has no tokens" for chunk in chunks if not chunk.token_ids}
+    wanted: dict[tuple[int, ...], str] = {}
+    present: dict[tuple[int, ...], bool] = {}
+    for chunk in chunks:
+        token_ids = chunk.token_ids
+        if not token_ids or token_ids in wanted or token_ids in present:
+            continue
+        if entries.contains(token_ids):
+            # Another namespace's is ranked there: a ranking here would leave a copy that nobody has registered.
+            rankable = len(token_ids) <= most_ranked and entries.owns(token_ids)
+            present[token_ids] = not rankable or entries.has_static(token_ids)
+        elif len(token_ids) >= room:
+            failed[chunk.id] = "it does not fit the model's context window"
+        else:
+            wanted[token_ids] = chunk.id
+    if progress is not None and len(chunks) > len(wanted):
+        progress(len(chunks) - len(wanted))
+    header = bool(entries.header_ids and chunks) and not entries.contains(())
+    unranked = [token_ids for token_ids, ranked in present.items() if not ranked]
+    return PrecomputePlan(wanted, header, len(present), failed, unranked, most_ranked)

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from transformers import AutoModelForCausalLM
 
-from cacheblend_rag.engines.transformers.loading import usable_attention
+from cacheblend_rag.engines.transformers.owner import usable_attention
 
 _BASE: dict[str, Any] = {
     "vocab_size": 300,

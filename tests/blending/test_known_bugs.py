@@ -20,7 +20,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.transformers import run as run_module
+from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.engines.transformers import target as target_module
 from cacheblend_rag.engines.transformers.attention import scattered
 from cacheblend_rag.engines.transformers.owner import ModelOwner
@@ -106,7 +106,7 @@ def test_3_a_missing_chunk_does_not_lose_the_chunks_behind_it(bug: bool, monkeyp
         return make_plan(prompt, header, until_missing, *more)
 
     if bug:
-        monkeypatch.setattr(run_module, "make_plan", stop_at_first_miss)
+        monkeypatch.setattr(engine_module, "make_plan", stop_at_first_miss)
     answer = engine.generate(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.0))
     with fails_if(bug):
         assert answer.usage.reused_tokens == len(scene.header) + sum(len(scene.chunks[i].token_ids) for i in (0, 2, 3))

@@ -12,7 +12,7 @@ import transformers
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.transformers.run import planned
+from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.store import open_store
 from tests.blending import reference
 from tests.blending.families import _BASE, BLENDED, NOT_BLENDED, llama4, make_model

@@ -135,8 +135,7 @@ def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pyt
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from cacheblend_rag.engines.vllm import paged as module
     from cacheblend_rag.engines.vllm.groups import PageGroup
-    from cacheblend_rag.engines.vllm.metadata import PassMetadata
-    from cacheblend_rag.engines.vllm.paged import PagedModel
+    from cacheblend_rag.engines.vllm.paged import PagedModel, PassMetadata
     from cacheblend_rag.engines.vllm.pages import Pages
 
     monkeypatch.setattr(module, "set_forward_context", lambda *_, **__: nullcontext())

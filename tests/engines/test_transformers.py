@@ -13,7 +13,7 @@ import transformers as hf
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.run import planned
+from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt

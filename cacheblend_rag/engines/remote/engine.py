@@ -17,15 +17,19 @@ from pydantic import ValidationError
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
+from cacheblend_rag.engines.entries import Ranking
 from cacheblend_rag.engines.models import is_bundled, model_directory
-from cacheblend_rag.engines.precompute import Ranking
-from cacheblend_rag.engines.remote.answer import ServerAnswer
-from cacheblend_rag.engines.remote.requests import batches, chunk_bodies, completion_request
-from cacheblend_rag.engines.remote.wire import Wire, with_version
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent
+from cacheblend_rag.engines.remote.wire import (
+    ServerAnswer,
+    Wire,
+    batches,
+    chunk_bodies,
+    completion_request,
+    with_version,
+)
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, last_generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
-from cacheblend_rag.engines.streaming import last_generation
 from cacheblend_rag.errors import InputError, ModelError, ServerError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt, tokenize

@@ -1,11 +1,13 @@
-"""Connects to a server, and words what failures mean to a user."""
+"""Says what goes to a server and what comes back: requests, answers piece by piece, and errors in words."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from openai import (
@@ -18,7 +20,178 @@ from openai import (
     Timeout,
 )
 
+from cacheblend_rag.blending.outcome import PromptOutcome
+from cacheblend_rag.engines.base import Request
+from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, TokenLogprob, likeliest
 from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError, ServerError, UnknownChunkError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.tokens import begins_with_space
+
+_BATCH_CHUNKS, _BATCH_BYTES = 64, 4 << 20
+
+
+def completion_request(model: str, request: Request, prefix: str = "") -> dict[str, Any]:
+    """Return the arguments of a streamed completion.
+
+    Args:
+        model: Name the server has it under.
+        request: What to ask.
+        prefix: What the server's tokenizer puts before a text by itself: a text that spells it is sent without.
+
+    Raises:
+        InputError: The JSON schema is no JSON.
+    """
+    prompt, sampling = request.prompt, request.sampling
+    blend = request.settings.to_params()
+    if prompt.text is None:
+        blend["spans"] = [
+            {"id": span.chunk.id, "start": span.start, "end": span.end, "text": span.chunk.text or None}
+            for span in prompt.spans
+        ]
+    extra: dict[str, Any] = {"cacheblend": blend, "return_token_ids": True}
+    # The server may have other defaults, from the model's generation_config.json.
+    extra |= {"top_k": sampling.top_k, "min_p": 0.0, "repetition_penalty": 1.0}
+    if sampling.json_schema is not None:
+        extra["structured_outputs"] = {"json": sampling.schema()}
+    if sampling.logprobs is not None:
+        extra["return_tokens_as_token_ids"] = True
+    return {
+        "model": model,
+        "prompt": list(prompt.token_ids) if prompt.text is None else prompt.text.removeprefix(prefix),
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "logprobs": sampling.logprobs,
+        "stop": list(sampling.stop) or None,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "extra_body": extra,
+    }
+
+
+def chunk_bodies(chunks: Iterable[Chunk]) -> list[dict[str, Any]]:
+    """Return chunks as ``POST /v1/chunks`` takes them."""
+    return [
+        {
+            "id": chunk.id,
+            "text": chunk.text,
+            "token_ids": list(chunk.token_ids),
+            "metadata": json.loads(json.dumps(dict(chunk.metadata), default=str)),
+        }
+        for chunk in chunks
+    ]
+
+
+def batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Cut chunks into groups that stay well below a server's limit on the size of a request."""
+    batch: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        weight = 4 * len(chunk.text) + 8 * len(chunk.token_ids)
+        if batch and (len(batch) == _BATCH_CHUNKS or size + weight > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(chunk)
+        size += weight
+    if batch:
+        yield batch
+
+
+class ServerAnswer:
+    """Collects one answer. Feed it every piece of the stream, then ask for the end."""
+
+    def __init__(self, url: str, fingerprint: str, tokenizer: Any, top_logprobs: int = 0):
+        """Begin now: time to first token counts from here.
+
+        Args:
+            url: The server, for messages.
+            fingerprint: The model that is expected to answer.
+            tokenizer: The model's.
+            top_logprobs: How many of the likeliest tokens to keep for every token.
+        """
+        self._url, self._fingerprint, self._tokenizer, self._top = url, fingerprint, tokenizer, top_logprobs
+        self._begin = time.perf_counter()
+        self._ttft_s = 0.0
+        self._pieces = 0
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._finish: str | None = None
+        self._stop: Any = None
+        self._usage: Any = None
+
+    def begun(self) -> bool:
+        """Say whether a piece has arrived."""
+        return self._pieces > 0
+
+    def push(self, piece: Any) -> str:
+        """Take a piece; return its text."""
+        self._pieces += 1
+        if piece.usage is not None:
+            self._usage = piece.usage
+        text = ""
+        for choice in piece.choices:
+            fields = choice.model_extra or {}
+            new = fields.get("token_ids") or ()
+            if new and not self._token_ids:
+                self._ttft_s = time.perf_counter() - self._begin
+            self._token_ids.extend(new)
+            if choice.logprobs is not None:
+                self._logprobs.extend(_logprobs(choice.logprobs, self._top))
+            text += choice.text
+            if choice.finish_reason is not None:
+                self._finish, self._stop = choice.finish_reason, fields.get("stop_reason")
+        if not self._text and text.startswith(" ") and not begins_with_space(self._tokenizer, self._token_ids):
+            text = text[1:]
+        self._text += text
+        return text
+
+    def end(self) -> StreamEvent:
+        """Return the last event.
+
+        Raises:
+            ServerError: The stream ended too early, or another model answered.
+        """
+        extra = (self._usage.model_extra or {}) if self._usage is not None else {}
+        if self._finish not in ("stop", "length") or "cacheblend" not in extra:
+            how = "ended the answer early" if self._finish is None else f"ended the answer with {self._finish!r}"
+            raise ServerError(
+                f"The server at {self._url} {how}, after {len(self._token_ids)} tokens; its log says why."
+            )
+        try:
+            outcome = PromptOutcome.from_params(extra["cacheblend"])
+        except InputError as error:
+            raise ServerError(f"{error} Give the server at {self._url} the version of this package.") from error
+        if outcome.fingerprint != self._fingerprint:
+            raise ServerError(
+                f"The server at {self._url} now serves another model ({outcome.fingerprint[:8]}, not {self._fingerprint[:8]}): "
+                "connect again, with a new RemoteEngine."
+            )
+        ids = self._token_ids
+        if self._finish == "stop" and not isinstance(self._stop, str) and ids:
+            ids = ids[:-1]  # the end-of-sequence token
+        total = time.perf_counter() - self._begin
+        timings = Timings(self._ttft_s or total, total)
+        finish: Literal["stop", "length"] = "stop" if self._finish == "stop" else "length"
+        return StreamEvent("", Generation.of(outcome, self._text, ids, finish, timings, self._logprobs))
+
+
+def _logprobs(found: Any, top: int) -> list[TokenLogprob]:
+    # Asked for by id: "token_id:17". Texts would not do, different tokens can have the same.
+    tokens = [_token_id(name) for name in found.tokens]
+    ranked = [
+        likeliest(((_token_id(name), value) for name, value in (rank or {}).items()), top)
+        for rank in found.top_logprobs or [None] * len(tokens)
+    ]
+    return [TokenLogprob(t, p, r) for t, p, r in zip(tokens, found.token_logprobs, ranked, strict=True)]
+
+
+def _token_id(name: str) -> int:
+    return int(name.removeprefix("token_id:"))
+
 
 _NO_KEY = "none"  # the client library insists on one
 

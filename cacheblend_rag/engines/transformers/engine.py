@@ -3,17 +3,248 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import ClassVar, Self
 
+import torch
+
+from cacheblend_rag.blending.controller import Choice, Terms, control
+from cacheblend_rag.blending.costs import Computed, MeasuredCost
+from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.options import blend_terms
+from cacheblend_rag.blending.outcome import PromptOutcome
+from cacheblend_rag.blending.plan import BlendPlan, make_plan, origins
+from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.base import Prompt, Request
-from cacheblend_rag.engines.results import Score, StreamEvent
+from cacheblend_rag.engines.entries import SideBySide, entries_of
+from cacheblend_rag.engines.results import Generation, Score, StreamEvent, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
-from cacheblend_rag.engines.transformers import guidance
+from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, Said
+from cacheblend_rag.engines.transformers.decoding import GUIDED, AnswerBuilder, Guide, score_behind
 from cacheblend_rag.engines.transformers.owner import ModelOwner
-from cacheblend_rag.engines.transformers.run import PromptRun
+from cacheblend_rag.engines.transformers.target import TransformersTarget
+from cacheblend_rag.prompts.templates import turn_ends, turn_lead
+from cacheblend_rag.store.kv import StoredKV
+
+
+class PromptRun:
+    """One prompt on its way: it is prefilled, then answered or scored, and at its end lets go of what it used.
+
+    Attributes:
+        plan: What is stored of what stands behind the first tokens, whose KV a conversation has left.
+        logits: Of the last token so far, ``[vocab]``.
+        outcome: What became of the prompt.
+    """
+
+    plan: BlendPlan
+    logits: torch.Tensor
+    outcome: PromptOutcome
+    _cache: PositionedCache | ModelsOwnCache | None = None
+    _trace: Trace | None = None
+    _began = 0.0  # when its computing did
+
+    def __init__(self, model: ModelOwner, request: Request):
+        """Do nothing yet: :meth:`prefill` begins."""
+        self._model, self._request = model, request
+        self._options = model.profile.options(request.settings)
+        self._costs = model.costs  # as they are before this prompt corrects them
+        self._lead = turn_lead(model.tokenizer)
+        self._turn_ends = turn_ends(request.prompt.token_ids, self._lead)
+        self._said = self._as_said()
+        self._tokens: list[int] = []  # of the answer
+        self._fed = 0  # how many of them are in the cache
+
+    def __enter__(self) -> Self:
+        """Use as a context manager that ends the run."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Keep the KV for what is asked next, let go of stored KV, and write back what was missing."""
+        if self._cache is None:
+            return
+        said, cache, self._cache = self._said, self._cache, None
+        if said is not None and isinstance(cache, PositionedCache):
+            said = replace(said, token_ids=(*said.token_ids, *self._tokens[: self._fed]))
+            if cache.length == len(said.token_ids):  # not where a token was on its way
+                self._model.conversations.keep(said, cache)
+        del cache
+        for span in (*self.plan.exact, *self.plan.stale):
+            span.kv.finish()
+        unranked = [span.chunk for span in self.plan.stale if span.chunk and span.chunk.id in self.outcome.unranked]
+        self._model.write_back(self.plan.missing, unranked)
+
+    def prefill(self, trace: Trace | None) -> None:
+        """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""
+        self._trace = trace
+        unusable: set[tuple[int, ...]] = set()
+        late: set[tuple[int, ...]] = set()
+        with self._model.lock:
+            while True:
+                try:
+                    self._cache = self._prefilled(unusable, late)
+                    return
+                except UnusableSpanError as error:
+                    # Missing, as far as this prompt goes: the next plan computes its chunk in place. Its tier has dropped
+                    # what is damaged; what cannot be read now stays, and so does what other tiers have.
+                    (late if error.late else unusable).update(error.entries)
+                    self._model.learn(MeasuredCost((), error.reads, error.waited_s))
+
+    def _prefilled(
+        self, unusable: Collection[tuple[int, ...]], late: Collection[tuple[int, ...]]
+    ) -> PositionedCache | ModelsOwnCache:
+        """Plan without the entries that are of no use, and do as planned; return the cache with the prompt."""
+        model, prompt, looked = self._model, self._request.prompt, time.perf_counter()
+        whole = planned(model, self._request, {*unusable, *late}).after_late(late)
+        if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
+            self._trace.planned(whole, looked)
+        cache = model.runner.new_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
+        kept = 0  # tokens whose KV a conversation had left
+        if self._said is not None and isinstance(cache, PositionedCache):
+            kept = model.conversations.begin(self._said, self._turn_ends, len(self._lead), cache)
+        plan = whole.behind_kept(kept) if kept else whole
+        choice = self._choose(plan)
+        self.plan = plan = plan if choice is None else choice.applied_to(plan)
+        self._began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
+        if plan.uses_stored_kv and isinstance(cache, PositionedCache):
+            outcome = self._blend(cache, choice)
+        else:
+            outcome, cache = self._run(cache)
+        blended = plan.uses_stored_kv or (kept > 0 and whole.uses_stored_kv)
+        tokens, costs = plan.num_tokens, self._costs
+        self.outcome = replace(
+            outcome,
+            mode="blend" if blended else "prefill",
+            prefill_s=None if costs is None else costs.compute.seconds(tokens, tokens),
+            expected_s=None if choice is None else choice.expected_s,
+            fingerprint=model.fingerprint.digest,
+        )
+        return cache
+
+    def _run(self, cache: PositionedCache | ModelsOwnCache) -> tuple[PromptOutcome, PositionedCache | ModelsOwnCache]:
+        """Run what is not in ``cache``, or not in the snapshot of the exact prefix that takes its place."""
+        model, stored, load_s = self._model, self.plan.uses_stored_kv, 0.0
+        if stored:
+            assert model.snapshots is not None
+            cache = model.snapshots.resume(self.plan.exact)
+            load_s = time.perf_counter() - self._began
+        ids = torch.tensor([self._request.prompt.token_ids[cache.length :]], device=model.device)
+        with self._traced(REST if stored else PREFILL, ids.shape[1]):
+            self.logits = model.runner.append(ids, cache)[0]
+        return replace(self.plan.outcome(ids.shape[1]), load_s=load_s), cache
+
+    def _blend(self, cache: PositionedCache, choice: Choice | None) -> PromptOutcome:
+        model = self._model
+        assert model.rope is not None
+        target = TransformersTarget(model.runner, model.rope, self._request.prompt.token_ids, cache)
+        options = replace(self._options, trace=self._trace)
+        outcome = fuse(self.plan, target, options if choice is None else choice.limits(options)).outcome
+        assert target.logits is not None
+        self.logits = target.logits
+        return outcome
+
+    def _choose(self, plan: BlendPlan) -> Choice | None:
+        """Let the loading controller choose what to load, and the ratio that costs no time, where the request leaves it both."""
+        model, settings, costs = self._model, self._request.settings, self._model.costs
+        if settings.ratio != "auto" or costs is None or not (plan.uses_stored_kv and model.gate.passed):
+            return None
+        terms = Terms.of(costs, model.profile, settings, model.num_layers)
+        return control(plan, terms, self._options.ratio)
+
+    def _as_said(self) -> Said | None:
+        """Return the prompt as it is looked for among the conversations; None where it may use none of them."""
+        model, prompt, settings = self._model, self._request.prompt, self._request.settings
+        longest = model.runner.longest
+        if settings.reuse == "off" or not model.gate.passed or (longest and len(prompt.token_ids) > longest):
+            return None
+        found = origins(
+            [(span.start, span.end) for span in prompt.spans],
+            prompt.token_ids,
+            self._turn_ends,
+            len(model.header_ids),
+            blend_terms(settings, self._options),
+            self._options.policy.needs_attention,
+        )
+        return Said(prompt.token_ids, found, model.namespace.name, len(prompt.token_ids))
+
+    def answer(self, guide: Guide | None, begin: float) -> Generator[StreamEvent, None, StreamEvent]:
+        """Generate the answer to a prompt that came at ``begin``.
+
+        Yields:
+            Its pieces.
+
+        Returns:
+            What is left of it, with the whole.
+        """
+        model = self._model
+        answer = AnswerBuilder(self._request.sampling, model.tokenizer, model.end_tokens, model.device, guide)
+        self._tokens, ttft = answer.tokens, 0.0
+        while not answer.finished:
+            piece = answer.push(self.logits)
+            if not ttft:
+                ttft = time.perf_counter() - begin
+                self._learn()
+                if model.on_first_logits is not None:
+                    model.on_first_logits(self.logits)
+            if piece is not None:
+                yield StreamEvent(piece)
+            if not answer.finished:
+                self._decode(answer.tokens[-1])
+                self._fed = len(answer.tokens)
+        timings = Timings(ttft, time.perf_counter() - begin)
+        rest, how = answer.flush(), (answer.tokens, answer.finish_reason, timings, answer.logprobs)
+        return StreamEvent(rest, Generation.of(self.outcome, answer.text, *how))
+
+    def _decode(self, token: int) -> None:
+        """Run a token of the answer."""
+        assert self._cache is not None
+        ids = torch.tensor([[token]], device=self._model.device)
+        with self._model.lock, self._traced(DECODE, 1):
+            self.logits = self._model.runner.append(ids, self._cache)[0]
+
+    def _learn(self) -> None:
+        """Let what the prompt took keep the controller's costs current; its first token is there, so its work is done."""
+        outcome, usage = self.outcome, self.outcome.usage
+        took = time.perf_counter() - self._began - outcome.load_s
+        tokens = usage.computed_tokens + usage.selection_tokens
+        computed = Computed(tokens, self.plan.num_tokens, took, self.plan.stored_tokens)
+        self._model.learn(MeasuredCost((computed,), outcome.reads, outcome.load_s))
+
+    def score(self, completions: Sequence[Sequence[int]]) -> list[Score]:
+        """Return the log-likelihood of each completion behind the prompt."""
+        assert self._cache is not None
+        with self._model.lock:
+            return score_behind(self._model.runner, self._cache, self.logits, completions)
+
+    def _traced(self, name: str, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._trace is None else self._trace.during("computing", name, tokens=tokens)
+
+
+def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
+    """Look up a prompt's entries, but for the ``unusable``, and return the plan for what was found."""
+    reuse, runner, snapshots = request.settings.reuse, model.runner, model.snapshots
+
+    def find(token_ids: Sequence[int]) -> StoredKV | None:
+        return model.entries.get(token_ids, snapshots.num_layers if snapshots else model.num_layers)
+
+    wanted = entries_of(request.prompt) if reuse == "chunks" else ()
+    look = SideBySide(find, (ids for ids in wanted if ids not in unusable), model.store.remote)
+
+    def lookup(token_ids: Sequence[int]) -> StoredKV | None:
+        return None if tuple(token_ids) in unusable else look(token_ids)
+
+    if model.gate.passed:
+        return make_plan(request.prompt, model.header_ids, lookup, reuse, runner.longest)
+    why = f"this model is not blended: {model.gate.reason}"
+    if snapshots is None:
+        return BlendPlan(len(request.prompt.token_ids), (), (), (), why)
+    plan = make_plan(request.prompt, model.header_ids, lookup, "off" if reuse == "off" else "prefix")
+    # A chunk that ends the prompt cannot be cut by its last token, as KV can: its state is behind all of it.
+    return replace(plan, stale=(), reason=f"{plan.reason}; {why}")
 
 
 class TransformersEngine(ModelOwner):
@@ -22,7 +253,7 @@ class TransformersEngine(ModelOwner):
     Requests from several threads share the model: their forwards take turns, token by token.
     """
 
-    supports_json_schema: ClassVar[bool] = guidance.INSTALLED
+    supports_json_schema: ClassVar[bool] = GUIDED
     without_json_schema: ClassVar[str] = 'install llguidance ("cacheblend-rag[guided]"), or leave json_schema out'
     supports_scoring: ClassVar[bool] = True
     supports_trace: ClassVar[bool] = True
@@ -35,10 +266,10 @@ class TransformersEngine(ModelOwner):
         request = self.request(prompt, sampling, settings)
         schema, guide = request.sampling.schema(), None
         if schema is not None:
-            guide = guidance.Guide(schema, self.tokenizer, self.subject().vocab_size, self.end_tokens)
+            guide = Guide(schema, self.tokenizer, self.subject().vocab_size, self.end_tokens)
         return self._stream(request, guide, begin)
 
-    def _stream(self, request: Request, guide: guidance.Guide | None, begin: float) -> Iterator[StreamEvent]:
+    def _stream(self, request: Request, guide: Guide | None, begin: float) -> Iterator[StreamEvent]:
         # What is written back once the answer is there belongs to no span of the request.
         with PromptRun(self, request) as run, RequestSpans(self.trace, self.namespace.name) as spans:
             run.prefill(spans.trace)

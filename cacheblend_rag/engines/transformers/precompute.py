@@ -14,8 +14,7 @@ import torch
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.blending.transfer import Arrival, fetch
-from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.precompute import plan_precompute
+from cacheblend_rag.engines.entries import Entries, plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk

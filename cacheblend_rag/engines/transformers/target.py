@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.rope import CosSin, Move, Rope, detect_rope, differ
+from cacheblend_rag.blending.rope import CosSin, Move, Rope, differ, rope_of_runs, two_runs
 from cacheblend_rag.blending.target import BlendTarget, StopForward
 from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.models import longest_blendable
@@ -19,8 +19,6 @@ from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 # Slots kept free behind the prompt, so that most answers never move the cache.
 _DECODE_ROOM = 256
-# Of the measurement of rotation.
-_ROTATED_TOKENS, _ROTATED_BY = 16, 29
 
 
 class ModelRunner:
@@ -256,16 +254,12 @@ class TransformersSubject:
 
     def detect_rope(self) -> Rope:
         """Run the same tokens at two offsets and see how their keys moved, and which of the two cached tensors is the key."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocab_size, (_ROTATED_TOKENS,), generator=generator).tolist()
-        source = torch.arange(_ROTATED_TOKENS, device=self._runner.device)
-        old, new = (self.full_prefill(ids, offset)[1].layers for offset in (0, _ROTATED_BY))
+        old, new = two_runs(self.full_prefill, self.vocab_size)
         # Layer 0's depend on token and position alone. Where only the second moves, the first is MLA's latent.
         if not differ(old[0].k, new[0].k) and differ(old[0].v, new[0].v):
             self._runner.latent_first = True
             old, new = (tuple(LayerKV(x.v, x.k) for x in side) for side in (old, new))
-        keys = [[x.k for x in side] for side in (old, new)]
-        return detect_rope(self._runner.rope_tables(), keys[0], keys[1], source, source + _ROTATED_BY)
+        return rope_of_runs(self._runner.rope_tables(), (old, new))
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""

@@ -1,20 +1,26 @@
-"""Asks vLLM for an answer, and its workers something, with an answer or an error in any case."""
+"""Asks vLLM: for answers, for the KV of chunks, and its workers something, with an answer or an error in any case."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.gate import GateReport
+from cacheblend_rag.engines.entries import Entries, plan_precompute
+from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt
+from cacheblend_rag.prompts.chunk import Chunk
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
+    from vllm.outputs import RequestOutput
 
     from cacheblend_rag.engines.vllm.arguments import Launch
 
@@ -86,3 +92,128 @@ def vllm_sampling(
         logprobs=sampling.logprobs,
         extra_args={"kv_transfer_params": params} if params else None,
     )
+
+
+# Requests that are computed or being written at a time, of all callers together: enough for vLLM's scheduler to fill its
+# batches, no more than may wait for a worker's disk.
+IN_FLIGHT = 64
+_POLL_S = 0.005
+# Other clients of the same workers may have filled their queues; how often to try again, each time after twice as long.
+_TRIES, _PAUSE_S = 8, 0.1
+# How long storage may take to write what is on the way there, before a caller is told that it does not.
+_WRITTEN_WITHIN_S = 120.0
+
+
+class Precompute:
+    """Computes each entry once, however many callers ask for it at the same time. Lives in the client's event loop."""
+
+    def __init__(self, llm: EngineClient, context_window: int, names: Iterator[str], probe: tuple[int, ...]):
+        """Ask ``llm``, under request ids from ``names``; chunks are ranked behind ``probe``."""
+        self._llm, self._context_window, self._names = llm, context_window, names
+        self._probe, self._probed = probe, set[str]()
+        self._written: dict[str, str] = {}
+        self._slots = asyncio.Semaphore(IN_FLIGHT)
+        self._collecting: asyncio.Future[None] | None = None
+        self._computing: dict[str, asyncio.Future[str]] = {}
+
+    async def run(
+        self, entries: Entries, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, ranking: bool
+    ) -> PrecomputeReport:
+        """Compute what is not among ``entries``; see :meth:`BlendEngine.precompute`. With ``ranking``, static deviations, too."""
+        begin = time.perf_counter()
+        plan = await asyncio.to_thread(
+            plan_precompute,
+            chunks,
+            entries,
+            self._context_window,
+            progress,
+            len(self._probe) if ranking else None,
+        )
+        failed = dict(plan.failed)
+        unranked = set(plan.unranked)
+
+        header = entries.header_ids
+
+        async def one(token_ids: tuple[int, ...]) -> None:
+            async with self._slots:
+                key, why = entries.own_key(token_ids), ""
+                if token_ids not in unranked:
+                    why = await self._once(key, lambda: self._saved(entries, token_ids, header))
+                if not why and 0 < len(token_ids) <= plan.most_ranked:
+                    before = (*header, *self._probe)
+                    again = receipt(key, ranking=True)
+                    await self._once(again, lambda: self._saved(entries, token_ids, before, ranking=True))
+            if not token_ids or token_ids in unranked:
+                return
+            if why:
+                failed[plan.chunks[token_ids]] = why
+            if progress is not None:
+                progress(1)
+
+        if ranking and (plan.chunks or unranked):
+            await self._compute_probe(entries)
+        async with asyncio.TaskGroup() as group:
+            for token_ids in (*plan.token_ids, *unranked):
+                group.create_task(one(token_ids))
+        return plan.report(failed, time.perf_counter() - begin)
+
+    async def _once(self, name: str, compute: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """Return why an entry is not in the store, or an empty string."""
+        running = self._computing.get(name)
+        if running is None:
+            running = self._computing[name] = asyncio.ensure_future(compute())
+            running.add_done_callback(lambda _: self._computing.pop(name, None))
+        return await asyncio.shield(running)  # one caller that goes away does not end it for the others
+
+    async def _compute_probe(self, entries: Entries) -> None:
+        """Have vLLM's prefix cache hold header and probe, so that each ranking computes its chunk alone."""
+        if (name := entries.namespace.name) not in self._probed:
+            await self._prefill(entries, [*entries.header_ids, *self._probe], None)
+            self._probed.add(name)
+
+    async def _saved(
+        self, entries: Entries, token_ids: tuple[int, ...], before: tuple[int, ...], ranking: bool = False
+    ) -> str:
+        """Have the workers store or rank ``token_ids`` behind others; return why the entry was not written, or nothing."""
+        job, why = SaveJob(len(before) if token_ids else 0, ranking, entries.namespace), ""
+        for attempt in range(_TRIES):
+            keys = [receipt(key, ranking) for key in entries.written_keys(token_ids)]
+            for key in keys:
+                self._written.pop(key, None)  # of a write that was given up
+            if not await self._prefill(entries, [*before, *token_ids], job):
+                return "vLLM ended its request before its KV was complete"
+            why = await self._receipt(keys)
+            if why != BUSY:
+                break
+            await asyncio.sleep(_PAUSE_S * 2**attempt)
+        return why
+
+    async def _receipt(self, keys: Sequence[str]) -> str:
+        try:
+            async with asyncio.timeout(_WRITTEN_WITHIN_S):
+                while not all(key in self._written for key in keys):
+                    # One question for all who wait: each of them asking would keep the engine from its steps.
+                    if self._collecting is None or self._collecting.done():
+                        self._collecting = asyncio.ensure_future(self._collect())
+                    # Shielded: what the workers have told once they do not tell again, and others wait for theirs.
+                    await asyncio.shield(self._collecting)
+        except TimeoutError:
+            self._collecting = None  # it may hang, and shall not hold up those that come later
+            return f"storage has not written it within {_WRITTEN_WITHIN_S:g} seconds"
+        return next(filter(None, [self._written.pop(key) for key in keys]), "")
+
+    async def _collect(self) -> None:
+        await asyncio.sleep(_POLL_S)
+        for rank in await ask_workers(self._llm, "cacheblend_written"):
+            self._written.update(rank)
+
+    async def _prefill(self, entries: Entries, prompt: list[int], job: SaveJob | None) -> bool:
+        tokens: Any = {"prompt_token_ids": prompt}
+        if (salt := entries.namespace.salt()) is not None:
+            tokens["cache_salt"] = salt
+        params = None if job is None else {"kv_transfer_params": {PARAMS: job.to_params()}}
+        sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args=params)
+        last: RequestOutput | None = None
+        async for output in self._llm.generate(tokens, sampling, next(self._names)):
+            last = output
+        return last is not None and last.outputs[0].finish_reason in {"length", "stop"}

@@ -26,9 +26,8 @@ from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.base import Request, check_length
-from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.entries import Entries, Ranking
 from cacheblend_rag.engines.models import end_tokens
-from cacheblend_rag.engines.precompute import Ranking
 from cacheblend_rag.engines.results import (
     Generation,
     PrecomputeReport,
@@ -39,9 +38,8 @@ from cacheblend_rag.engines.results import (
     likeliest,
 )
 from cacheblend_rag.engines.spans import RequestSpans
-from cacheblend_rag.engines.vllm.asking import ask_gate, vllm_sampling
+from cacheblend_rag.engines.vllm.asking import Precompute, ask_gate, vllm_sampling
 from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, FinishReport
-from cacheblend_rag.engines.vllm.precompute import Precompute
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt

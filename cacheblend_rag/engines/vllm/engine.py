@@ -19,10 +19,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
-from cacheblend_rag.engines.precompute import Ranking
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent
+from cacheblend_rag.engines.entries import Ranking
+from cacheblend_rag.engines.results import (
+    EventQueue,
+    Generation,
+    Item,
+    PrecomputeReport,
+    Score,
+    StreamEvent,
+    last_generation,
+)
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.streaming import EventQueue, Item, last_generation
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.asking import ask_gate, ask_workers
 from cacheblend_rag.engines.vllm.client import BlendClient

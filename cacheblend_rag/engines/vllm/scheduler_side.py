@@ -16,8 +16,7 @@ from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries, SideBySide, entries_of
-from cacheblend_rag.engines.vllm.groups import PageGroup
-from cacheblend_rag.engines.vllm.lending import PageLender
+from cacheblend_rag.engines.vllm.groups import PageGroup, PageLender
 from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
     BlendJob,

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
-from cacheblend_rag.blending.rope import Move, Rope, detect_rope
+from cacheblend_rag.blending.rope import Move, Rope, rope_of_runs, two_runs
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.groups import MissingPageError
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
-
-_ROTATED_TOKENS, _ROTATED_BY = 16, 29
 
 
 def all_ranks(ok: bool) -> bool:
@@ -108,12 +106,8 @@ class PagedSubject:
         return Pages(self._paged, ids, tokens)
 
     def detect_rope(self) -> Rope:
-        """Run the same tokens at two offsets and see how their keys moved."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocab_size, (_ROTATED_TOKENS,), generator=generator).tolist()
-        source = torch.arange(_ROTATED_TOKENS, device=self._paged.device)
-        keys = [[x.k for x in self.full_prefill(ids, offset)[1].layers] for offset in (0, _ROTATED_BY)]
-        return detect_rope(self._paged.rope_tables(), keys[0], keys[1], source, source + _ROTATED_BY)
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        return rope_of_runs(self._paged.rope_tables(), two_runs(self.full_prefill, self.vocab_size))
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""

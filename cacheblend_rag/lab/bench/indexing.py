@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engines.precompute import Ranking
+from cacheblend_rag.engines.entries import Ranking
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
 from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds

@@ -15,7 +15,7 @@ import torch
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.engines.models import dtype_named
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.loading import device_named
+from cacheblend_rag.engines.transformers.owner import device_named
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.doctor.random_models import random_config, random_model

@@ -15,9 +15,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.vllm import precompute, worker_side
+from cacheblend_rag.engines.vllm import asking, worker_side
+from cacheblend_rag.engines.vllm.asking import IN_FLIGHT
 from cacheblend_rag.engines.vllm.messages import BUSY, Save, SaveJob, receipt
-from cacheblend_rag.engines.vllm.precompute import IN_FLIGHT
 from cacheblend_rag.engines.vllm.saving import UNWRITTEN
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.prompts.chunk import Chunk
@@ -125,10 +125,10 @@ class Client:
 async def test_a_save_that_found_no_room_is_tried_again_and_in_the_end_reported(
     monkeypatch: pytest.MonkeyPatch, receipts: list[str], prompts: int, failed: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(precompute, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
     entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
     client = Client(receipts)
-    run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    run = asking.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
     report = await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, ranking=False)
     assert (client.prompts, report.failed) == (prompts, failed)
 
@@ -136,7 +136,7 @@ async def test_a_save_that_found_no_room_is_tried_again_and_in_the_end_reported(
 async def test_storage_that_hangs_is_reported_and_a_receipt_that_comes_too_late_is_not_taken_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(precompute, "_WRITTEN_WITHIN_S", 0.01)
+    monkeypatch.setattr(asking, "_WRITTEN_WITHIN_S", 0.01)
     entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
     key = receipt(entries.own_key((1, 2, 3)), False)
     client = Client([])
@@ -147,13 +147,13 @@ async def test_storage_that_hangs_is_reported_and_a_receipt_that_comes_too_late_
 
     answered = client.collective_rpc
     monkeypatch.setattr(client, "collective_rpc", never)
-    run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    run = asking.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
     report = await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, ranking=False)
     assert "has not written it within" in report.failed["c"]
     run._written[key] = "too late"
     client.receipts = [""]
     monkeypatch.setattr(client, "collective_rpc", answered)
-    monkeypatch.setattr(precompute, "_WRITTEN_WITHIN_S", 60.0)
+    monkeypatch.setattr(asking, "_WRITTEN_WITHIN_S", 60.0)
     assert not (await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, ranking=False)).failed
 
 
@@ -173,7 +173,7 @@ async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> Non
 
     client = Client([])
     client.collective_rpc = one_at_a_time  # type: ignore[method-assign]
-    run = precompute.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+    run = asking.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
     assert not (await run.run(entries, chunks, None, ranking=False)).failed
     assert most == 1 and not written
 

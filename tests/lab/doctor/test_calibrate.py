@@ -12,7 +12,7 @@ from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import highest
-from cacheblend_rag.engines.transformers.loading import usable_attention
+from cacheblend_rag.engines.transformers.owner import usable_attention
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.calibration_prompts import CalibrationPrompt
