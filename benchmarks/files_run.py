@@ -134,7 +134,8 @@ def chat() -> dict[str, set[str]]:
     from langchain_cacheblend import ChatCacheBlend
     from langchain_core.messages import HumanMessage, SystemMessage
 
-    from cacheblend_rag import DEFAULT_INSTRUCTION, RagPipeline, RemoteEngine, bundled_corpus
+    from cacheblend_rag import RagPipeline, RemoteEngine, bundled_corpus
+    from cacheblend_rag.frameworks import DEFAULT_INSTRUCTION
 
     with tempfile.TemporaryDirectory() as folder:
         watched = Watched(Path(folder))

@@ -11,7 +11,7 @@ import pytest
 from cacheblend_rag.demo import bundle
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_corpus, bundled_questions
 from cacheblend_rag.demo.comparison import METHODS
-from cacheblend_rag.engines import model_files
+from cacheblend_rag.engines import models
 from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def small_demo(monkeypatch, model_dir, documents):
         for module in ("cacheblend_rag.demo.bundle", "cacheblend_rag.demo.comparison"):
             monkeypatch.setattr(f"{module}.bundled_questions", lambda: list(rows))
 
-    monkeypatch.setattr(model_files, "bundled_model_directory", lambda: Path(model_dir))
+    monkeypatch.setattr(models, "bundled_model_directory", lambda: Path(model_dir))
     monkeypatch.setattr(bundle, "bundled_corpus", lambda: documents)
     questions()
     return questions
