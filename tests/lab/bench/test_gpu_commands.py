@@ -15,7 +15,7 @@ from benchmarks import gpu, predict
 from cacheblend_rag.cli import app
 from tests.device import simulated
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EVERY = {name: one for engine in ("transformers", "vllm") for name, one in gpu.measurements(engine).items()}
 
 

@@ -20,7 +20,7 @@ from cacheblend_rag.retrieval.chunking import split_text
 
 pytestmark = pytest.mark.slow
 
-FOREIGN = Path(__file__).parents[2] / "docs/internals/vllm.md"
+FOREIGN = Path(__file__).parents[3] / "docs/internals/vllm.md"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from cacheblend_rag.engines.results import Generation, StreamEvent, Timings
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.tuning.generate import REQUEST, generate_questions
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.rag.pipeline import RagPipeline
 from tests.conftest import CHATML, byte_level
 from tests.fake_engine import FakeEngine
@@ -33,8 +34,14 @@ class Writer(FakeEngine):
     mumbles = ""
 
     def stream(self, prompt, sampling=None, settings=None) -> Iterator[StreamEvent]:
-        chunks = [part.text for part in prompt.segments if isinstance(part, Chunk)]
-        rest = "".join(part for part in prompt.segments if isinstance(part, str))
+        if isinstance(prompt, TokenizedPrompt):
+            chunks = [span.chunk.text for span in prompt.spans]
+            edges = [0, *(edge for span in prompt.spans for edge in (span.start, span.end)), len(prompt.token_ids)]
+            between = zip(edges[::2], edges[1::2], strict=True)
+            rest = "".join(self.tokenizer.decode(prompt.token_ids[a:b]) for a, b in between)
+        else:
+            chunks = [part.text for part in prompt.segments if isinstance(part, Chunk)]
+            rest = "".join(part for part in prompt.segments if isinstance(part, str))
         asked = next((text for text, (question, _) in FACTS.items() if question in rest), None)
         if asked is None:
             said = "Hm?" if chunks[0] == self.mumbles else f" {FACTS[chunks[0]][0]}"
