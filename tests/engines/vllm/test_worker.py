@@ -161,14 +161,14 @@ async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> Non
     entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
     chunks = [Chunk(str(number), "", (number, number + 1)) for number in range(40)]
     written = [{receipt(entries.own_key(chunk.token_ids), False): ""} for chunk in chunks]
-    asking, most = 0, 0
+    waiting, most = 0, 0
 
     async def one_at_a_time(_: str) -> list[dict[str, str]]:
-        nonlocal asking, most
-        asking += 1
-        most = max(most, asking)
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
         await asyncio.sleep(0)
-        asking -= 1
+        waiting -= 1
         return [written.pop()]
 
     client = Client([])
