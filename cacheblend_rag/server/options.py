@@ -13,9 +13,8 @@ DEFAULT_MAX_CHUNKS = 1_000_000
 
 
 def _nbytes(size: object) -> int:
-    from cacheblend_rag.store.opening import (
-        parse_size,  # here: it imports torch, which a list of flags need not wait for
-    )
+    # Here: it imports torch, which a list of flags need not wait for.
+    from cacheblend_rag.store.opening import parse_size
 
     return size if isinstance(size, int) else parse_size(str(size))
 

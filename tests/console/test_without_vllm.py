@@ -22,8 +22,8 @@ PACKAGE = "cacheblend_rag.engines.vllm"
 
 
 @pytest.fixture
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of vLLM's side has been imported yet, whatever ran before."""
+def _fresh() -> Iterator[None]:
+    """Nothing of vLLM's side has been imported yet, whatever ran before; what was is put back at the end."""
     before = {
         name: module for name, module in sys.modules.items() if name.startswith((PACKAGE, "cacheblend_rag.server"))
     }
@@ -59,7 +59,7 @@ def test_where_vllm_is_missing_it_is_said_what_to_install(run, monkeypatch, tmp_
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_a_vllm_that_does_not_start_is_told_in_a_few_lines_without_its_tracebacks(capfd, monkeypatch, tmp_path):
+def test_a_vllm_that_does_not_start_is_told_in_a_few_lines_without_its_tracebacks(capfd, tmp_path):
     folder = Path(cacheblend_rag.engines.__file__).parent / "vllm"
     spec = importlib.util.spec_from_file_location(f"{PACKAGE}.starting", folder / "starting.py")
     assert spec is not None and spec.loader is not None
@@ -74,7 +74,8 @@ def test_a_vllm_that_does_not_start_is_told_in_a_few_lines_without_its_traceback
 
     package = ModuleType(PACKAGE)
     vars(package).update(VLLMEngine=Engine, __path__=[str(folder)])
-    monkeypatch.setitem(sys.modules, PACKAGE, package)
+    # `_fresh` puts back what was there; monkeypatch, which ends later, would take that out again.
+    sys.modules[PACKAGE] = package
     with capfd.disabled(), pytest.raises(ModelError) as failed:
         open_vllm(ModelOptions("acme"), tmp_path, None, None)
     said = str(failed.value)
