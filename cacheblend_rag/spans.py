@@ -1,7 +1,8 @@
 """Tells OpenTelemetry of a request: spans, through the API's global tracer.
 
-Where no SDK is set up nothing is recorded, and a span costs microseconds. None holds what a document, a prompt, an answer or an
-error says: they have numbers, names of tiers and policies, and reasons in our own words.
+Where no SDK is set up nothing is recorded, and a span costs microseconds; without the API's package there are none. None
+holds what a document, a prompt, an answer or an error says: they have numbers, names of tiers and policies, and reasons in our
+own words.
 """
 
 from __future__ import annotations
@@ -9,33 +10,57 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from opentelemetry import context, propagate, trace
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+try:
+    from opentelemetry import context, propagate, trace
+except ImportError:  # a bare image of torch and transformers
+    _told = False
+else:
+    _told = True
+    _tracer = trace.get_tracer("cacheblend_rag")  # finds the provider when one is set, be that before or after
 
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+
+Side = Literal["internal", "client", "server"]
+"""Which side of a request a span is: of one within a process, or of one between two."""
 _T = TypeVar("_T")
-_tracer = trace.get_tracer("cacheblend_rag")  # finds the provider when one is set, be that before or after
+_END: Any = object()
 
 
-def begin(
-    name: str, kind: SpanKind = SpanKind.INTERNAL, parent: Context | None = None, begun: float | None = None
-) -> Span:
+class _Silent:
+    """Stands for a span where the API is missing."""
+
+    def is_recording(self) -> bool:
+        """Return False."""
+        return False
+
+    def end(self, *_: Any) -> None:
+        """Do nothing."""
+
+    set_attribute = set_attributes = end
+
+
+def begin(name: str, side: Side = "internal", parent: Context | None = None, begun: float | None = None) -> Span:
     """Begin a span.
 
     Args:
         name: As ``cacheblend.generate``.
-        kind: Whether it is a client's or a server's side of a request.
+        side: Whether it is a client's or a server's side of a request.
         parent: None takes the span that is current.
         begun: When it began, by ``time.perf_counter``; None is now.
     """
+    if not _told:
+        return cast("Span", _Silent())
+    kind = trace.SpanKind[side.upper()]
     return _tracer.start_span(name, parent, kind, start_time=None if begun is None else _since_epoch(begun))
 
 
 def part(of: Span, name: str, begun: float, ended: float, **attributes: Any) -> Span:
     """Add a span of what ran from ``begun`` to ``ended``, by ``time.perf_counter``, as a part of another; return it."""
-    made = begin(name, parent=trace.set_span_in_context(of), begun=begun)
+    made = begin(name, parent=trace.set_span_in_context(of) if _told else None, begun=begun)
     made.set_attributes(attributes)
     made.end(_since_epoch(ended))
     return made
@@ -54,7 +79,7 @@ def span(name: str) -> Iterator[Span]:
 def current(of: Span) -> Iterator[None]:
     """Have a span be current for what runs inside; an error ends it, marked, but without its message."""
     try:
-        with trace.use_span(of, record_exception=False, set_status_on_exception=False):
+        with _inside(of):
             yield
     except BaseException as error:
         failed(of, error)
@@ -62,17 +87,29 @@ def current(of: Span) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _inside(of: Span) -> Iterator[None]:
+    if not _told:
+        yield
+        return
+    token = context.attach(trace.set_span_in_context(of))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
 def failed(of: Span, error: BaseException) -> None:
     """Note how a span ended. That the reader of a stream went away is no error."""
     name = type(error).__name__
     of.set_attribute("error.type", name)
-    if isinstance(error, Exception):
-        of.set_status(Status(StatusCode.ERROR, name))
+    if _told and isinstance(error, Exception):
+        of.set_status(trace.Status(trace.StatusCode.ERROR, name))
 
 
 def recording() -> bool:
     """Say whether anybody records the span that is current."""
-    return trace.get_current_span().is_recording()
+    return _told and trace.get_current_span().is_recording()
 
 
 def headers(of: Span | None = None) -> dict[str, str]:
@@ -81,22 +118,19 @@ def headers(of: Span | None = None) -> dict[str, str]:
     They are W3C's ``traceparent`` and ``tracestate``, or what ``OTEL_PROPAGATORS`` says; none without a trace.
     """
     carrier: dict[str, str] = {}
-    propagate.inject(carrier, None if of is None else trace.set_span_in_context(of))
+    if _told:
+        propagate.inject(carrier, None if of is None else trace.set_span_in_context(of))
     return carrier
 
 
 def within(of: Span, items: Iterator[_T]) -> Generator[_T, None, None]:
     """Yield ``items`` with a span being current while each is made, and not while it is used; the span ends behind them."""
-    inside = trace.set_span_in_context(of)
     try:
         while True:
-            token = context.attach(inside)
-            try:
-                item = next(items)
-            except StopIteration:
+            with _inside(of):
+                item = next(items, _END)
+            if item is _END:
                 return
-            finally:
-                context.detach(token)
             yield item
     except BaseException as error:
         failed(of, error)
@@ -109,16 +143,12 @@ def within(of: Span, items: Iterator[_T]) -> Generator[_T, None, None]:
 
 async def awithin(of: Span, items: AsyncIterator[_T]) -> AsyncGenerator[_T, None]:
     """Do the same for an asynchronous iterator."""
-    inside = trace.set_span_in_context(of)
     try:
         while True:
-            token = context.attach(inside)
-            try:
-                item = await anext(items)
-            except StopAsyncIteration:
+            with _inside(of):
+                item = await anext(items, _END)
+            if item is _END:
                 return
-            finally:
-                context.detach(token)
             yield item
     except BaseException as error:
         failed(of, error)

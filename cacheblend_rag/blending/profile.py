@@ -10,9 +10,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from platformdirs import user_data_path
+from typing import Any, Literal
 
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions, TextRange, TextRatio
 from cacheblend_rag.blending.policies import policy
@@ -149,8 +147,17 @@ def save_profile(profile: ModelProfile, digest: str, model_directory: Path | Non
 def user_file(kind: str, name: str) -> Path:
     """Return where a JSON file of a kind lies among the user's files: in CACHEBLEND_HOME, else where the system keeps them."""
     home = os.environ.get("CACHEBLEND_HOME")
-    root = Path(home) if home else user_data_path("cacheblend")
+    root = Path(home) if home else user_folder("data")
     return root / kind / f"{name}.json"
+
+
+def user_folder(kind: Literal["cache", "data"]) -> Path:
+    """Return where the system keeps what programs keep for this user."""
+    try:
+        from platformdirs import user_cache_path, user_data_path
+    except ImportError:  # a bare image of torch and transformers, and those are Linux
+        return Path.home() / (".cache" if kind == "cache" else ".local/share") / "cacheblend"
+    return (user_cache_path if kind == "cache" else user_data_path)("cacheblend")
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:

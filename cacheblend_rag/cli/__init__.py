@@ -32,11 +32,16 @@ _COMMANDS = {
     "serve": "cacheblend_rag.cli.serve:serve",
     "store": "cacheblend_rag.cli.store:store",
     "ui": "cacheblend_rag.cli.ui:ui",
+    "bench": "cacheblend_rag.lab.commands.bench:bench",
+    "eval": "cacheblend_rag.lab.commands.eval:evaluate_command",
+    "figures": "cacheblend_rag.lab.commands.eval:figures",
+    "realm": "cacheblend_rag.lab.commands.realm:realm",
+    "tune-retriever": "cacheblend_rag.lab.commands.tune:tune_retriever",
 }
 
 
 class _Commands(Mapping[str, Any]):
-    """Finds commands by name: the product's, and those that packages bring as entry points, the lab's among them."""
+    """Finds commands by name: the product's, the lab's, and those that other packages bring as entry points."""
 
     def __getitem__(self, name: str) -> Any:
         if name in _COMMANDS:
@@ -54,7 +59,7 @@ class _Commands(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         yield from _COMMANDS
-        yield from sorted(entry_points(group=_PLUGINS).names)
+        yield from sorted(entry_points(group=_PLUGINS).names - _COMMANDS.keys())
 
     def __len__(self) -> int:
         return len(list(iter(self)))

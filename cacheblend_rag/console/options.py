@@ -172,9 +172,9 @@ def store_directory(given: Path | None) -> Path:
     home = os.environ.get("CACHEBLEND_HOME")
     if home:
         return Path(home) / "store"
-    from platformdirs import user_cache_path
+    from cacheblend_rag.blending.profile import user_folder
 
-    return user_cache_path("cacheblend") / "store"
+    return user_folder("cache") / "store"
 
 
 def index_directory(directory: Path | None, namespace: str) -> Path:

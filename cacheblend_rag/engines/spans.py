@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-from opentelemetry.trace import Span, SpanKind
+from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend_rag import spans
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.trace import DECODE, PLAN, PREFILL, REST, Recorded, Trace
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 _Events = Sequence[Mapping[str, Any]]
 _PARTS = {
@@ -34,15 +35,15 @@ class RequestSpans:
         trace: Where to record what is done for the request; None where nobody wants to know.
     """
 
-    def __init__(self, whole: Trace | None, namespace: str, kind: SpanKind = SpanKind.INTERNAL):
+    def __init__(self, whole: Trace | None, namespace: str, side: spans.Side = "internal"):
         """Begin a request.
 
         Args:
             whole: A trace of all requests, which this one's is added to; None where there is none.
             namespace: Of the engine that answers it.
-            kind: Whether another process answers it.
+            side: Whether another process answers it.
         """
-        self._span, self._whole = spans.begin("cacheblend.generate", kind), whole
+        self._span, self._whole = spans.begin("cacheblend.generate", side), whole
         self._wanted = self._span.is_recording()
         self.trace = Trace() if self._wanted or whole is not None else None
         if self._wanted:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from opentelemetry import propagate
-from opentelemetry.trace import INVALID_SPAN, SpanKind, format_trace_id, get_current_span
+from opentelemetry.trace import INVALID_SPAN, format_trace_id, get_current_span
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -167,7 +167,7 @@ class Observe:
             status = message.get("status", status)
             await send(message)
 
-        span = spans.begin(method, SpanKind.SERVER, propagate.extract(Headers(scope=scope)))
+        span = spans.begin(method, "server", propagate.extract(Headers(scope=scope)))
         with spans.current(span):
             await self._app(scope, receive, watched)
         # Not the path: a client chooses what it says.

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 
-from opentelemetry.trace import SpanKind
 from pydantic import ValidationError
 
 from cacheblend_rag.blending.gate import GateReport
@@ -213,7 +212,7 @@ class RemoteEngine(BlendEngine):
 
     def _spans(self) -> RequestSpans:
         """Return the spans of a request; those of the server are parts of them."""
-        return RequestSpans(None, self.namespace.name, SpanKind.CLIENT)
+        return RequestSpans(None, self.namespace.name, "client")
 
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

@@ -8,7 +8,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from scipy.stats import spearmanr
 
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import POLICIES, policy
@@ -145,6 +144,8 @@ def _visible(measurement: PromptMeasurement, layer: int) -> float:
 
 
 def _correlation(deviation: torch.Tensor, oracle: torch.Tensor) -> float:
+    from scipy.stats import spearmanr
+
     # Where all are equal there is no order, and none is like the oracle's.
     return 0.0 if float(deviation.max()) == float(deviation.min()) else float(spearmanr(deviation, oracle).statistic)
 

@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import nnls
 
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.settings import FULL_REUSE, BlendSettings
@@ -42,6 +41,8 @@ def measure_prefills(place: Workbench) -> dict[int, float]:
 
 def fit_compute(measured_s: dict[int, float]) -> ComputeCost:
     """Return the cost, of parts that are not negative, whose prefills of some lengths come nearest to what was measured."""
+    from scipy.optimize import nnls
+
     tokens = np.array(sorted(measured_s), np.float64)
     seconds = np.array([measured_s[int(count)] for count in tokens])
     terms = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1)

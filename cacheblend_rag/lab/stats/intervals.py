@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from scipy.stats import beta
 
 RESAMPLES: Final = 2000
 CONFIDENCE: Final = 0.95
@@ -27,6 +26,8 @@ def share_interval(values: Sequence[float], groups: Sequence[str]) -> Interval:
     counts once. An empty group name is a group of its own. With fewer than :data:`MIN_GROUPS` groups values count one by
     one all the same, and the interval is only a lower bound of the uncertainty.
     """
+    from scipy.stats import beta
+
     sums, counts = _by_group(values, groups)
     total, share = float(counts.sum()), float(sums.sum() / counts.sum())
     if len(sums) >= MIN_GROUPS:
@@ -43,6 +44,8 @@ def share_bounds(values: Sequence[float], groups: Sequence[str], confidence: flo
     As :func:`share_interval`, and never surer than one would be with no 0 at all, each group counting once: a few 0 say too
     little about how much the values of one group depend on each other.
     """
+    from scipy.stats import beta
+
     sums, counts = _by_group(values, groups)
     share = float(sums.sum() / counts.sum())
     best = float((1 - confidence) ** (1 / len(sums)))

@@ -1,0 +1,73 @@
+"""What measures a GPU starts from a clone, on an image that has little more than torch, transformers and what these need."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+# The one list of what is there. What these need themselves is there, too; nothing else is.
+IMAGE = ("torch", "transformers", "triton", "tokenizers", "numpy", "safetensors", "typer", "rich", "xxhash", "filelock")
+
+
+def needed(names: tuple[str, ...]) -> Iterator[metadata.Distribution]:
+    """Yield installed packages and all that they require."""
+    seen, left = set(), list(names)
+    while left:
+        name = canonicalize_name(left.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # for another platform
+            continue
+        yield found
+        wanted = map(Requirement, found.requires or ())
+        left += [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory) -> dict[str, str]:
+    """Return the environment of a Python that finds this clone and the image's packages alone."""
+    packages = tmp_path_factory.mktemp("packages")
+    for each in needed(IMAGE):
+        for name in {file.parts[0] for file in each.files or ()} - {"..", "__pycache__"}:
+            if not (packages / name).exists():
+                (packages / name).symlink_to(str(each.locate_file(name)))
+    home = tmp_path_factory.mktemp("home")
+    return {**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", "HOME": str(home)}
+
+
+def run(bare: dict[str, str], *arguments: str) -> str:
+    """Run Python without the packages of its environment; return what it prints."""
+    done = subprocess.run([sys.executable, "-S", *arguments], env=bare, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["ram", "disk"])
+def test_bench_measures_there(bare, kv):
+    small = ("--chunks", "2", "--chunk-tokens", "24", "--question-tokens", "8", "--repeat", "1")
+    model = ("--random-weights", "llama:2x256", "--dtype", "bfloat16", "--kv", kv)
+    said = json.loads(run(bare, "-m", "cacheblend_rag", "bench", "ttft", *model, *small, "--json"))
+    assert said["methods"]["blend"]["reused_tokens"], said
+
+
+@pytest.mark.slow
+def test_what_measures_trains_and_stores_is_imported_there(bare):
+    folders = ("blending", "prompts", "engines/transformers", "engines/kernels", "lab/bench", "lab/doctor", "lab/learn")
+    files = [file for folder in folders for file in (ROOT / "cacheblend_rag" / folder).glob("*.py")]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    names += ["cacheblend_rag.store.opening", "cacheblend_rag.store.tiered"]
+    run(bare, "-c", f"import importlib\nfor name in {names}: importlib.import_module(name)")
