@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import why_not_blendable
 from cacheblend_rag.engines.vllm.blends import BlendQueue
 from cacheblend_rag.engines.vllm.groups import page_groups, unknown_kinds
+from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import LEAST_PREFILL, PREFILL, Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
@@ -58,26 +61,41 @@ class WorkerSide:
         self.saver = Saver(entries)
 
     def bind(self, model: Any, device: torch.device) -> None:
-        """Take the model and run the parity gate."""
-        refusal = why_not_in_vllm(self._vllm_config, self._kv_cache_config)
+        """Take the model and run the parity gate. Whatever goes wrong is a refusal: vLLM then prefills as ever."""
+        refusal = _refusal(partial(self._wrap, model, device))
         if refusal is None:
-            paged = self._paged = PagedModel(model, device, self._vllm_config, self._kv_cache_config, self.kv_caches)
-            if paged.kernel_block_size != paged.block_size:
-                refusal = (
-                    f"its attention kernel has pages of {paged.kernel_block_size} tokens, vLLM's scheduler blocks of "
-                    f"{paged.block_size}: start it with --block-size {paged.kernel_block_size}"
-                )
-            elif not paged.layout_is_known():
-                refusal = "this attention backend lays its KV cache out in an unknown way"
+            refusal = _refusal(self._pass_gate)
+        if refusal is None:
+            refusal = _refusal(partial(self._begin, device))
         if refusal is not None:
-            self.gate = GateReport(False, refusal)
-            return
-        self.gate, self._rope = _gate(paged, self._entries.store.codecs)
-        if self._rope is not None:
-            self.saver.bind(paged, self._rope)
-            page_lock_for(self._entries.store, device)
-            if self.gate.passed:
-                self._blends = BlendQueue(paged, self._rope, self._entries, StepClock(device))
+            self.gate = replace(self.gate, passed=False, reason=refusal)
+            self._blends = self._paged = None
+
+    def _wrap(self, model: Any, device: torch.device) -> str | None:
+        """Wrap the model; return why it cannot be blended."""
+        if (refusal := why_not_in_vllm(self._vllm_config, self._kv_cache_config)) is not None:
+            return refusal
+        if self.kv_caches.keys() - {name for g in self._kv_cache_config.kv_cache_groups for name in g.layer_names}:
+            return "some of its layers use the KV of others"
+        paged = PagedModel(model, device, self._vllm_config, self._kv_cache_config, self.kv_caches)
+        if paged.kernel_block_size != paged.block_size:
+            return (
+                f"its attention kernel has pages of {paged.kernel_block_size} tokens, vLLM's scheduler blocks of "
+                f"{paged.block_size}: start it with --block-size {paged.kernel_block_size}"
+            )
+        self._paged = paged
+        return None if paged.layout_is_known() else "this attention backend lays its KV cache out in an unknown way"
+
+    def _pass_gate(self) -> str | None:
+        assert self._paged is not None
+        self.gate, self._rope = _gate(self._paged, self._entries.store.codecs)
+        return None if self.gate.passed else self.gate.reason
+
+    def _begin(self, device: torch.device) -> None:
+        assert self._paged is not None and self._rope is not None
+        self.saver.bind(self._paged, self._rope)
+        page_lock_for(self._entries.store, device)
+        self._blends = BlendQueue(self._paged, self._rope, self._entries, StepClock(device))
 
     def attention_begins(self, layer_name: str) -> None:
         """See :meth:`PagedModel.attention_begins`."""
@@ -189,9 +207,19 @@ def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str |
     return next((reason for reason, holds in reasons.items() if holds), None) or why_not_blendable(text)
 
 
+def _refusal(step: Callable[[], str | None]) -> str | None:
+    """Take a step of binding, as all ranks do; return why one of them cannot: what it said, or what it raised."""
+    try:
+        refusal = step()
+    except Exception as error:  # of a foreign model, vLLM's metadata, a driver: none of it may end the engine
+        refusal = f"it cannot be prepared for blending ({type(error).__name__}: {error})"
+        _log.warning("This model is not blended: %s", refusal, exc_info=_log.isEnabledFor(logging.DEBUG))
+    return refusal if all_ranks(refusal is None) or refusal is not None else "another rank cannot blend it"
+
+
 def _gate(paged: PagedModel, codecs: Sequence[str]) -> tuple[GateReport, Rope | None]:
     """Run the parity gate with the kernels, where every rank has them; without, if the model does not pass it with them."""
-    kernels = paged.find_kernels()
+    kernels = _kernels(paged)
     for chosen in (kernels, None) if all_ranks(kernels is not None) else (None,):
         paged.kernels = chosen
         report, rope = run_gate(PagedSubject(paged), codecs)
@@ -203,3 +231,11 @@ def _gate(paged: PagedModel, codecs: Sequence[str]) -> tuple[GateReport, Rope | 
                 "Blends do without the kernels for the GPU: the parity gate fails with them (%s)", report.reason
             )
     return report, rope
+
+
+def _kernels(paged: PagedModel) -> Kernels | None:
+    try:
+        return paged.find_kernels()
+    except Exception as error:  # of a compiler or a driver
+        _log.warning("Blends do without the kernels for the GPU: %s: %s", type(error).__name__, error)
+        return None

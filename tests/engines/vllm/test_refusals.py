@@ -13,8 +13,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm import worker_side
+from cacheblend_rag.engines.vllm.messages import StepMeta
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide, why_not_in_vllm
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -101,8 +103,80 @@ def test_a_model_without_a_kv_cache_is_named() -> None:
 def test_a_kernel_that_splits_blocks_is_named_with_the_flag_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = SimpleNamespace(kernel_block_size=64, block_size=128)
     monkeypatch.setattr(worker_side, "PagedModel", lambda *_: paged)
-    entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
-    side = WorkerSide(entries, configured(), groups(), 100.0)
+    assert "--block-size 64" in bound().gate.reason
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_side, "all_ranks", lambda ok: ok)
+
+
+def bound(**kv_caches: torch.Tensor) -> WorkerSide:
+    """A worker's half that was shown a model and did not raise; it must not blend."""
+    side = WorkerSide(Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ()), configured(), groups(), 100.0)
+    side.kv_caches = kv_caches
     side.bind(None, torch.device("cpu"))
     assert not side.gate.passed
-    assert "--block-size 64" in side.gate.reason
+    side.take(StepMeta(loads=[SimpleNamespace(request_id="7")]))  # type: ignore[list-item]
+    side.blend()
+    assert side.take_finished(set()) == ({"7"}, {"7"})  # vLLM prefills it
+    return side
+
+
+class Sound:
+    """A model that can be wrapped."""
+
+    kernel_block_size = block_size = 16
+    num_layers, vocab_size, dtype = 2, 9, torch.float32
+
+    def __init__(self, *_: Any):
+        pass
+
+    def layout_is_known(self) -> bool:
+        return True
+
+    def find_kernels(self) -> None:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+
+def test_layers_that_use_the_kv_of_others_are_named() -> None:
+    assert "use the KV of others" in bound(**{"layers.0": torch.empty(0), "layers.1": torch.empty(0)}).gate.reason
+
+
+@pytest.mark.parametrize("error", [StopIteration(), KeyError("layers.3"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_model_that_cannot_be_wrapped_ends_no_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def wrap(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(worker_side, "PagedModel", wrap)
+    assert type(error).__name__ in bound().gate.reason
+    assert [record.getMessage().startswith("This model is not blended") for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("failing", ["page_lock_for", "BlendQueue", "StepClock"])
+def test_what_fails_behind_the_gate_ends_no_engine(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    monkeypatch.setattr(worker_side, "PagedModel", Sound)
+    monkeypatch.setattr(worker_side, "run_gate", lambda *_: (GateReport(True), SimpleNamespace()))
+    monkeypatch.setattr(worker_side, failing, fails)
+    assert "driver version is insufficient" in bound().gate.reason
+
+
+def test_kernels_that_cannot_be_looked_for_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_side, "run_gate", lambda *_: (GateReport(True), SimpleNamespace()))
+    report, _ = worker_side._gate(Sound(), ())  # type: ignore[arg-type]
+    assert report.passed
+    assert "no kernel image" in caplog.text
+
+
+def test_what_another_rank_cannot_do_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_side, "PagedModel", Sound)
+    monkeypatch.setattr(worker_side, "run_gate", lambda *_: pytest.fail("the other rank does not run it"))
+    monkeypatch.setattr(worker_side, "all_ranks", lambda ok: False)
+    assert "another rank" in bound().gate.reason
