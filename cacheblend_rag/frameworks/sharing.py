@@ -43,7 +43,8 @@ def shared_engine(
     closed before is opened anew.
 
     Args:
-        model: A directory, a hub name or ``"bundled"``; with ``base_url`` the name that the server must serve.
+        model: A directory, a GGUF file, a hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name that the
+            server must serve.
         engine: What runs the model here.
         store: As of :class:`TransformersEngine`.
         device: Likewise; vLLM chooses for itself.
@@ -91,8 +92,8 @@ def _named(
         model = None if base_url else os.environ.get("CACHEBLEND_MODEL")
         if not base_url and not model:
             raise InputError(
-                "There is neither a model nor a server. Give model= (a directory, a hub name or 'bundled') or base_url=, or set "
-                "CACHEBLEND_MODEL or CACHEBLEND_BASE_URL."
+                "There is neither a model nor a server. Give model= (a directory, a GGUF file, a hub name, 'smollm2' or "
+                "'bundled') or base_url=, or set CACHEBLEND_MODEL or CACHEBLEND_BASE_URL."
             )
     if base_url:
         _refuse("the model runs on the server", store=store, device=device, engine=engine if engine != HERE else None)

@@ -27,7 +27,11 @@ class ServeFlags:
     """The flags that are the server's alone; sizes are in bytes."""
 
     model: Annotated[
-        str | None, typer.Option("--model", help="Model directory or hub name, also -m (default: the bundled model).")
+        str | None,
+        typer.Option(
+            "--model",
+            help="smollm2, a model directory, a GGUF file or a hub name, also -m (default: the bundled model).",
+        ),
     ] = None
     ratio: Annotated[
         float | None,

@@ -17,7 +17,7 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
 from cacheblend_rag.engines.entries import Ranking
-from cacheblend_rag.engines.models import is_bundled, model_directory
+from cacheblend_rag.engines.models import is_named, model_directory
 from cacheblend_rag.engines.remote.wire import (
     ServerAnswer,
     Wire,
@@ -305,7 +305,7 @@ def _tokenizer_of(model: ModelInfo, given: Any) -> Any:
         name = model.tokenizer
         try:
             # Only the tokenizer's files: a client needs none of the weights.
-            given = AutoTokenizer.from_pretrained(model_directory(None) if is_bundled(name) else name)
+            given = AutoTokenizer.from_pretrained(model_directory(name) if is_named(name) else name)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"The server's tokenizer {name!r} cannot be loaded here: {error} Give tokenizer= (that of the same model)."

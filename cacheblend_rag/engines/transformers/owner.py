@@ -21,7 +21,14 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.entries import Entries, Ranking
-from cacheblend_rag.engines.models import BUNDLED_MODEL, end_tokens, is_bundled, model_directory, why_not_blendable
+from cacheblend_rag.engines.models import (
+    BUNDLED_MODEL,
+    SMOLLM2,
+    end_tokens,
+    is_bundled,
+    model_directory,
+    why_not_blendable,
+)
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers import attention
 from cacheblend_rag.engines.transformers.cache import Conversations
@@ -49,7 +56,7 @@ class LoadedModel:
 
 
 def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype | None) -> LoadedModel:
-    """Load ``model``: None (the bundled one), a directory, a hub name, or a loaded model.
+    """Load ``model``, which is loaded already, or found as :func:`model_directory` finds it.
 
     Raises:
         ModelError: It cannot be loaded; the message says why.
@@ -70,7 +77,8 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"Cannot load the model {name!r}: {_first_line(error)} Give a directory with a Hugging Face causal LM "
-            "(config.json, weights, tokenizer), a hub name, or nothing for the bundled model."
+            "(config.json, weights, tokenizer), a GGUF file, a hub name, or a model that is known by name: "
+            f"{BUNDLED_MODEL}, {SMOLLM2}."
         ) from error
     loaded = loaded.to(device).eval()
     return LoadedModel(
@@ -143,7 +151,7 @@ class ModelOwner(BlendEngine):
         """Load the model and run the parity gate.
 
         Args:
-            model: A directory, a hub name, a loaded model, or None for the bundled one.
+            model: A directory, a GGUF file, a hub name, ``"smollm2"``, a loaded model, or None for the bundled one.
             tokenizer: Its tokenizer; None loads the one beside the model.
             store: A store; a directory for one (RAM in front of disk); its tiers by address, as
                 ``"ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix"``; or None for RAM alone.

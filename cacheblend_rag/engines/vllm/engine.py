@@ -85,7 +85,7 @@ class VLLMEngine(BlendClient, BlendEngine):
         """Start vLLM and run the parity gate.
 
         Args:
-            model: A directory, a hub name, or None for the bundled one.
+            model: A directory, a GGUF file, a hub name, ``"smollm2"``, or None for the bundled one.
             store: Directory of the store, or its tiers by address (:func:`open_store`); None for a directory that goes when the
                 engine is closed.
             header: What stands before the first chunk in your prompts; None takes :func:`rag_header`'s.

@@ -35,7 +35,7 @@ class BenchModel:
     """Says which model to measure.
 
     Attributes:
-        model: Directory or hub name; None for the bundled one.
+        model: As of an engine; None for the bundled one.
         random_weights: Shape of a random model instead; see :func:`random_model`.
         device: As torch names it; None takes CUDA if there is one.
         dtype: Name of a torch dtype; None for the engine's choice (fp32 for random weights on a CPU, else bf16).

@@ -119,7 +119,7 @@ def measure_time(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run; a table goes to stderr, JSON to stdout."""
     parser = argparse.ArgumentParser(description="What KV codecs save, whether answers stay the same, what they cost.")
-    parser.add_argument("--model", help="directory or hub name (default: the bundled model)")
+    parser.add_argument("--model", help="as of the commands (default: the bundled model)")
     parser.add_argument("--random-weights", help="shape of a random model, as llama:16x512: time alone")
     parser.add_argument("--dtype")
     parser.add_argument("--questions", type=int, default=200, help="of the demo set, generated; 0 for time alone")

@@ -76,7 +76,8 @@ class EngineFields(Serializable):
 
     Attributes:
         given_engine: What was given as ``engine=``; :attr:`engine` is what answers.
-        model: A directory, a hub name, or ``"bundled"``; with ``base_url`` the name that the server must serve.
+        model: A directory, a GGUF file, a hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name that the server
+            must serve.
         store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
         device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
         base_url: Address of a `cacheblend serve`, which has the model.

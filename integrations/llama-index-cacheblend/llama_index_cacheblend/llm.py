@@ -137,8 +137,9 @@ class CacheBlendLLM(FunctionCallingLLM):
 
         Args:
             engine: The model, which the LLM does not close; or ``"vllm"``, to run on vLLM the one that is named.
-            model: A directory, a hub name, or ``"bundled"``; with ``base_url`` the name that the server must serve. Where neither
-                is given, the environment says: ``CACHEBLEND_BASE_URL``, or ``CACHEBLEND_MODEL`` and ``CACHEBLEND_STORE``.
+            model: A directory, a GGUF file, a hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name that
+                the server must serve. Where neither is given, the environment says: ``CACHEBLEND_BASE_URL``, or
+                ``CACHEBLEND_MODEL`` and ``CACHEBLEND_STORE``.
             store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
             device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
             base_url: Address of a `cacheblend serve`, which has the model.

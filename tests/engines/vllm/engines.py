@@ -26,7 +26,7 @@ def save_model(config: Any, directory: Path) -> Any:
     return model
 
 
-def start(directory: Path, store: Path | None, **options: Any) -> Any:
+def start(directory: Path | str, store: Path | None, **options: Any) -> Any:
     """Start an engine; small, eager and without a tokenizer unless told otherwise."""
     from cacheblend_rag.engines.vllm import VLLMEngine
 

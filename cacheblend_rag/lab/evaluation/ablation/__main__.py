@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run; Markdown tables go to stderr, JSON to stdout."""
     parser = argparse.ArgumentParser(description="What the token choice rests on.")
     parser.add_argument("of", choices=("static", "hkvd"), help="the policy to take apart")
-    parser.add_argument("--model", help="directory or hub name (default: the bundled model)")
+    parser.add_argument("--model", help="as of the commands (default: the bundled model)")
     parser.add_argument("--random-weights", help="shape of a random model, as llama:16x512")
     parser.add_argument("--dataset", default="demo", help="demo, or a data set as `cacheblend eval` knows it")
     parser.add_argument("--data", type=Path, help="where the named data sets are")

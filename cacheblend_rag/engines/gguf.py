@@ -1,0 +1,124 @@
+"""Makes a Hugging Face directory of a GGUF file, once, among the files that a user's programs keep to save time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from filelock import FileLock
+
+from cacheblend_rag.errors import ModelError
+
+_SUMS = "cacheblend-sums.json"
+# Part of a directory's name: another number makes all of them anew.
+_FORMAT = 1
+
+
+def made_of_gguf(file: Path, cache: Path) -> Path:
+    """Return the Hugging Face directory of a GGUF file: config, tokenizer, and weights in bf16.
+
+    It is made at the first call, which takes about 20 s for 100 MB, and checked at every later one: one that is damaged is made
+    anew. Processes that ask at once wait for the first.
+
+    Args:
+        file: The GGUF file.
+        cache: Where such directories are kept; they are named by the file's content.
+
+    Raises:
+        ModelError: The packages of the extra ``gguf`` are missing, the file is damaged, or transformers cannot read it.
+        OSError: ``cache`` cannot be written to.
+    """
+    made = cache / f"{file.stem}-{_sum(file)[:16]}-{_FORMAT}"
+    if not _is_whole(made):
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{made.name}.lock"):
+            if not _is_whole(made):
+                _make(file, made)
+    return made
+
+
+def _sum(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
+
+
+def _is_whole(made: Path) -> bool:
+    try:
+        sums = json.loads((made / _SUMS).read_text(encoding="utf-8"))
+        return bool(sums) and all(_sum(made / name) == known for name, known in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _make(file: Path, made: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=made.parent, prefix=f"{made.name}.") as scratch:
+        folder = Path(scratch) / "model"
+        _convert(file, folder)
+        sums = {each.name: _sum(each) for each in folder.iterdir()}
+        (folder / _SUMS).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(made, ignore_errors=True)
+        folder.rename(made)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    architecture, splitting = _described(file)
+    import torch
+    import transformers
+
+    # Older versions always unpack the weights; newer ones would compute on the packed ones.
+    config = getattr(transformers, "GgufConfig", None)
+    unpacked = {} if config is None else {"quantization_config": config(dequantize=True)}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.bfloat16, **unpacked
+        )
+    except Exception as error:
+        raise ModelError(
+            f"{file} cannot be used: transformers {transformers.__version__} does not read this GGUF of the architecture "
+            f"{architecture!r} ({_first_line(error)}). Give a Hugging Face directory, or a GGUF of another architecture."
+        ) from error
+    model.config.__dict__.pop("quantization_config", None)
+    if (splitter := _splitter(splitting)) is not None:
+        tokenizer.backend_tokenizer.pre_tokenizer = splitter
+    tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _described(file: Path) -> tuple[str, str]:
+    """Return the architecture that a GGUF file names, and how its tokenizer splits text before it merges."""
+    if find_spec("gguf") is None or find_spec("accelerate") is None:
+        raise ModelError(
+            f"{file} is a GGUF file; to read it, the packages gguf and accelerate are needed: pip install 'cacheblend-rag[gguf]'."
+        )
+    from gguf import GGUFReader
+
+    try:
+        fields = GGUFReader(file).fields
+        architecture = str(fields["general.architecture"].contents())
+    except Exception as error:  # whatever numpy says of a file that ends too early
+        raise ModelError(
+            f"{file} is damaged, or no GGUF file ({_first_line(error)}). Fetch it again, or install the package again that it "
+            "came with."
+        ) from error
+    splitting = fields.get("tokenizer.ggml.pre")
+    return architecture, "" if splitting is None else str(splitting.contents())
+
+
+def _splitter(name: str) -> Any:
+    """Return what splits text for a kind of tokenizer that transformers reads without it; None where it needs no help."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    # SmolLM's and SmolLM2's tokenizer.json: without it the blanks before a digit are split as before a letter.
+    return Sequence([Digits(True), ByteLevel(add_prefix_space=False)]) if name == "smollm" else None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
