@@ -73,12 +73,7 @@ class WatchedPass:
             for layer, attention in enumerate(paged.attention):
                 hook = partial(self._replace, layer)
                 hooks.callback(attention.register_forward_hook(hook, with_kwargs=True).remove)
-            paged.model(
-                input_ids=sent(self._ids[positions].int(), paged.device),
-                positions=self._positions,
-                intermediate_tensors=None,
-                inputs_embeds=None,
-            )
+            paged.run(self._ids[positions], self._positions)
         self._watched += int((positions >= self._watch_from).sum())
 
     def mean(self) -> torch.Tensor:

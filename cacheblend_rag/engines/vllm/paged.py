@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -133,6 +134,8 @@ class PagedModel:
         assert isinstance(vllm_config.model_config.dtype, torch.dtype)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
+        takes = vllm_config.model_config
+        self._embeds = bool(takes.supports_multimodal_inputs or takes.enable_prompt_embeds)
         self.block_size = int(vllm_config.cache_config.block_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
         self.groups: Sequence[PageGroup] = page_groups(kv_cache_config)
@@ -281,16 +284,27 @@ class PagedModel:
             try:
                 before_layer(0)
                 self._before_layer = before_layer
-                hidden: torch.Tensor = self.model(
-                    input_ids=sent(ids.int(), self.device),
-                    positions=at + rotate_by if rotate_by else at,
-                    intermediate_tensors=None,
-                    inputs_embeds=None,
-                )
+                hidden = self.run(ids, at + rotate_by if rotate_by else at)
             except StopForward as stop:
                 return stop.fresh
             finally:
                 self._before_layer = None
+        return hidden
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Call the model with ``ids``, ``[tokens]``, in host memory, at ``positions`` on the device, as vLLM's runner does.
+
+        Models that take images, or prompts as embeddings, are compiled for embeddings, and get them of text, too.
+        """
+        given, embeds = sent(ids.int(), self.device), None
+        if self._embeds:
+            embeds = self.model.embed_input_ids(given)
+        hidden: torch.Tensor = self.model(
+            input_ids=given if embeds is None or requires_raw_input_tokens(self.model) else None,
+            positions=positions,
+            intermediate_tensors=None,
+            inputs_embeds=embeds,
+        )
         return hidden
 
     def attention_begins(self, name: str) -> None:

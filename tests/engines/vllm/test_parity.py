@@ -40,6 +40,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), {}),
     "gemma2, capped": (lambda: hf.Gemma2Config(**SHAPE, **_CAPPED), {}),
     "yarn, compiled": (lambda: hf.LlamaConfig(**SHAPE, rope_parameters=_YARN), {"enforce_eager": False}),
+    # Compiled for embeddings, as models that take images are, whatever a prompt has.
+    "llama, compiled for embeddings": (
+        lambda: hf.LlamaConfig(**SHAPE),
+        {"enforce_eager": False, "enable_prompt_embeds": True},
+    ),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}),
 }
 SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
