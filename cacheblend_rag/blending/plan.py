@@ -161,6 +161,7 @@ def make_plan(
     lookup: Callable[[Sequence[int]], StoredKV | None],
     reuse: Reuse = "chunks",
     longest: int | None = None,
+    exact_chunks: bool = True,
 ) -> BlendPlan:
     """Look up what the store has for ``prompt``.
 
@@ -173,6 +174,7 @@ def make_plan(
         lookup: Token ids of a chunk to its stored KV; ``()`` to the header's own.
         reuse: See :class:`~cacheblend_rag.blending.settings.BlendSettings`.
         longest: Longer prompts are computed; None: there are none.
+        exact_chunks: Whether behind the header a chunk's KV is what the model computes; a KV writer's is stale there, too.
     """
     num_tokens = len(prompt.token_ids)
     if longest is not None and num_tokens > longest:
@@ -195,7 +197,7 @@ def make_plan(
         kv = lookup(span.chunk.token_ids)
         if kv is None:
             missing.append(span.chunk)
-        elif first and span.end < num_tokens:
+        elif first and exact_chunks and span.end < num_tokens:
             exact.append(StoredSpan(span.start, span.end, kv, span.chunk))
         else:
             stale.append(StoredSpan(span.start, span.end, kv, span.chunk))

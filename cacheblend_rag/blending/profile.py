@@ -16,6 +16,7 @@ from cacheblend_rag.blending.options import BlendSchedule, FuseOptions, TextRang
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Reuse
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.kv import WrittenBy
 
 _FILE = "cacheblend.json"
 
@@ -102,19 +103,24 @@ class ModelProfile:
         return BlendSchedule(check_layers, tuple(1.25**i for i in reversed(range(len(check_layers)))))
 
 
-def load_profile(digest: str, model_directory: Path | None = None, ratio: float | None = None) -> ModelProfile:
+def load_profile(
+    digest: str, model_directory: Path | None = None, ratio: float | None = None, writer: WrittenBy | None = None
+) -> ModelProfile:
     """Return the profile of a model: the user's own, else the one in its directory, else the defaults.
+
+    With a KV ``writer`` that of both together goes before, the user's own or the one in the writer's directory.
 
     Raises:
         InputError: ``ratio``, which takes the place of the profile's, is out of range.
     """
-    found = _read_profile(digest, model_directory)
+    found = _read_profile(digest, model_directory, writer)
     # Who names a ratio wants a blend, as in a request.
     return found if ratio is None else replace(found, ratio=ratio, reuse="chunks")
 
 
-def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
-    candidates = [user_file("profiles", digest)]
+def _read_profile(digest: str, model_directory: Path | None, writer: WrittenBy | None) -> ModelProfile:
+    candidates = [] if writer is None else [_own_file(digest, writer), Path(writer.directory) / _FILE]
+    candidates.append(_own_file(digest))
     if model_directory is not None:
         candidates.append(model_directory / _FILE)
     for file in candidates:
@@ -135,13 +141,19 @@ def _read_profile(digest: str, model_directory: Path | None) -> ModelProfile:
     return ModelProfile()
 
 
-def save_profile(profile: ModelProfile, digest: str, model_directory: Path | None = None) -> Path:
-    """Write a profile among the user's files, or into ``model_directory``; return the file."""
-    file = user_file("profiles", digest) if model_directory is None else model_directory / _FILE
+def save_profile(
+    profile: ModelProfile, digest: str, directory: Path | None = None, writer: WrittenBy | None = None
+) -> Path:
+    """Write the profile of a model (with a KV ``writer``) among the user's files, or into ``directory``; return the file."""
+    file = _own_file(digest, writer) if directory is None else directory / _FILE
     data = asdict(profile)
     del data["origin"]
     write_json(file, data)
     return file
+
+
+def _own_file(digest: str, writer: WrittenBy | None = None) -> Path:
+    return user_file("profiles", digest if writer is None else f"{digest}-{writer.digest}")
 
 
 def user_file(kind: str, name: str) -> Path:

@@ -25,7 +25,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class BlendEngine(ABC):
         device: What the model runs on; None if that is another machine's business.
         dtype: What it computes in, likewise.
         costs: What loading and computing cost, for the loading controller; None where it was not measured.
+        writer: Names what writes the chunks' KV in the model's place (:mod:`cacheblend_rag.engines.writer`); None for the model.
         trace: Where to record when each layer of a blend is loaded and computed; None for nowhere.
         namespace: Where its chunks and stored KV are (:meth:`within`).
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
@@ -97,6 +98,7 @@ class BlendEngine(ABC):
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     costs: Costs | None = None
+    writer: WrittenBy | None = None
     trace: Trace | None = None
     prefix_cache_tokens: int = 0
     namespace: Namespace = DEFAULT
@@ -111,7 +113,7 @@ class BlendEngine(ABC):
         return (
             None
             if self.store is None
-            else Entries(self.store, self.fingerprint, self.header_ids, namespace=self.namespace)
+            else Entries(self.store, self.fingerprint, self.header_ids, namespace=self.namespace, writer=self.writer)
         )
 
     def within(self, name: str) -> Self:

@@ -6,18 +6,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 
+from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
-from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, Shard, StoredKV, Take, kv_key, plain
+from cacheblend_rag.store.kv import (
+    ChunkKV,
+    KVKey,
+    LayerKV,
+    ModelFingerprint,
+    Shard,
+    StoredKV,
+    Take,
+    WrittenBy,
+    kv_key,
+    plain,
+)
 from cacheblend_rag.store.namespace import DEFAULT, Namespace
+
+if TYPE_CHECKING:
+    from cacheblend_rag.blending.settings import Reuse
 
 _T = TypeVar("_T")
 _AT_ONCE = 8
@@ -40,13 +55,14 @@ class Entries:
         rank: int = 0,
         ranks: int = 1,
         namespace: Namespace = DEFAULT,
+        writer: WrittenBy | None = None,
     ):
-        """Look into ``store`` as rank ``rank`` of ``ranks``.
+        """Look into ``store`` as rank ``rank`` of ``ranks``, for chunks' KV as ``writer`` has written it; None: the model itself.
 
         Raises:
             InputError: The store is encrypted, and the namespace has no key.
         """
-        self.store, self.header_ids, self.namespace = store, tuple(header_ids), namespace
+        self.store, self.header_ids, self.namespace, self.writer = store, tuple(header_ids), namespace, writer
         self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
         self._key_names = {namespace.name: store.key_name(namespace.name)}
         for each in namespace.reads:
@@ -58,7 +74,31 @@ class Entries:
         """Return the same store's entries within another namespace."""
         if namespace == self.namespace:
             return self
-        return Entries(self.store, self._fingerprint, self.header_ids, self._rank, self._ranks, namespace)
+        return self._like(namespace=namespace)
+
+    def by_model(self) -> Entries:
+        """Return the entries that the model itself has written."""
+        return self if self.writer is None else self._like(writer=None)
+
+    def _like(self, **changed: Any) -> Entries:
+        like = {"store": self.store, "namespace": self.namespace, "writer": self.writer, **changed}
+        return Entries(
+            fingerprint=self._fingerprint, header_ids=self.header_ids, rank=self._rank, ranks=self._ranks, **like
+        )
+
+    def plan(
+        self,
+        prompt: TokenizedPrompt,
+        look: Lookup[StoredKV | None],
+        reuse: Reuse = "chunks",
+        longest: int | None = None,
+    ) -> BlendPlan:
+        """Return the plan for a prompt for whose entries one can ``look``; see :func:`make_plan`."""
+        return make_plan(prompt, self.header_ids, look, reuse, longest, exact_chunks=self.writer is None)
+
+    def for_reuse(self, reuse: Reuse) -> Entries:
+        """Return the entries that a prompt may read: prefix caching changes nothing, so those of the model itself."""
+        return self.by_model() if reuse == "prefix" else self
 
     def lasting(self) -> Entries:
         """Return the same entries as the tiers alone have them that outlast the process; of RAM alone, as RAM has them."""
@@ -66,7 +106,7 @@ class Entries:
         if isinstance(store, TieredStore):
             lasting = [tier for tier in store.tiers if tier.lasts] or store.tiers
             store = lasting[0] if len(lasting) == 1 else TieredStore(lasting)
-        return Entries(store, self._fingerprint, self.header_ids, self._rank, self._ranks, self.namespace)
+        return self._like(store=store)
 
     def contains(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry."""
@@ -179,7 +219,8 @@ class Entries:
 
     def _key(self, owner: str, token_ids: Sequence[int], rank: int | None = None) -> KVKey:
         shard = None if rank is None else Shard(rank, self._ranks)
-        return kv_key(self._fingerprint, self.header_ids, token_ids, shard, owner, self._key_names[owner])
+        key_name = self._key_names[owner]
+        return kv_key(self._fingerprint, self.header_ids, token_ids, shard, owner, key_name, self.writer)
 
 
 class _HeadSlice(StoredKV):

@@ -7,7 +7,6 @@ import torch
 from cacheblend_rag.blending.fusor import FuseResult, fuse
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.options import FuseOptions
-from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.target import TransformersTarget
@@ -33,11 +32,8 @@ class PromptInspector:
         self._engine, self._rope = engine, engine.rope
         self.tokens = tokens
         engine.precompute([span.chunk for span in tokens.spans])
-        self._plan = make_plan(
-            self.tokens,
-            engine.header_ids,
-            lambda ids: engine.entries.get(ids, engine.num_layers),
-            longest=engine.runner.longest,
+        self._plan = engine.entries.plan(
+            self.tokens, lambda ids: engine.entries.get(ids, engine.num_layers), longest=engine.runner.longest
         )
         if not self._plan.stale:
             raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")

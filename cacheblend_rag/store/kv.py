@@ -172,6 +172,11 @@ class ModelFingerprint:
 
         Reading the files, not the loaded module, makes the digest the same for every engine that loads them.
         """
+        return cls(cls.digests(directory, [dtype])[0], name or str(directory))
+
+    @staticmethod
+    def digests(directory: Path, dtypes: Sequence[torch.dtype]) -> list[str]:
+        """Return the digest of a model directory in each of several dtypes."""
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         state = xxhash.xxh3_128()
         weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
@@ -181,7 +186,7 @@ class ModelFingerprint:
             with file.open("rb", buffering=0) as handle:
                 while size := handle.readinto(block):
                     state.update(memoryview(block)[:size])
-        return cls(_digest(config, state.hexdigest(), dtype), name or str(directory))
+        return [_digest(config, state.hexdigest(), dtype) for dtype in dtypes]
 
     @classmethod
     def from_module(
@@ -220,6 +225,19 @@ class KeyName(NamedTuple):
     secret: str
 
 
+@dataclass(frozen=True)
+class WrittenBy:
+    """Names a KV writer, which computes chunks' KV in the model's place.
+
+    Attributes:
+        digest: Hash of its numbers.
+        directory: Where it is; informative, not part of the identity.
+    """
+
+    digest: str
+    directory: str = field(compare=False)
+
+
 def kv_key(
     fingerprint: ModelFingerprint,
     header_ids: Sequence[int],
@@ -227,13 +245,17 @@ def kv_key(
     shard: Shard | None = None,
     namespace: str = DEFAULT_NAME,
     encrypted: KeyName | None = None,
+    writer: WrittenBy | None = None,
 ) -> KVKey:
     """Return the store key of the KV of ``token_ids`` computed behind ``header_ids``, or of a ``shard`` of it.
 
     The key covers everything the stored numbers depend on, whose they are, and what they are ``encrypted`` by. It ends with the
-    shard and the encryption's id, so that who lists a store finds the shards of an entry (:func:`entry_of`).
+    shard and the encryption's id, so that who lists a store finds the shards of an entry (:func:`entry_of`). The header's own KV
+    is the model's, whatever ``writer`` writes that of chunks.
     """
     parts: list[object] = [fingerprint.digest, list(header_ids), list(token_ids)]
+    if writer is not None and len(token_ids):
+        parts.append({"writer": writer.digest})
     if namespace != DEFAULT_NAME:
         parts.append(namespace)
     if encrypted is not None:

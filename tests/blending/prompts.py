@@ -46,11 +46,11 @@ class Scene:
             ids += [*chunk.token_ids, *gap]
         return TokenizedPrompt((*ids, *self.question), tuple(spans))
 
-    def parts(self, missing: Sequence[int] = ()) -> list[Part]:
-        """The same prompt for the reference: header and first chunk are exact, the others stale or missing."""
+    def parts(self, missing: Sequence[int] = (), *, first: str = "exact") -> list[Part]:
+        """The same prompt for the reference: header and ``first`` chunk are exact, the others stale or missing."""
         out: list[Part] = [Part(self.header, "exact")]
         for index, (chunk, gap) in enumerate(zip(self.chunks, self.gaps, strict=True)):
-            kind = "missing" if index in missing else "exact" if index == 0 else "stale"
+            kind = "missing" if index in missing else first if index == 0 else "stale"
             out += [Part(list(chunk.token_ids), kind), Part(gap, "text")]
         return [*out, Part(self.question, "text")]
 

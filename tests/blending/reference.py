@@ -132,8 +132,12 @@ def blend(
     check_layers: Sequence[int] = (1,),
     widths: Sequence[float] = (1.0,),
     chosen: Sequence[int] | None = None,
+    writer: Any = None,
 ) -> Result:
-    """Blend the prompt made of ``parts``; ``chosen`` fixes the recomputed positions instead of choosing by deviation."""
+    """Blend the prompt made of ``parts``; ``chosen`` fixes the recomputed positions instead of choosing by deviation.
+
+    With a ``writer``, another model, stale KV is what that computes.
+    """
     ids = [i for part in parts for i in part.ids]
     layers = model.config.get_text_config().num_hidden_layers
     is_stale = torch.zeros(len(ids), dtype=torch.bool)
@@ -144,8 +148,8 @@ def blend(
         if part.kind == "stale":
             is_stale[start:end] = True
             run = _Run(captured={})
-            with _reference_attention(model, run):
-                _forward(model, header + part.ids, start - len(header))
+            with _reference_attention(writer or model, run):
+                _forward(writer or model, header + part.ids, start - len(header))
             for layer, tensors in run.captured.items():
                 if layer not in stale:
                     stale[layer] = [x.new_zeros(x.shape[0], len(ids), x.shape[2]) for x in tensors]
@@ -187,9 +191,9 @@ def static_deviation(model: Any, header: list[int], probe: list[int], ids: list[
     return total / (len(fresh) - 1)
 
 
-def question_attention(model: Any, header: list[int], parts: Sequence[Part]) -> torch.Tensor:
+def question_attention(model: Any, header: list[int], parts: Sequence[Part], writer: Any = None) -> torch.Tensor:
     """[tokens]: how much the tokens behind the last stale one attend to each, over stored KV; mean over layers, heads, tokens."""
-    reused = blend(model, header, parts, 0.0)
+    reused = blend(model, header, parts, 0.0, writer=writer)
     last, start = 0, 0
     for part in parts:
         start += len(part.ids)

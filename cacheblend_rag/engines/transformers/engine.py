@@ -15,7 +15,7 @@ from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.options import blend_terms
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.blending.plan import BlendPlan, make_plan, origins
+from cacheblend_rag.blending.plan import BlendPlan, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
@@ -227,9 +227,10 @@ class PromptRun:
 def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
     """Look up a prompt's entries, but for the ``unusable``, and return the plan for what was found."""
     reuse, runner, snapshots = request.settings.reuse, model.runner, model.snapshots
+    entries = model.entries.for_reuse(reuse)
 
     def find(token_ids: Sequence[int]) -> StoredKV | None:
-        return model.entries.get(token_ids, snapshots.num_layers if snapshots else model.num_layers)
+        return entries.get(token_ids, snapshots.num_layers if snapshots else model.num_layers)
 
     wanted = entries_of(request.prompt) if reuse == "chunks" else ()
     look = SideBySide(find, (ids for ids in wanted if ids not in unusable), model.store.remote)
@@ -238,11 +239,11 @@ def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int,
         return None if tuple(token_ids) in unusable else look(token_ids)
 
     if model.gate.passed:
-        return make_plan(request.prompt, model.header_ids, lookup, reuse, runner.longest)
+        return entries.plan(request.prompt, lookup, reuse, runner.longest)
     why = f"this model is not blended: {model.gate.reason}"
     if snapshots is None:
         return BlendPlan(len(request.prompt.token_ids), (), (), (), why)
-    plan = make_plan(request.prompt, model.header_ids, lookup, "off" if reuse == "off" else "prefix")
+    plan = entries.plan(request.prompt, lookup, "off" if reuse == "off" else "prefix")
     # A chunk that ends the prompt cannot be cut by its last token, as KV can: its state is behind all of it.
     return replace(plan, stale=(), reason=f"{plan.reason}; {why}")
 

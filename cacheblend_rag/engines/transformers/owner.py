@@ -6,7 +6,9 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +37,7 @@ from cacheblend_rag.engines.transformers.cache import Conversations
 from cacheblend_rag.engines.transformers.precompute import Ranker, precompute
 from cacheblend_rag.engines.transformers.recurrent import snapshots_of
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
+from cacheblend_rag.engines.writer import KVWriter, WriterNotice
 from cacheblend_rag.errors import CacheBlendError, InputError, ModelError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import chosen_header_ids
@@ -86,6 +89,12 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
     )
 
 
+def _in_other_dtypes(directory: Path | None) -> list[str]:
+    """Return the digests of a model in every dtype that models are run in; of one that was made here there are no others."""
+    every = [torch.float32, torch.bfloat16, torch.float16]
+    return [] if directory is None else ModelFingerprint.digests(directory, every)
+
+
 def device_named(name: str | torch.device | None) -> torch.device:
     """Return the torch device of that name; None takes CUDA if there is one.
 
@@ -133,6 +142,8 @@ class ModelOwner(BlendEngine):
     store: KVStore
     device: torch.device
     dtype: torch.dtype
+    _probe: tuple[int, ...]
+    _ranker: Ranker | None
 
     def __init__(
         self,
@@ -147,6 +158,7 @@ class ModelOwner(BlendEngine):
         write_back: bool = True,
         ranking: Ranking | None = None,
         conversations: int | str = "1GiB",
+        writer: str | Path | None = None,
     ):
         """Load the model and run the parity gate.
 
@@ -165,9 +177,11 @@ class ModelOwner(BlendEngine):
                 model whose profile's policy needs them, else ``"lazy"``.
             conversations: Most memory for the KV of prompts and their answers, on the model's device, for prompts that go on from
                 there: bytes, or a size such as ``"4GiB"``; 0 keeps none.
+            writer: Directory of a KV writer (:mod:`cacheblend_rag.engines.writer`), which `cacheblend learn` makes: it computes
+                the KV of chunks in the model's place. What is stored without it, or by another, is not used.
 
         Raises:
-            InputError: There is no such device, or ``conversations`` is no size.
+            InputError: There is no such device, ``conversations`` is no size, or the writer cannot be used with this model.
             ModelError: The model cannot be loaded.
             StoreError: The store cannot be opened.
         """
@@ -181,16 +195,25 @@ class ModelOwner(BlendEngine):
         self.num_layers, self.device, self.dtype = self.runner.num_layers, self.runner.device, self.runner.dtype
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         self.header_ids = chosen_header_ids(self.tokenizer, header)
-        self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio)
+        self._use(writer, loaded)
+        self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio, self.writer)
         self.costs = load_costs(self.fingerprint.digest, str(self.device))
         self.ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
         self.lock, self.conversations = threading.Lock(), Conversations(parse_size(str(conversations)))
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self.end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
         self._write_back, self._storing = write_back, threading.Lock()
-        self._probe: tuple[int, ...] = ()
-        self._ranker: Ranker | None = None
+        self._probe, self._ranker = (), None
         self._judge()
+
+    def _use(self, writer: str | Path | None, loaded: LoadedModel) -> None:
+        """Have chunks' KV written by the writer in a directory, if there is one."""
+        self._writing: AbstractContextManager[None] = nullcontext()
+        self._notice = WriterNotice()
+        if writer is None:
+            return
+        read = KVWriter.read(writer, self.fingerprint, partial(_in_other_dtypes, loaded.directory))
+        self._writing, self.writer = read.on(loaded.model, self.dtype, self.device), read.name
 
     def _judge(self) -> None:
         """Run the parity gate in front of the store; it decides what the model is served by."""
@@ -201,6 +224,10 @@ class ModelOwner(BlendEngine):
         else:
             self.gate, self.rope = run_gate(self.subject(), self.store.codecs)
         self.snapshots = None if self.gate.passed else snapshots_of(self.runner)
+        if not self.gate.passed and self.writer is not None:
+            raise InputError(
+                f"{self.fingerprint.name} is not blended ({self.gate.reason}), so a KV writer has nothing to write: leave it out."
+            )
         if not self.gate.passed:
             served = "ordinary prefill" if self.snapshots is None else "prefix caching of header and first chunk"
             served = f"{self.fingerprint.name} is served by {served}, without blending: {self.gate.reason}."
@@ -224,7 +251,7 @@ class ModelOwner(BlendEngine):
     @property
     def entries(self) -> Entries:
         """See :class:`BlendEngine`; made for each use, since evaluations change header and store."""
-        return Entries(self.store, self.fingerprint, self.header_ids, namespace=self.namespace)
+        return Entries(self.store, self.fingerprint, self.header_ids, namespace=self.namespace, writer=self.writer)
 
     def _become(self) -> None:
         """See :class:`BlendEngine`; there is nothing else to do."""
@@ -247,9 +274,8 @@ class ModelOwner(BlendEngine):
         with self._storing:  # one at a time, so that none computes what another is about to store
             ranker = self._make_ranker() if ranking and self.gate.passed else None
             compute = self.snapshots.compute if self.snapshots else None
-            return precompute(
-                self.runner, self.entries, chunks, self.context_window, progress, ranker, compute, self.lock
-            )
+            window, turn = self.context_window, self.lock
+            return precompute(self.runner, self.entries, chunks, window, progress, ranker, compute, turn, self._writing)
 
     def _make_ranker(self) -> Ranker:
         """Return the ranker for the engine's header; the probe's KV is kept from call to call."""
@@ -257,7 +283,7 @@ class ModelOwner(BlendEngine):
         if not self._probe:
             self._probe = probe_ids(self.tokenizer, self.subject().vocab_size, self.context_window)
         if self._ranker is None or self._ranker.prefix != (*self.header_ids, *self._probe):
-            self._ranker = Ranker(self.runner, self.rope, self.header_ids, self._probe)
+            self._ranker = Ranker(self.runner, self.rope, self.header_ids, self._probe, self._writing)
         return self._ranker
 
     def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk]) -> None:
@@ -265,6 +291,7 @@ class ModelOwner(BlendEngine):
 
         All is computed anew behind the header: what the prompt left in its cache has attended to its context.
         """
+        self._notice.look(self.entries, missing)
         if not (self._write_back and self.stores):
             return
         try:

@@ -34,9 +34,16 @@ _BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 class Ranker:
     """Ranks the tokens of chunks that are computed behind one header; see :mod:`cacheblend_rag.blending.static`."""
 
-    def __init__(self, runner: ModelRunner, rope: Rope, header: Sequence[int], probe: Sequence[int]):
-        """Compute nothing yet: the probe's KV is made when it is first needed."""
-        self._runner, self._rope = runner, rope
+    def __init__(
+        self,
+        runner: ModelRunner,
+        rope: Rope,
+        header: Sequence[int],
+        probe: Sequence[int],
+        writing: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it holds nothing
+    ):
+        """Compute nothing yet: the probe's KV is made when it is first needed. A KV writer acts within ``writing``."""
+        self._runner, self._rope, self._writing = runner, rope, writing
         self.prefix = (*header, *probe)
         self._prefix_kv: list[LayerKV] = []
 
@@ -52,7 +59,8 @@ class Ranker:
         ids = torch.tensor([row + (0,) * (width - len(row)) for row in batch], device=self._runner.device)
         cache = self._runner.new_cache(start + width, room=0)
         cache.begin(self._kv_of_prefix(), len(batch))
-        self._runner.append(ids, cache)
+        with self._writing:
+            self._runner.append(ids, cache)
         found = []
         for index, (row, kv) in enumerate(zip(batch, alone, strict=True)):
             behind = [cache.read(i, index, start, start + len(row)) for i in range(self._runner.num_layers)]
@@ -63,7 +71,8 @@ class Ranker:
         if not self._prefix_kv:
             count = len(self.prefix)
             cache = self._runner.new_cache(count, room=0)
-            self._runner.append(torch.tensor([self.prefix], device=self._runner.device), cache)
+            with self._writing:
+                self._runner.append(torch.tensor([self.prefix], device=self._runner.device), cache)
             self._prefix_kv = [cache.read(layer, 0, 0, count) for layer in range(self._runner.num_layers)]
         return self._prefix_kv
 
@@ -77,12 +86,14 @@ def precompute(
     ranker: Ranker | None = None,
     compute: Compute | None = None,
     turn: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
+    writing: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - likewise
 ) -> PrecomputeReport:
     """Compute and store what is missing, static deviations included if there is a ranker; see :meth:`BlendEngine.precompute`.
 
-    ``compute`` makes the entries, None for KV alone; ``turn`` is held meanwhile, and not while the disk is waited for.
+    ``compute`` makes the entries, None for KV alone, for which a KV writer acts within ``writing``; ``turn`` is held meanwhile,
+    and not while the disk is waited for.
     """
-    compute = compute or partial(_compute, runner, entries.store)
+    compute = compute or partial(_compute, runner, entries.store, writing)
     begin = time.perf_counter()
     probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
     plan = plan_precompute(chunks, entries, context_window, progress, probe_tokens)
@@ -166,14 +177,23 @@ def _batches(wanted: Sequence[tuple[int, ...]], header: int, device: torch.devic
 
 
 def _compute(
-    runner: ModelRunner, store: KVStore, header: tuple[int, ...], batch: Sequence[tuple[int, ...]]
+    runner: ModelRunner,
+    store: KVStore,
+    writing: AbstractContextManager[None],
+    header: tuple[int, ...],
+    batch: Sequence[tuple[int, ...]],
 ) -> Iterator[Computed]:
+    if () in batch and len(batch) > 1:  # apart from the chunks: the header's own KV is the model's
+        for part in ([()], [token_ids for token_ids in batch if token_ids]):
+            yield from _compute(runner, store, writing, header, part)
+        return
     rows = [header + token_ids for token_ids in batch]
     width = max(map(len, rows))
     # Padding stands behind each row, where causal attention never looks from: no mask is needed.
     ids = torch.tensor([row + (0,) * (width - len(row)) for row in rows], device=runner.device)
     cache = runner.new_cache(width, room=0)
-    runner.append(ids, cache)
+    with writing if any(batch) else nullcontext():
+        runner.append(ids, cache)
     for index, (token_ids, row) in enumerate(zip(batch, rows, strict=True)):
         start = len(header) if token_ids else 0
         layers = [cache.view(layer, index, start, len(row)) for layer in range(runner.num_layers)]

@@ -14,7 +14,7 @@ import torch
 from cacheblend_rag.blending.fusor import Awaited, FuseResult, Segment, fuse_stepwise
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.target import BlendTarget
@@ -125,7 +125,7 @@ class _Blend:
     def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
         self.load = load
         self._paged, self._rope, self._clock = paged, rope, clock
-        self._entries = entries.within(load.job.namespace)
+        self._entries = entries.within(load.job.namespace).for_reuse(load.job.settings.reuse)
         self.result: PromptOutcome | None = None
         self._begin, self._watch = time.perf_counter(), Stopwatch()
         self.trace = Trace() if load.job.trace else None
@@ -252,5 +252,5 @@ class _Blend:
                 self._spans.append(kv)
             return kv if all_ranks(kv is not None) else None
 
-        plan = make_plan(prompt, self._entries.header_ids, lookup, self.load.job.settings.reuse).after_late(self._late)
+        plan = self._entries.plan(prompt, lookup, self.load.job.settings.reuse).after_late(self._late)
         return plan if self.load.choice is None else self.load.choice.applied_to(plan)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.blending.controller import Choice, control
 from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries, SideBySide, entries_of
 from cacheblend_rag.engines.vllm.groups import PageGroup, PageLender
@@ -205,7 +205,7 @@ class SchedulerSide:
 
     def _plan(self, request: Request, job: BlendJob, trace: Trace | None) -> BlendPlan:
         begin = time.perf_counter()
-        entries = self._entries.within(job.namespace)
+        entries = self._entries.within(job.namespace).for_reuse(job.settings.reuse)
 
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
             if job.terms is not None:
@@ -214,7 +214,7 @@ class SchedulerSide:
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
         look = SideBySide(lookup, entries_of(prompt), entries.store.remote)
-        plan = make_plan(prompt, entries.header_ids, look, job.settings.reuse, self._longest)
+        plan = entries.plan(prompt, look, job.settings.reuse, self._longest)
         if trace is not None:
             trace.planned(plan, begin)
         return plan

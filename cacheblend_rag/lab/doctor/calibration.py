@@ -25,7 +25,7 @@ import numpy as np
 
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.options import BlendSchedule, TextRange, left_out
-from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -276,7 +276,7 @@ def calibrate_engine(
     Args:
         engine: The model; its parity gate must have passed. Its store and registry are left as they are.
         prompts: RAG prompts; see :func:`cacheblend_rag.lab.calibration_prompts.collect_prompts`.
-        output: Model directory to write the profile into; None for the user's files.
+        output: Directory of the model, or of its KV writer, to write the profile into; None for the user's files.
         progress: Called with a line of text before each step.
         standard: See :func:`calibrate`.
         margin: See :func:`calibrate`.
@@ -296,7 +296,7 @@ def calibrate_engine(
     def planner(prompt: TokenizedPrompt) -> BlendPlan:
         engine.precompute([span.chunk for span in prompt.spans])
         lookup = partial(engine.entries.get, num_layers=engine.num_layers)
-        return make_plan(prompt, engine.header_ids, lookup, longest=engine.runner.longest)
+        return engine.entries.plan(prompt, lookup, longest=engine.runner.longest)
 
     # In RAM, and with its budget: what it has no room for is computed anew where it is needed again.
     kept = engine.store, engine.ranking, engine.registry
@@ -308,4 +308,4 @@ def calibrate_engine(
         )  # fmt: skip
     finally:
         engine.store, engine.ranking, engine.registry = kept
-    return found, save_profile(found.profile, engine.fingerprint.digest, output)
+    return found, save_profile(found.profile, engine.fingerprint.digest, output, engine.writer)

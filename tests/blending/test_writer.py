@@ -1,0 +1,143 @@
+"""Chunks whose KV a writer has written: blends equal the reference, fed with what peft's own model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers.engine import planned
+from cacheblend_rag.engines.writer import describe
+from tests.blending import reference
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+from tests.blending.test_parity import blended_logits
+from tests.blending.writers import fingerprint_of, write_writer
+
+SCENE = Scene()
+PARTS = SCENE.parts(first="stale")  # behind the header, too, a writer's KV is not the model's
+PROBE = tuple(range(40, 60))
+
+
+class Written(NamedTuple):
+    """An engine with a writer and all chunks stored, its model, and that model with the writer in it."""
+
+    engine: Any
+    model: Any
+    writer: Any
+
+
+# What a writer adds to: every linear module, but that experts are none in transformers.
+TARGETS = {
+    "llama": "all-linear",
+    "qwen3": "all-linear",
+    "gemma3": "all-linear",
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    # Not kv_b_proj: what is stored is in front of it, and the reference's stale KV behind it.
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+}
+
+
+@pytest.fixture(scope="module", params=list(TARGETS))
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
+    directory, config = tmp_path_factory.mktemp("writer"), BLENDED[request.param]
+    writer = write_writer(directory, config(), target_modules=TARGETS[request.param])
+    model = make_model(config())
+    with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
+        engine._probe = PROBE
+        assert engine.gate.passed, engine.gate.reason
+        engine.precompute(SCENE.chunks)
+        yield Written(engine, model, writer)
+
+
+def full(model: Any, scene: Scene = SCENE) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([scene.prompt.token_ids]), use_cache=False).logits[0, -1]
+
+
+def test_ratio_1_is_the_models_own_prefill_and_recomputes_the_first_chunk_too(written: Written) -> None:
+    got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=1.0))
+    assert (got - full(written.model)).abs().max() < 1e-4
+    assert len(recomputed) == sum(len(chunk.token_ids) for chunk in SCENE.chunks)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
+def test_blends_equal_the_reference_over_what_peft_computes(written: Written, ratio: float) -> None:
+    got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=ratio))
+    want = reference.blend(written.model, SCENE.header, PARTS, ratio, writer=written.writer)
+    assert recomputed == want.recomputed
+    assert (got - want.logits).abs().max() < 1e-4
+    plain = reference.blend(written.model, SCENE.header, SCENE.parts(), ratio)
+    assert (got - plain.logits).abs().max() > 1e-2, "the writer changes too little: the test would prove nothing"
+
+
+@pytest.mark.parametrize("ratio", [0.15, 0.5])
+@pytest.mark.parametrize("policy", ["static", "static-query"])
+def test_the_ranking_is_measured_while_the_writer_acts(written: Written, policy: str, ratio: float) -> None:
+    got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=ratio, policy=policy))
+    scores = [
+        reference.static_deviation(written.writer, SCENE.header, list(PROBE), list(chunk.token_ids))
+        for chunk in SCENE.chunks
+    ]
+    positions = torch.tensor([at for span in SCENE.prompt.spans for at in range(span.start, span.end)])
+    score = torch.cat(scores)
+    if policy == "static-query":
+        asked = reference.question_attention(written.model, SCENE.header, PARTS, written.writer)
+        score = score.sqrt() * asked[positions]
+    chosen = sorted(positions[score.argsort(descending=True)[: round(ratio * len(score))]].tolist())
+    assert recomputed == chosen
+    want = reference.blend(written.model, SCENE.header, PARTS, ratio, chosen=chosen, writer=written.writer)
+    assert (got - want.logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("reuse", ["off", "prefix"])
+def test_without_blending_nothing_that_was_written_is_read(written: Written, reuse: Any) -> None:
+    plan = planned(written.engine, written.engine.request(SCENE.prompt, settings=BlendSettings(reuse=reuse)))
+    assert not plan.uses_stored_kv
+    want = written.model.generate(
+        torch.tensor([SCENE.prompt.token_ids]), max_new_tokens=6, do_sample=False, use_cache=False
+    )
+    answer = written.engine.generate(SCENE.prompt, SamplingParams(max_tokens=6), BlendSettings(reuse=reuse))
+    assert list(answer.token_ids) == want[0, len(SCENE.prompt.token_ids) :].tolist()[: len(answer.token_ids)]
+
+
+def test_the_headers_own_kv_is_the_models_also_where_it_is_computed_with_chunks(written: Written) -> None:
+    kv = written.engine.entries.get((), written.engine.num_layers)
+    _, want = written.engine.subject().full_prefill(SCENE.header)
+    for got, own in zip((kv.layer(index) for index in range(kv.num_layers)), want.layers, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, own, strict=True))
+
+
+def test_the_model_is_as_it_was_once_the_writer_has_written(written: Written) -> None:
+    assert not any(module._forward_hooks for module in written.model.modules())
+    assert torch.equal(full(written.model), full(make_model(written.model.config)))
+
+
+def test_prefix_caching_reads_a_first_chunk_that_the_model_itself_has_written(tmp_path: Path) -> None:
+    write_writer(tmp_path, BLENDED["llama"]())
+    model = make_model(BLENDED["llama"]())
+    with engine_for(model, SCENE) as plain, engine_for(model, SCENE, writer=tmp_path, store=plain.store) as engine:
+        for each in (plain, engine):
+            each.precompute(SCENE.chunks)
+        settings = BlendSettings(reuse="prefix")
+        plan = planned(engine, engine.request(SCENE.prompt, settings=settings))
+        assert [span.chunk for span in plan.exact] == [None, SCENE.chunks[0]]
+        got, _, _ = blended_logits(engine, SCENE, settings)
+        assert (got - full(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_a_writer_writes_what_peft_does_but_for_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
+    exact = write_writer(tmp_path, BLENDED["qwen3"]())
+    model = make_model(BLENDED["qwen3"](), dtype)
+    describe(tmp_path, fingerprint_of(model), {})
+    with engine_for(model, SCENE, writer=tmp_path) as engine:
+        engine.precompute(SCENE.chunks)
+        got, _, _ = blended_logits(engine, SCENE, BlendSettings(ratio=0.0))
+    want = reference.blend(make_model(BLENDED["qwen3"]()), SCENE.header, PARTS, 0.0, writer=exact).logits
+    assert (got.float() - want).abs().max() < 0.2 * want.std()

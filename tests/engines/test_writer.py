@@ -1,0 +1,179 @@
+"""Reading KV writers: what is refused, and that no entry of another hand is mixed in."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.writer import KVWriter, Writing, describe
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store import open_store
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
+from tests.blending.families import BLENDED, NOT_BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+from tests.blending.writers import alter_config, fingerprint_of, write_writer
+
+SCENE = Scene()
+ONE = SamplingParams(max_tokens=1)
+LLAMA = BLENDED["llama"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model(LLAMA())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    write_writer(tmp_path / "writer", LLAMA())
+    return tmp_path / "writer"
+
+
+def weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(directory / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no such directory": (lambda d: (d / "writer.json").unlink(), "has no writer.json; give the directory"),
+    "a newer format": (lambda d: (d / "writer.json").write_text('{"format": 2}'), "its format is 2"),
+    "no JSON": (lambda d: (d / "writer.json").write_text("{"), "writer.json cannot be read"),
+    "a list": (lambda d: (d / "adapter_config.json").write_text("[]"), "is no JSON object"),
+    "no weights": (lambda d: (d / "adapter_model.safetensors").unlink(), "safetensors cannot be read"),
+    "half the weights": (
+        lambda d: (d / "adapter_model.safetensors").write_bytes((d / "adapter_model.safetensors").read_bytes()[:4000]),
+        "safetensors cannot be read",
+    ),
+    "another model": (
+        lambda d: describe(d, ModelFingerprint("0" * 32, "other"), {}),
+        "made for another model .00000000. than .* make one with `cacheblend learn --model",
+    ),
+    "DoRA": (lambda d: alter_config(d, use_dora=True), "takes use_dora of peft's"),
+    "a bias": (lambda d: alter_config(d, bias="all"), "takes bias of peft's"),
+    "scales of its own": (lambda d: alter_config(d, alpha_pattern={"q_proj": 3}), "takes alpha_pattern"),
+    "an option that is newer than this": (lambda d: alter_config(d, use_xora=True), "takes use_xora"),
+    "weights that begin elsewhere": (lambda d: alter_config(d, init_lora_weights="pissa"), "takes init_lora_weights"),
+    "another kind of adapter": (lambda d: alter_config(d, peft_type="IA3"), "it is a IA3 of peft's"),
+    "no rank": (lambda d: alter_config(d, r=None), "has no rank"),
+    "another rank": (lambda d: alter_config(d, r=8), "is not of rank 8"),
+    "half a pair": (lambda d: weights(d, lambda t: t.pop(FIRST.replace("_A", "_B"))), "no half of a pair"),
+    "the other half": (lambda d: weights(d, lambda t: t.pop(FIRST)), "or half of one"),
+    "something else": (lambda d: weights(d, lambda t: t.update({"head": torch.ones(1)})), "holds head, which is no"),
+    "nothing": (lambda d: weights(d, dict.clear), "holds no LoRA"),
+    "no numbers": (lambda d: weights(d, lambda t: t[FIRST].fill_(float("nan"))), "holds numbers that are none"),
+    "another size": (
+        lambda d: weights(d, lambda t: t.update({FIRST: torch.ones(4, 9)})),
+        "q_proj goes from 64 to 64 features, not from 9 to 64",
+    ),
+    "a module that the model has not": (
+        lambda d: weights(
+            d, lambda t: [t.update({k.replace("q_proj", "r_proj"): t.pop(k)}) for k in list(t) if "q_proj" in k]
+        ),
+        "has no linear module model.layers.0.self_attn.r_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_writer_that_cannot_be_used_is_refused_with_the_reason(directory: Path, model: Any, name: str) -> None:
+    harm, why = FAULTS[name]
+    harm(directory)
+    with pytest.raises(InputError, match=f"KV writer in {directory} cannot be used: .*{why}"):
+        engine_for(model, SCENE, writer=directory)
+
+
+def test_a_writer_of_another_rank_is_another_writer_but_its_card_says_nothing_of_its_identity(
+    tmp_path: Path, model: Any
+) -> None:
+    found = []
+    for number, options in enumerate(({}, {}, {"rank": 8}, {"lora_alpha": 7}, {"use_rslora": True}, {"seed": 1})):
+        write_writer(tmp_path / str(number), LLAMA(), **options)
+        describe(tmp_path / str(number), fingerprint_of(model), {"number": number})
+        found.append(KVWriter.read(tmp_path / str(number), fingerprint_of(model)))
+    assert [each.card["number"] for each in found] == list(range(6))
+    assert found[0].name == found[1].name
+    assert len({each.name.digest for each in found}) == 5
+
+
+def test_a_writer_serves_its_model_in_every_dtype(tmp_path: Path) -> None:
+    make_model(LLAMA()).save_pretrained(tmp_path / "model")
+    with TransformersEngine(tmp_path / "model", tokenizer=object(), header=SCENE.header, device="cpu") as engine:
+        write_writer(tmp_path / "writer", LLAMA())
+        describe(tmp_path / "writer", engine.fingerprint, {})
+    options: dict[str, Any] = {"tokenizer": object(), "header": SCENE.header, "device": "cpu"}
+    with TransformersEngine(tmp_path / "model", dtype=torch.bfloat16, writer=tmp_path / "writer", **options) as engine:
+        assert engine.writer is not None
+        assert engine.precompute(SCENE.chunks).computed == len(SCENE.chunks)
+
+
+def test_a_model_that_is_not_blended_takes_no_writer(tmp_path: Path) -> None:
+    config, _ = NOT_BLENDED["one layer"]
+    write_writer(tmp_path, config())
+    with pytest.raises(InputError, match=r"not blended .*a KV writer has nothing to write: leave it out"):
+        engine_for(make_model(config()), SCENE, writer=tmp_path)
+
+
+def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, model: Any) -> None:
+    hands = []
+    for seed in range(2):
+        write_writer(tmp_path / str(seed), LLAMA(), seed=seed)
+        hands.append(tmp_path / str(seed))
+    store = open_store(tmp_path / "kv")
+    engines = [engine_for(model, SCENE, store=store, writer=hand, write_back=False) for hand in (None, *hands)]
+    for engine in engines[1:]:
+        engine.precompute(SCENE.chunks)
+        settings = BlendSettings(ratio=0.5)
+        found = [each.generate(SCENE.prompt, ONE, settings).mode for each in engines]
+        assert found == ["blend" if each is engine else "prefill" for each in engines]
+        engine.forget(SCENE.chunks)
+    engines[0].precompute(SCENE.chunks)
+    with pytest.warns(UserWarning, match=f"written without the KV writer in {hands[0]}.*Index") as said:
+        for _ in range(2):
+            assert engines[1].generate(SCENE.prompt, ONE).mode == "prefill"
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engines[0].generate(SCENE.prompt, ONE).mode == "blend"
+
+
+def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(directory: Path, model: Any) -> None:
+    with engine_for(model, SCENE, writer=directory) as engine:
+        assert engine.generate(SCENE.prompt, ONE).mode == "prefill"
+        again = engine.generate(SCENE.prompt, ONE, BlendSettings(ratio=0.5))
+        assert (again.mode, again.missing) == ("blend", ())
+        assert all(engine.entries.contains(chunk.token_ids) for chunk in SCENE.chunks)
+        assert not any(engine.entries.by_model().contains(chunk.token_ids) for chunk in SCENE.chunks)
+
+
+def test_a_writer_acts_only_while_no_prompt_runs(directory: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
+        engine._probe = (5, 6, 7)
+        enter = Writing.__enter__
+        monkeypatch.setattr(Writing, "__enter__", lambda self: begun.append(engine.lock.locked()) or enter(self))
+        engine.precompute(SCENE.chunks)
+    assert len(begun) == 3  # the chunks; the probe; the chunks behind it
+    assert all(begun)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_profile_found_with_a_writer_holds_with_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
+    hand, other = WrittenBy("ab", str(tmp_path / "writer")), WrittenBy("cd", "elsewhere")
+    save_profile(ModelProfile(ratio=0.3), "model")
+    save_profile(ModelProfile(ratio=0.1), "model", tmp_path / "writer")  # as it ships with the writer
+    assert [load_profile("model", writer=each).ratio for each in (hand, other, None)] == [0.1, 0.3, 0.3]
+    save_profile(ModelProfile(ratio=0.05), "model", None, hand)
+    assert [load_profile("model", writer=each).ratio for each in (hand, other, None)] == [0.05, 0.3, 0.3]
