@@ -36,7 +36,7 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
         if chosen.threads is not None:
             torch.set_num_threads(chosen.threads)
         dtype = dtype_named(chosen.dtype) if chosen.dtype else None
-        return TransformersEngine(chosen.model, device=chosen.device, dtype=dtype, store=store)
+        return TransformersEngine(chosen.model, device=chosen.device, dtype=dtype, store=store, writer=chosen.writer)
 
 
 def open_vllm(
@@ -86,7 +86,12 @@ def open_server(chosen: EngineOptions) -> RemoteEngine:
     assert chosen.server is not None
     if chosen.engine != "transformers":
         raise InputError("--engine does not go with --server: the model runs there.")
-    local = {"--device": chosen.device, "--dtype": chosen.dtype, "--threads": chosen.threads}
+    local = {
+        "--device": chosen.device,
+        "--dtype": chosen.dtype,
+        "--threads": chosen.threads,
+        "--writer": chosen.writer,
+    }
     if given := [name for name, value in local.items() if value is not None]:
         raise InputError(f"{', '.join(given)} does not go with --server: the model runs there.")
     with status("Connecting"):

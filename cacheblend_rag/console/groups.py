@@ -79,6 +79,7 @@ class ModelOptions:
     device: options.Device = None
     dtype: options.DType = None
     threads: options.Threads = None
+    writer: options.Writer = None
 
 
 @dataclass(frozen=True)

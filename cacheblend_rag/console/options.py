@@ -34,6 +34,13 @@ DType = Annotated[
     typer.Option(help="float32, bfloat16 or float16 (default: float32 on a CPU).", rich_help_panel=_MODEL),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's choice).", rich_help_panel=_MODEL)]
+Writer = Annotated[
+    Path | None,
+    typer.Option(
+        help="KV writer that `cacheblend learn` has made: it computes the chunks' KV (default: the model itself does).",
+        rich_help_panel=_MODEL,
+    ),
+]
 Server = Annotated[
     str | None,
     typer.Option(

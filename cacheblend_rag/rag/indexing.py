@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,7 +50,7 @@ class IndexReport:
 
     Attributes:
         added: Documents that are new.
-        changed: Documents replaced by a new version.
+        changed: Documents replaced by a new version, or whose KV was not written by the engine's KV writer.
         unchanged: Documents left as they are.
         removed: Documents whose files are gone or hold no text any more.
         skipped: Files left out, and why.
@@ -87,7 +88,8 @@ def index_documents(
 
     Unchanged documents are left alone; all others are read and cut first, so that ``progress`` can say how much there is to do. A
     document enters the index in one step, after the KV of its last chunk is in the
-    store: an interrupted run loses nothing, and the next one goes on where it stopped. Documents whose files have vanished
+    store: an interrupted run loses nothing, and the next one goes on where it stopped. Where the engine has another KV writer
+    than the index, it writes the KV of all documents. Documents whose files have vanished
     from one of the directories leave the index, and with them the KV that no other document needs. A file that cannot be
     read for now keeps the version indexed before. What the search's patterns leave out is not looked at: documents indexed
     before stay.
@@ -96,6 +98,8 @@ def index_documents(
         ModelError: The embedding model cannot be loaded.
         StoreError: The store or the index cannot be written, or another run is indexing into it. What is in them stays.
     """
+    if engine.writer is None and engine.entries is not None and (why := index.config.unused_by(None)):
+        warnings.warn(why, stacklevel=2)
     with indexing_alone(index.directory):
         return _IndexRun(engine, index, progress).run(found)
 
@@ -106,6 +110,7 @@ class _IndexRun:
     ) -> None:
         self.engine, self.index, self.progress = engine, index, progress
         self.planner = Planner(engine, index.config)
+        self.rewrites = engine.writer not in (None, index.config.writer)
         self.report = IndexReport()
         self.at = IndexProgress("", 0, 0)
         self._sample: Chunk | None = None
@@ -135,6 +140,8 @@ class _IndexRun:
         if files:
             self._tell(replace(self.at, path=files[-1], documents_done=len(files), documents=len(files)))
         self._look_back()
+        if self.engine.writer is not None and self.rewrites:
+            self.index.note_writer(self.engine.writer)
         self.index.pack()
         self.report.seconds = time.perf_counter() - begin
         return self.report
@@ -161,7 +168,7 @@ class _IndexRun:
             self.progress(at)
 
     def _read(self, file: str, known: str | None) -> None:
-        if known is not None and file_digest(file) == known:
+        if known is not None and not self.rewrites and file_digest(file) == known:
             self.report.unchanged.append(file)
             return
         document = load_document(file)

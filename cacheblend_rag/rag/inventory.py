@@ -273,7 +273,8 @@ class Inventory:
         return found
 
     def _entries(self, index: ChunkIndex) -> Entries:
-        return Entries(self.store, index.config.model, index.config.header_ids, namespace=self._namespace)
+        made = index.config
+        return Entries(self.store, made.model, made.header_ids, namespace=self._namespace, writer=made.writer)
 
     @contextmanager
     def _index(self) -> Iterator[ChunkIndex | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
@@ -73,7 +74,7 @@ class RagPipeline:
             raise InputError(f"follow is {follow}; give 0 or more.")
         self.engine, self.instruction = engine, instruction
         self._k, self._follow = k, follow
-        self._indexing = threading.Lock()
+        self._indexing, self._told = threading.Lock(), False
         if not isinstance(index, ChunkIndex):
             self.chunks = _open_index(index, engine, chunk_tokens, overlap, embedding, query_encoder)
         elif query_encoder is not None:
@@ -211,6 +212,10 @@ class RagPipeline:
     def _prepare(
         self, question: str, sampling: SamplingParams | None, history: Sequence[Turn]
     ) -> tuple[Retrieved, TokenizedPrompt, tuple[str, ...]]:
+        if not self._told and self.engine.entries is not None:
+            self._told = True
+            if why := self.chunks.config.unused_by(self.engine.writer):
+                warnings.warn(why, stacklevel=3)
         found = self._find(question, history)
         built, hits, notes = self.prompt(question, found.hits, sampling, history)
         return Retrieved(hits, found.seconds), built, notes
@@ -328,6 +333,7 @@ def _open_index(
         DEFAULT_CHUNK_TOKENS if chunk_tokens is None else chunk_tokens,
         overlap or 0,
         embedding,
+        engine.writer,
     )
     if not ChunkIndex.exists(directory):
         return ChunkIndex.open(directory, new, query_encoder)

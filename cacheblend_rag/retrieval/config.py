@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import StoreMismatchError
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class IndexConfig:
         chunk_tokens: Most tokens in a chunk.
         overlap: Tokens repeated from one chunk to the next.
         embedding: Name or path of the sentence-transformers model; None takes what the index has, or the default for a new one.
+        writer: The KV writer that has written the KV of all chunks; None for the model itself. It may change.
     """
 
     model: ModelFingerprint
@@ -28,6 +29,7 @@ class IndexConfig:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     overlap: int = 0
     embedding: str | None = None
+    writer: WrittenBy | None = None
 
     def to_json(self) -> str:
         """Return the stored form."""
@@ -38,7 +40,18 @@ class IndexConfig:
         """Read the stored form."""
         fields = json.loads(text)
         model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
-        return cls(model=model, header_ids=header, **fields)
+        writer = fields.pop("writer", None)
+        return cls(model=model, header_ids=header, writer=writer and WrittenBy(**writer), **fields)
+
+    def unused_by(self, writer: WrittenBy | None) -> str | None:
+        """Return what to do where the KV that this index's writer has written is not that of ``writer``; None where it is."""
+        if self.writer is None or writer == self.writer:
+            return None
+        other = "" if writer is None else f", or index them again with the one in {writer.directory}"
+        return (
+            f"The KV of these documents was written by the KV writer in {self.writer.directory}. Without it that is not used: "
+            f"their chunks are computed anew. Give --writer {self.writer.directory}{other}."
+        )
 
     def check(self, wanted: IndexConfig, directory: Path) -> None:
         """Refuse to be used as ``wanted``.

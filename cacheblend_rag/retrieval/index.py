@@ -16,6 +16,7 @@ from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
 from cacheblend_rag.retrieval.search import VectorSearch
 from cacheblend_rag.spans import span
+from cacheblend_rag.store.kv import WrittenBy
 
 __all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexConfig", "IndexStats", "IndexedDocument"]
 
@@ -291,6 +292,15 @@ class ChunkIndex:
                     self._database.vectors.replace((row, known[chunk_id]) for chunk_id, row in rows.items())
                     self._database.put_config(replace(self.config, embedding=name))
                     return
+
+    def note_writer(self, writer: WrittenBy) -> None:
+        """Note that a KV writer has written the KV of all chunks, in place of what was noted before.
+
+        Raises:
+            StoreError: The index cannot be written.
+        """
+        with self._database.transaction():
+            self._database.put_config(replace(self.config, writer=writer))
 
     def pack(self) -> int:
         """Prepare the search in a large index: from 100,000 vectors on, put them into a file that is mapped, not read.

@@ -18,10 +18,16 @@ def fingerprint_of(model: Any) -> ModelFingerprint:
     return ModelFingerprint.from_module(model, model.config.to_dict(), model.dtype, "random")
 
 
-def write_writer(directory: Path, config: Any, *, seed: int = 0, rank: int = 4, **options: Any) -> Any:
+def write_writer(directory: Path, config: Any, **options: Any) -> Any:
     """Write a random writer for ``make_model(config)``; return a model that computes as that does while it acts."""
     model = make_model(config)
-    fingerprint = fingerprint_of(model)
+    return write_for(model, fingerprint_of(model), directory, **options)
+
+
+def write_for(
+    model: Any, fingerprint: ModelFingerprint, directory: Path, *, seed: int = 0, rank: int = 4, **options: Any
+) -> Any:
+    """Write a random writer for a model, and put it into that."""
     options = {"target_modules": "all-linear", "lora_alpha": 6, **options}
     changed = peft.get_peft_model(model, peft.LoraConfig(r=rank, task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(seed)

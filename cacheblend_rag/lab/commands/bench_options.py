@@ -51,4 +51,4 @@ class BenchOptions:
         from cacheblend_rag.lab.bench import BenchModel
 
         chosen = self.model
-        return BenchModel(chosen.model, self.random_weights, chosen.device, chosen.dtype, chosen.threads, engine)
+        return BenchModel(random_weights=self.random_weights, engine=engine, **vars(chosen))

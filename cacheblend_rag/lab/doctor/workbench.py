@@ -41,6 +41,7 @@ class BenchModel:
         dtype: Name of a torch dtype; None for the engine's choice (fp32 for random weights on a CPU, else bf16).
         threads: CPU threads of torch; None leaves torch's own.
         engine: Which engine runs it.
+        writer: Directory of the KV writer that writes the chunks' KV; None for the model itself.
     """
 
     model: str | None = None
@@ -49,11 +50,14 @@ class BenchModel:
     dtype: str | None = None
     threads: int | None = None
     engine: EngineName = "transformers"
+    writer: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse two models at once, and names torch does not know."""
         if self.model is not None and self.random_weights is not None:
             raise InputError("Give a model or random weights, not both.")
+        if self.writer is not None and self.random_weights is not None:
+            raise InputError("A KV writer was made for a model; leave it out, or the random weights.")
         if self.dtype is not None:
             dtype_named(self.dtype)
         if self.threads is not None and self.threads < 1:
@@ -192,7 +196,7 @@ def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
     store: KVStore = DiskStore(root) if kv == "disk" else MemoryStore()
     dtype = dtype_named(model.dtype) if model.dtype else None
     if model.random_weights is None:
-        engine = TransformersEngine(model.model, store=store, device=model.device, dtype=dtype)
+        engine = TransformersEngine(model.model, store=store, device=model.device, dtype=dtype, writer=model.writer)
     else:
         device = device_named(model.device)
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)

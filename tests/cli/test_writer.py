@@ -1,0 +1,92 @@
+"""`--writer` on the command line: what it writes, what is said where the KV is of another hand, and what refuses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheblend_rag.store.kv import ModelFingerprint
+from tests.blending.writers import write_for
+from tests.command_line import as_json
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "When was the Marlow observatory founded?"
+
+
+@pytest.fixture
+def writers(model_dir, tmp_path) -> list[Path]:
+    made = [tmp_path / f"writer-{seed}" for seed in range(2)]
+    for seed, directory in enumerate(made):
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        write_for(model, ModelFingerprint.from_directory(Path(model_dir), torch.float32), directory, seed=seed)
+    return made
+
+
+def test_a_store_is_written_by_a_writer_and_says_what_to_do_without_it(run, model_dir, documents, tmp_path, writers):
+    here, by = ["--store", tmp_path / "store", "--model", model_dir], ["--writer", writers[0]]
+    index = ["index", documents, *here, "--chunk-tokens", 40, "--json"]
+    ask = ["ask", QUESTION, *here, "--max-tokens", 1, "--json"]
+
+    def asked(*more: object) -> tuple[str, str]:
+        result = run(*ask, *more)
+        return as_json(result)["mode"], result.stderr
+
+    plain = as_json(run(*index))
+    mode, said = asked(*by)
+    assert mode == "prefill"
+    assert f"written without the KV writer in {writers[0]}" in said
+    assert "cacheblend index --writer DIR" in said
+
+    written = as_json(run(*index, *by))
+    assert (len(written["changed"]), written["unchanged"], written["chunks"]) == (2, [], plain["chunks"])
+    again = as_json(run(*index, *by))
+    assert (len(again["unchanged"]), again["tokens"]) == (2, 0)
+    assert asked(*by) == ("blend", "")
+
+    mode, said = asked("--writer", writers[1])
+    assert f"by the KV writer in {writers[0]}" in said
+    assert f"Give --writer {writers[0]}, or index them again with the one in {writers[1]}." in said
+    # What the model itself has written is still there, and of use without a writer.
+    mode, said = asked()
+    assert mode == "blend"
+    assert f"Give --writer {writers[0]}." in said
+    without = run(*index)
+    assert f"Give --writer {writers[0]}." in without.stderr
+    assert len(as_json(without)["unchanged"]) == 2
+
+
+def test_the_chunks_of_a_store_are_listed_and_removed_with_the_kv_that_the_writer_has_written(
+    run, model_dir, documents, tmp_path, writers
+):
+    store = tmp_path / "store"
+    made = run("index", documents, "--store", store, "--model", model_dir, "--writer", writers[0])
+    assert made.exit_code == 0, made.stderr
+    listed = as_json(run("store", "ls", "--store", store, "--json"))
+    chunks = [item for item in listed if item["tokens"]]
+    assert chunks
+    assert all(item["nbytes"] for item in chunks)
+    assert len(listed) == len(chunks) + 1  # the header's own
+
+
+def test_a_writer_that_cannot_be_used_is_named_before_anything_is_indexed(run, model_dir, documents, tmp_path):
+    result = run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--writer", tmp_path / "none")
+    assert result.exit_code == 2
+    assert f"The KV writer in {tmp_path / 'none'} cannot be used" in result.stderr
+    assert not (tmp_path / "s" / "index.db").exists()
+
+
+def test_a_writer_goes_with_a_model_that_is_loaded_here_and_not_made_up(run, documents, tmp_path):
+    remote = run("index", documents, "--store", tmp_path, "--server", "http://127.0.0.1:1", "--writer", tmp_path)
+    assert (remote.exit_code, "--writer does not go with --server" in remote.stderr) == (2, True)
+    random = run("bench", "ttft", "--random-weights", "llama:2x64", "--writer", tmp_path)
+    assert (random.exit_code, "leave it out, or the random weights" in random.stderr) == (2, True)
+
+
+def test_a_benchmark_times_what_the_writer_writes(run, model_dir, writers):
+    timed = run("bench", "ttft", "--model", model_dir, "--writer", writers[0], "--chunks", 2, "--chunk-tokens", 20,
+                "--repeat", 1, "--json")  # fmt: skip
+    assert as_json(timed)["settings"]["kv"] == "ram"
