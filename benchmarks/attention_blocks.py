@@ -56,7 +56,7 @@ def main() -> None:
         inputs = (query[:, positions], key, value)
         runs: dict[str, Callable[[], object]] = {"full": full}
         for size in (32, 64, 128, 256):
-            queries = Queries(positions, size)
+            queries = Queries(positions, block=size)
             runs[f"parts of {size}"] = lambda queries=queries, inputs=inputs: queries.attend(*inputs)
             runs[f"masked blocks of {size}"] = lambda queries=queries, inputs=inputs: masked_blocks(queries, inputs)
         seconds: dict[str, list[float]] = {run: [] for run in runs}

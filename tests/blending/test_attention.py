@@ -80,7 +80,7 @@ def test_attention_in_parts_equals_masked_attention(data: Any) -> None:
     given_inputs = query, key, value[..., : data.draw(st.sampled_from([16, 16, 12]), "value dim")]
     where = torch.tensor(positions)
     want = masked_attention(where, *given_inputs, scale, window)
-    queries = attention.Queries(where, block)
+    queries = attention.Queries(where, block=block)
     for _ in range(2):  # the second layer takes the first one's masks
         got = queries.attend(*given_inputs, scale, window)
         assert got.shape == want.shape
@@ -101,7 +101,7 @@ def test_other_devices_and_values_wider_than_keys_are_masked_block_by_block(monk
     where = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:90].sort().values
     query, key, value = inputs(2, 2, 2, 90, 300, 16)
     for values in (value, torch.cat([value, -value], 2)):
-        queries = attention.Queries(where, 16)
+        queries = attention.Queries(where, block=16)
         monkeypatch.setattr(queries, "_on_cpu", values is not value)
         want = masked_attention(where, query, key, values, None, None)
         assert (queries.attend(query, key, values) - want).abs().max() < 2e-5

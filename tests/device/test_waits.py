@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.fusor import fuse, fuse_stepwise
+from cacheblend_rag.blending.gate import cut
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject, TransformersTarget
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
+from tests.blending.families import BLENDED, make_model
 from tests.device.simulated import SimulatedTensor
 
 pytestmark = pytest.mark.device
@@ -131,6 +134,22 @@ def test_a_segment_takes_no_more_tokens_than_it_may(sim: str) -> None:
     assert [len(part) for part in target.ran] == [30, 30, 22, 26]
 
 
+@pytest.mark.parametrize(("name", "expected"), [("static", 0), ("hkvd", 1)])
+def test_a_blend_in_a_transformers_model_waits_for_its_selection_alone(sim: str, name: str, expected: int) -> None:
+    runner = ModelRunner(make_model(BLENDED["llama"]()).to(sim))
+    subject, ids = TransformersSubject(runner), list(range(2, 2 + 2 * CHUNK + 6))
+    rope = subject.detect_rope()
+    kv = ChunkKV(cut(subject.full_prefill(ids[:CHUNK])[1], 0, CHUNK).layers, 0, static=torch.rand(CHUNK))
+    spans = (StoredSpan(0, CHUNK, kv), StoredSpan(CHUNK + 2, 2 * CHUNK + 2, kv))
+    plan = BlendPlan(len(ids), (), spans, (), "")
+    fuse(
+        plan, TransformersTarget(runner, rope, ids), FuseOptions(policy(name), 0.25)
+    )  # a model's first looks at its tables
+    with waits() as count:
+        fuse(plan, TransformersTarget(runner, rope, ids), FuseOptions(policy(name), 0.25))
+    assert count() == expected
+
+
 def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from cacheblend_rag.engines.vllm import paged as module
@@ -142,7 +161,7 @@ def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pyt
     seen: list[Any] = []
     paged: Any = object.__new__(PagedModel)
     paged.device, paged.block_size, paged.config, paged.attention = torch.device(sim), 16, None, []
-    paged._max_tokens, paged._max_runs = 64, 8
+    paged._max_tokens, paged._max_runs, paged._embeds = 64, 8, False
     builder = SimpleNamespace(build=lambda common_prefix_len, common_attn_metadata: seen.append(common_attn_metadata))
     paged.names, paged.groups, paged.group_of, paged.kernels = ["layer"], [PageGroup(16, None)], [0], None
     paged._metadata = object.__new__(PassMetadata)

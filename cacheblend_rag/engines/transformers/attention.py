@@ -62,10 +62,17 @@ class Queries:
     Keys and values are those of the positions from 0 on.
     """
 
-    def __init__(self, positions: torch.Tensor, block: int | None = None):
-        """Take ``positions``, ``[queries]``; ``block`` is how many queries are masked at once, None for what is fast."""
-        self._positions, self._at = positions, positions.tolist()
-        self._on_cpu = positions.device.type == "cpu"
+    def __init__(self, positions: torch.Tensor, on_device: torch.Tensor | None = None, block: int | None = None):
+        """Describe the queries of a pass.
+
+        Args:
+            positions: ``[queries]``, in host memory: to read them from a device would wait for it.
+            on_device: The same where the queries are; None if that is here.
+            block: How many queries are masked at once; None for what is fast.
+        """
+        self._at = positions.tolist()
+        self._positions = positions if on_device is None else on_device
+        self._on_cpu = self._positions.device.type == "cpu"
         self._block = block or (_BLOCK if self._on_cpu else _GPU_BLOCK)
         # A pass makes each mask once, for all layers: together they hold one block's queries by all keys at the most.
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
@@ -239,9 +246,9 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def scattered(positions: torch.Tensor) -> Iterator[None]:
-    """Run a forward whose queries stand at ascending ``positions``, ``[tokens]``, of one sequence, without a mask."""
-    token = _queries.set(Queries(positions))
+def scattered(positions: torch.Tensor, on_device: torch.Tensor | None = None) -> Iterator[None]:
+    """Run a forward whose queries stand at ascending positions of one sequence, without a mask; see :class:`Queries`."""
+    token = _queries.set(Queries(positions, on_device))
     try:
         yield
     finally:

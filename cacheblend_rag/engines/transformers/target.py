@@ -89,16 +89,16 @@ class ModelRunner:
         before_layer: Callable[[int], None],
         stop_layer: int | None,
     ) -> LayerKV | torch.Tensor:
-        """Run the tokens ``ids``, ``[tokens]``, at ascending ``positions``, ``[tokens]``.
+        """Run the tokens ``ids``, ``[tokens]``, on the device, at ascending ``positions``, ``[tokens]``, in host memory.
 
         Returns:
             The stop layer's fresh KV, or without a stop layer the last token's logits ``[vocab]``.
         """
-        visible = int(positions[-1]) + 1
-        cache.scatter(positions, visible, before_layer, stop_layer)
+        visible, at = int(positions[-1]) + 1, sent(positions, self.device)
+        cache.scatter(at, visible, before_layer, stop_layer)
         try:
-            with scattered(positions):
-                return self._forward(ids[None], positions[None], cache, self._mask(positions, visible))[0, -1]
+            with scattered(positions, at):
+                return self._forward(ids[None], at[None], cache, self._mask(at, visible))[0, -1]
         except StopForward as stop:
             return stop.fresh
         finally:
@@ -178,7 +178,7 @@ class TransformersTarget:
     def __init__(self, runner: ModelRunner, rope: Rope, token_ids: Sequence[int], cache: PositionedCache | None = None):
         """Prepare the prompt ``token_ids``; ``cache`` may hold the KV of the first of them."""
         self._runner = runner
-        self._ids = torch.tensor(token_ids, device=runner.device)
+        self._ids = torch.tensor(token_ids)
         self.num_layers, self.device, self.rope = runner.num_layers, runner.device, rope
         self.cache = runner.new_cache(len(token_ids)) if cache is None else cache
         self.logits: torch.Tensor | None = None
@@ -191,8 +191,8 @@ class TransformersTarget:
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        positions = sent(positions, self.device)
-        result = self._runner.scatter(self._ids[positions], positions, self.cache, before_layer, stop_layer)
+        ids = sent(self._ids[positions], self.device)
+        result = self._runner.scatter(ids, positions, self.cache, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
         self.logits = result
