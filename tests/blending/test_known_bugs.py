@@ -19,8 +19,8 @@ from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines import entries as entries_module
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.engines.transformers import target as target_module
 from cacheblend_rag.engines.transformers.attention import scattered
 from cacheblend_rag.engines.transformers.owner import ModelOwner
@@ -94,7 +94,7 @@ def test_3_a_missing_chunk_does_not_lose_the_chunks_behind_it(bug: bool, monkeyp
     engine = engine_for(model_of("llama"), scene, write_back=False)
     engine.precompute([c for i, c in enumerate(scene.chunks) if i != 1])
 
-    def stop_at_first_miss(prompt: Any, header: Any, lookup: Callable[..., Any], *more: Any) -> BlendPlan:
+    def stop_at_first_miss(prompt: Any, header: Any, lookup: Callable[..., Any], *more: Any, **named: Any) -> BlendPlan:
         lost = False
 
         def until_missing(ids: Any) -> Any:
@@ -103,10 +103,10 @@ def test_3_a_missing_chunk_does_not_lose_the_chunks_behind_it(bug: bool, monkeyp
             lost = lost or kv is None
             return kv
 
-        return make_plan(prompt, header, until_missing, *more)
+        return make_plan(prompt, header, until_missing, *more, **named)
 
     if bug:
-        monkeypatch.setattr(engine_module, "make_plan", stop_at_first_miss)
+        monkeypatch.setattr(entries_module, "make_plan", stop_at_first_miss)
     answer = engine.generate(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.0))
     with fails_if(bug):
         assert answer.usage.reused_tokens == len(scene.header) + sum(len(scene.chunks[i].token_ids) for i in (0, 2, 3))
