@@ -243,6 +243,7 @@ class _Fusor:
     def recompute(self) -> Segments:
         """Run a sparse pass of the chosen tokens and the forced set through all layers."""
         positions = _merge(self._recomputed, self._forced)
+        self._placer.place_rest()
         yield from self._run(
             "sparse", positions, 1.0, lambda part: self._target.forward(part, self._placer.before_layer)
         )
@@ -286,8 +287,22 @@ class _Placer:
         self._loader, self._target, self._remember, self._trace = loader, target, remember, trace
         self._next = 0
         self._stale: dict[int, LayerKV] = {}
+        self._await: Callable[[int], None] | None = None
+
+    def place_rest(self) -> None:
+        """Begin to place all layers that are left at once, where their KV and the target allow it."""
+        if self._trace is not None:  # it shows layer by layer
+            return
+        stored = self._loader.rest(self._next)
+        self._await = None if stored is None else self._target.place_layers(stored)
+        if stored is not None and self._await is not None:
+            self._loader.brought(stored)
+            self._next = self._target.num_layers
 
     def before_layer(self, layer: int) -> None:
+        if self._await is not None:
+            self._await(layer)
+            return
         with nullcontext() if self._trace is None else self._trace.placing(layer):
             while self._next <= layer:
                 self._place(self._next)

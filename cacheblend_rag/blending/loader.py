@@ -9,13 +9,14 @@ from types import TracebackType
 
 import torch
 
+from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.outcome import ChunkLoad
 from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError, reads_of
 from cacheblend_rag.blending.rope import Move, Rope, moved
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.store.events import TierReads
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class LayerLoader:
     ):
         """Start reading at once; see :class:`~cacheblend_rag.blending.options.FuseOptions` for the last two."""
         self._exact, self._all = tuple(exact), (*exact, *stale)
-        self._rope, self._stale_from_layer = rope, stale_from_layer
+        self._rope, self._stale_from_layer, self._num_layers = rope, stale_from_layer, num_layers
         self._reads = reads_of(self._spans, num_layers, device, trace, whole)
         self._began, self._most_wait_s = time.perf_counter(), most_wait_s
         self._positions = _positions(self._all, device, lambda s: s.start)
@@ -145,6 +146,32 @@ class LayerLoader:
         fixed = self._exact_tokens
         move = None if count == fixed else self._rope.move(index, self._rotations, first=fixed)
         return PlacedLayer(kv, move, self._positions[:count], fixed)
+
+    def rest(self, first: int) -> StoredLayers | None:
+        """Return what is left from layer ``first`` on, if nothing of it must be read; :meth:`layer` is not to be called for it.
+
+        None where it is not in page-locked memory, or where layers differ in what they want or in how their keys move.
+        """
+        spans = self._all if first >= self._stale_from_layer else ()
+        if not self._reads.in_place or (self._all and not spans):
+            return None
+        for span in spans:
+            kv = span.kv
+            if not isinstance(kv, ChunkKV) or kv.blocks(0, kv.num_layers) is None:
+                return None
+        rope, fixed, left = self._rope, self._exact_tokens, range(first, self._num_layers)
+        if len({(rope.table_of_layer[layer], rope.layout_of_layer[layer]) for layer in left}) > 1:
+            return None
+        stays = not left or len(self._positions) == fixed
+        move = None if stays else rope.move(first, self._rotations, first=fixed)
+        return StoredLayers(first, spans, move, self._positions)
+
+    def brought(self, stored: StoredLayers) -> None:
+        """Count ``stored`` as loaded."""
+        for index in range(len(stored.spans)):
+            self._layers[index] += self._num_layers - stored.first
+        wanted = sum(span.kv.nbytes * (span.end - span.start) // span.kv.num_tokens for span in stored.spans)
+        self.loaded_bytes += wanted * (self._num_layers - stored.first) // self._num_layers
 
     def _tell_waits(self) -> None:
         """Tell each tier of its share of the time that was waited, by how long it was read."""

@@ -69,9 +69,11 @@ class Reads(Protocol):
 
     Attributes:
         meter: What the reads took so far.
+        in_place: Whether all KV lies in page-locked memory, from where a device copies by itself.
     """
 
     meter: ReadMeter
+    in_place: bool
 
     def ready(self) -> bool:
         """Say whether all layers are in host memory."""
@@ -116,6 +118,8 @@ def reads_of(
 
 class _CPUReads:
     """Reads at once from RAM to a CPU, where there is nothing to hide; from elsewhere a thread reads ahead."""
+
+    in_place = False
 
     def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, whole: bool):
         self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
@@ -166,9 +170,9 @@ class _DeviceReads:
         self._transfer = transfer
         every = spans(num_layers - 1)
         self._tokens = sum(span.kv.num_tokens for span in every)
-        in_place = all(span.kv.tier == "ram" and span.kv.layer(0).k.is_pinned() for span in every)
+        self.in_place = all(span.kv.tier == "ram" and span.kv.layer(0).k.is_pinned() for span in every)
         threads = max(_DEVICE_THREADS, _at_once(every))
-        self._pool = None if in_place else ThreadPoolExecutor(threads, thread_name_prefix="cacheblend-load")
+        self._pool = None if self.in_place else ThreadPoolExecutor(threads, thread_name_prefix="cacheblend-load")
         nbytes = sum(span.kv.nbytes for span in every) // num_layers
         self._slots = [Slot() for _ in range(min(max(2, AHEAD_BYTES // max(nbytes, 1)), num_layers))]
         self._pending: dict[int, tuple[Slot, Future[Staged]]] = {}
@@ -176,12 +180,15 @@ class _DeviceReads:
         self._host: dict[int, Future[list[LayerKV]]] = {}
         if whole and self._pool is not None:  # before the copies, so that no thread waits for a read that has none
             self._host = {n: self._pool.submit(self._read, n) for n in range(num_layers) if spans(n)}
-        self._fill()
+        if not self.in_place:  # else all may be brought at once
+            self._fill()
 
     def ready(self) -> bool:
         return self._pool is None or (bool(self._host) and all(each.done() for each in self._host.values()))
 
     def parts(self, layer: int, most_s: float | None = None) -> list[LayerKV]:
+        if layer not in self._pending:
+            self._fill()
         staged = _within(most_s, self._pending[layer][1])
         self._transfer.wait(staged)
         return [span.cut(part) for span, part in zip(self._spans(layer), staged.parts, strict=True)]

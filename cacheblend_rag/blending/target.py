@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.store.kv import LayerKV
 
@@ -36,6 +37,12 @@ class BlendTarget(Protocol):
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``positions``, ``[tokens]``, of the cache."""
+
+    def place_layers(self, stored: StoredLayers) -> Callable[[int], None] | None:
+        """Begin to write all of ``stored``; return what to call before a layer reads the KV cache.
+
+        None where this is not possible; then the layers are placed one by one.
+        """
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,20 @@ class Staged:
     slot: Slot
     parts: list[LayerKV] = field(default_factory=list)
     ready: Any = None
+
+
+class Step(NamedTuple):
+    """Says what :meth:`Transfer.bring` copies at once, and does with it.
+
+    Attributes:
+        sources: Page-locked, each ``[elements]``.
+        use: Called with device memory ``[elements]`` that will hold them one behind another, to queue what uses it.
+        done: Event to record behind that; None for none.
+    """
+
+    sources: Sequence[torch.Tensor]
+    use: Callable[[torch.Tensor], None]
+    done: Any
 
 
 class Transfer:
@@ -121,6 +135,32 @@ class Transfer:
     def used(self, slot: Slot) -> None:
         """Say that all uses of what is in ``slot`` are on the caller's current stream now: later ones may overwrite it."""
         slot.free = self._recorded(self._module.current_stream(self._device))
+
+    def bring(self, steps: Sequence[Step], dtype: torch.dtype, used: Sequence[torch.Tensor]) -> None:
+        """Begin with all ``steps``, one behind another beside what is computed; they come behind what the caller has queued.
+
+        Args:
+            steps: What to copy, all of ``dtype``, and what to do with it.
+            dtype: See ``steps``.
+            used: What the steps use on the device beside the copies.
+        """
+        using, sources = self._module.current_stream(self._device), []
+        with torch.inference_mode(False), self._module.stream(self._up):
+            self._up.wait_stream(using)
+            most = max((sum(len(each) for each in step.sources) for step in steps), default=0)
+            memory = torch.empty(most, dtype=dtype, device=self._device)
+            for step in steps:
+                at = 0
+                for source in step.sources:
+                    memory[at : at + len(source)].copy_(source, non_blocking=True)
+                    at += len(source)
+                    sources.append(source)
+                step.use(memory)
+                if step.done is not None:
+                    step.done.record(self._up)
+        for tensor in used:
+            tensor.record_stream(self._up)
+        self._hold(self._recorded(self._up), sources)
 
     def fetch(self, layers: Sequence[LayerKV], room: torch.Tensor | None) -> Arrival:
         """See :func:`fetch`."""

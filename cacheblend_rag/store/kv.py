@@ -134,10 +134,19 @@ class ChunkKV(StoredKV):
         self.num_tokens = self.layers[0].k.shape[1] if self.layers else 0
         self.nbytes = sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
         self.stored_nbytes = self.nbytes
+        self._blocks: dict[tuple[int, int], list[torch.Tensor] | None] = {}
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer; never fails."""
         return self.layers[index]
+
+    def blocks(self, begin: int, end: int) -> list[torch.Tensor] | None:
+        """Return the layers ``begin`` to before ``end`` as few blocks ``[elements]``; None where a layer is not one block."""
+        if (begin, end) not in self._blocks:
+            flattened = [flat(layer) for layer in self.layers[begin:end]]
+            blocks = [block for block in flattened if block is not None]
+            self._blocks[begin, end] = _joined(blocks) if len(blocks) == len(flattened) else None
+        return self._blocks[begin, end]
 
     def static_deviation(self) -> torch.Tensor | None:
         """See :meth:`StoredKV.static_deviation`."""
@@ -286,10 +295,27 @@ def flat(layer: LayerKV) -> torch.Tensor | None:
     k, v = layer
     if k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
         return None
-    follows = v.storage_offset() == k.storage_offset() + k.numel()
-    if not follows or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
+    if not _follows(k, v):
         return None
     return torch.as_strided(k, (k.numel() + v.numel(),), (1,))
+
+
+def _joined(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return blocks ``[elements]`` with those made one that lie one right behind the other in the same memory."""
+    found: list[torch.Tensor] = []
+    for block in blocks:
+        last = found[-1] if found else None
+        if last is not None and _follows(last, block):
+            found[-1] = last.as_strided((len(last) + len(block),), (1,))
+        else:
+            found.append(block)
+    return found
+
+
+def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether ``other`` lies right behind ``one`` in the same memory."""
+    same = one.dtype == other.dtype and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return same and other.storage_offset() == one.storage_offset() + one.numel()
 
 
 def unflat(elements: torch.Tensor, like: LayerKV) -> LayerKV:

@@ -242,7 +242,8 @@ def test_what_lies_ready_on_the_device_is_bounded(sim: str, monkeypatch: pytest.
     counts = Counts()
     with own_stream(), LayerLoader((), spans, ROPE, LAYERS, torch.device(sim)) as loader:
         for index in range(LAYERS):
-            assert counts.so_far()[1] == SPANS * min(layers_ahead + index, LAYERS)
+            # Nothing is copied before the first layer is asked for: all of them may be wanted at once.
+            assert counts.so_far()[1] == (SPANS * min(layers_ahead + index, LAYERS) if index else 0)
             assert loader.layer(index) is not None
 
 

@@ -1,9 +1,11 @@
-"""Places stored KV in a KV cache of pages, keys rotated on the way: one launch, nothing in between is written.
+"""Places stored KV in a KV cache, keys rotated on the way, a layer or several in one launch; nothing in between is written.
 
 Equal bit for bit to :func:`~cacheblend_rag.blending.rope.moved` and a copy: each product is rounded to fp32, as torch does it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +16,66 @@ from cacheblend_rag.store.kv import LayerKV
 
 # Tokens of one head that one program moves, and its threads in units of 32: few enough numbers for each to stay in registers.
 _TOKENS, _WARPS = 32, 8
+
+
+class Staged(NamedTuple):
+    """Says where the tokens of several spans lie in one piece of memory, in which each span's layers follow one another.
+
+    An entry's layer is ``[keys and values, kv_heads, its tokens, head_dim]``. All tensors are ``[tokens]``, int64, on the device.
+
+    Attributes:
+        before: How many tokens the entries in front of the token's own have together.
+        within: Which of its own entry's tokens it is.
+        length: How many tokens its entry has.
+        slots: Where it belongs in the cache.
+    """
+
+    before: torch.Tensor
+    within: torch.Tensor
+    length: torch.Tensor
+    slots: torch.Tensor
+
+
+def place_layers(
+    memory: torch.Tensor, staged: Staged, move: Move | None, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write the tokens of several layers, moved, in one launch.
+
+    Args:
+        memory: ``[elements]``, what ``staged`` speaks of, on the cache's device and in its dtype.
+        staged: Where each token lies, and where it belongs.
+        move: What the keys still need, the same in all these layers; None for nothing.
+        keys: The cache's keys of these layers, ``[layers, kv_heads, slots, head_dim]``, a head's dimensions side by side.
+        values: The cache's values, likewise.
+    """
+    layers, heads, _, dim = keys.shape
+    tokens = len(staged.slots)
+    assert keys.stride(3) == values.stride(3) == 1
+    assert memory.dtype == keys.dtype == values.dtype
+    half = 0 if move is None else move.rotation.cos.shape[1]
+    cos, sin = (memory, memory) if move is None else (move.rotation.cos.contiguous(), move.rotation.sin.contiguous())
+    _place_layers[triton.cdiv(tokens, _TOKENS), heads, layers](
+        memory,
+        *staged,
+        cos,
+        sin,
+        keys,
+        values,
+        tokens,
+        tokens if move is None else move.first,
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        HEADS=heads,
+        DIM=dim,
+        DIM_UP=triton.next_power_of_2(dim),
+        HALF=half,
+        HALF_UP=triton.next_power_of_2(max(half, 1)),
+        REST_UP=triton.next_power_of_2(max(dim - 2 * half, 1)),
+        INTERLEAVED=move is not None and move.layout == "interleaved",
+        TOKENS=_TOKENS,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,  # as below
+    )
 
 
 def place(kv: LayerKV, move: Move | None, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -105,6 +167,79 @@ def _place(
     keys += (page * keys_page + head * keys_head + row * keys_token)[:, None]
     values += (page * values_page + head * values_head + row * values_token)[:, None]
 
+    _move(
+        from_keys, from_values, cos, sin, keys, values, token, real, first, keys_dim, values_dim, DIM, DIM_UP, HALF, HALF_UP,
+        REST_UP, INTERLEAVED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "first"])
+def _place_layers(
+    memory,
+    before,
+    within,
+    length,
+    slots,
+    cos,
+    sin,
+    keys,
+    values,
+    tokens,
+    first,
+    keys_layer,
+    keys_head,
+    keys_token,
+    values_layer,
+    values_head,
+    values_token,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_UP: tl.constexpr,
+    REST_UP: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Move ``TOKENS`` tokens of one head of one layer."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    there = token < tokens
+    slot = tl.load(slots + token, mask=there, other=0)
+    rows = tl.load(length + token, mask=there, other=0)
+    ahead = tl.load(before + token, mask=there, other=0) * tl.num_programs(2) + layer * rows  # whole rows of all heads
+    begin = (2 * HEADS * ahead + head * rows + tl.load(within + token, mask=there, other=0)) * DIM
+    from_keys = memory + begin[:, None]
+    from_values = memory + (begin + HEADS * rows * DIM)[:, None]
+    keys += (layer * keys_layer + head * keys_head + slot * keys_token)[:, None]
+    values += (layer * values_layer + head * values_head + slot * values_token)[:, None]
+    _move(
+        from_keys, from_values, cos, sin, keys, values, token, there[:, None], first, 1, 1, DIM, DIM_UP, HALF, HALF_UP,
+        REST_UP, INTERLEAVED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _move(
+    from_keys,
+    from_values,
+    cos,
+    sin,
+    keys,
+    values,
+    token,
+    real,
+    first,
+    keys_dim,
+    values_dim,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_UP: tl.constexpr,
+    REST_UP: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Copy the values and turn the keys of the ``real`` tokens; pointers are each token's, ``[tokens, 1]``."""
     dim = tl.arange(0, DIM_UP)[None, :]
     inside = real & (dim < DIM)
     tl.store(values + dim * values_dim, tl.load(from_values + dim, mask=inside), mask=inside)

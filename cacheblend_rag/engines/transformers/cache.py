@@ -62,15 +62,17 @@ class PositionedCache:
 
     is_compileable = False
 
-    def __init__(self, num_layers: int, capacity: int, latent_first: bool = False):
+    def __init__(self, num_layers: int, capacity: int, latent_first: bool = False, block: torch.Tensor | None = None):
         """Make room for ``capacity`` tokens; a layer's memory is taken when it is first written.
 
         With ``latent_first`` the model hands over what :class:`LayerKV` calls values before what it calls keys: the latent, then
-        the rotary key (MLA).
+        the rotary key (MLA). Where all layers are alike ``block``, ``[2, layers, kv_heads, capacity, head_dim]``, may be the
+        memory of the keys and the values of one sequence.
         """
         self._latent_first = latent_first
-        self._k: list[torch.Tensor | None] = [None] * num_layers
-        self._v: list[torch.Tensor | None] = [None] * num_layers
+        self.block = block
+        self._k: list[torch.Tensor | None] = [None] * num_layers if block is None else list(block[0, :, None])
+        self._v: list[torch.Tensor | None] = [None] * num_layers if block is None else list(block[1, :, None])
         self._capacity = capacity
         self._length = 0
         self._positions: torch.Tensor | slice = slice(0, 0)
@@ -82,6 +84,11 @@ class PositionedCache:
     def length(self) -> int:
         """Number of slots written in all layers, from the first on."""
         return self._length
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens there is room for before it grows."""
+        return self._capacity
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +209,7 @@ class PositionedCache:
                     new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
                     new[:, :, : self._capacity] = old
                     buffers[layer] = new
-        self._capacity = capacity
+        self._capacity, self.block = capacity, None
 
 
 # Each is compared with every prompt.

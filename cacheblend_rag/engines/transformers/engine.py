@@ -71,7 +71,8 @@ class PromptRun:
         if said is not None and isinstance(cache, PositionedCache):
             said = replace(said, token_ids=(*said.token_ids, *self._tokens[: self._fed]))
             if cache.length == len(said.token_ids):  # not where a token was on its way
-                self._model.conversations.keep(said, cache)
+                graphs = self._model.runner.graphs
+                self._model.conversations.keep(said, cache if graphs is None else graphs.kept(cache))
         del cache
         for span in (*self.plan.exact, *self.plan.stale):
             span.kv.finish()
@@ -102,7 +103,7 @@ class PromptRun:
         whole = planned(model, self._request, {*unusable, *late}).after_late(late)
         if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
             self._trace.planned(whole, looked)
-        cache = model.runner.new_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
+        cache = model.runner.prompt_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
         kept = 0  # tokens whose KV a conversation had left
         if self._said is not None and isinstance(cache, PositionedCache):
             kept = model.conversations.begin(self._said, self._turn_ends, len(self._lead), cache)

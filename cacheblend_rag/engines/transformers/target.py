@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.rope import CosSin, Move, Rope, differ, rope_of_runs, two_runs
 from cacheblend_rag.blending.target import BlendTarget, StopForward
 from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.transformers.attention import NAME, scattered, watched
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
+from cacheblend_rag.engines.transformers.graphs import Graphs
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
@@ -27,6 +29,8 @@ class ModelRunner:
     Attributes:
         latent_first: Whether the model caches a latent and a rotary key (MLA), in this order; measured with its rotation.
         longest: Length up to which prompts are blended; None if all are.
+        layer_shape: KV heads and head dimension, where keys and values of all layers are alike; measured with the rotation.
+        graphs: What replays passes on a GPU; None on other devices.
     """
 
     def __init__(self, model: Any):
@@ -48,6 +52,13 @@ class ModelRunner:
             self.window = None
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits, self._says_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+        self.layer_shape: tuple[int, int] | None = None
+        self.graphs = Graphs(self) if self.device.type == "cuda" else None
+
+    def prompt_cache(self, num_tokens: int) -> PositionedCache:
+        """Return an empty cache for a prompt of ``num_tokens`` and its answer; one that graphs were made of, if it is free."""
+        lent = None if self.graphs is None else self.graphs.lend(num_tokens + _DECODE_ROOM)
+        return self.new_cache(num_tokens) if lent is None else lent
 
     def new_cache(self, num_tokens: int, room: int = _DECODE_ROOM) -> PositionedCache:
         """Return an empty cache for a prompt of ``num_tokens`` and ``room`` tokens of its answer."""
@@ -67,7 +78,16 @@ class ModelRunner:
         """
         if isinstance(cache, ModelsOwnCache):
             return cache.run(self.model, ids, self._says_positions, **self._kept(1))
-        return self._next(ids, cache, offset, 1)[:, -1]
+        if ids.numel() > 1 or offset or self.graphs is None:
+            return self._next(ids, cache, offset, 1)[:, -1]
+        at = torch.tensor([cache.length])
+        replayed = self.graphs.run(cache, ids[0], at)
+        if replayed is not None:
+            cache.filled(cache.length + 1)
+            return replayed[None]
+        logits = self._next(ids, cache, 0, 1)[:, -1]
+        self.graphs.ran(cache, ids[0], at, logits[0])
+        return logits
 
     @torch.inference_mode()
     def follow(self, ids: torch.Tensor, cache: PositionedCache) -> torch.Tensor:
@@ -86,6 +106,7 @@ class ModelRunner:
         ids: torch.Tensor,
         positions: torch.Tensor,
         cache: PositionedCache,
+        visible: int,
         before_layer: Callable[[int], None],
         stop_layer: int | None,
     ) -> LayerKV | torch.Tensor:
@@ -94,7 +115,21 @@ class ModelRunner:
         Returns:
             The stop layer's fresh KV, or without a stop layer the last token's logits ``[vocab]``.
         """
-        visible, at = int(positions[-1]) + 1, sent(positions, self.device)
+        at, visible = sent(positions, self.device), int(positions[-1]) + 1
+        return self.scatter_at(ids, positions, at, visible, cache, before_layer, stop_layer)
+
+    @torch.inference_mode()
+    def scatter_at(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        at: torch.Tensor,
+        visible: int,
+        cache: PositionedCache,
+        before_layer: Callable[[int], None],
+        stop_layer: int | None = None,
+    ) -> LayerKV | torch.Tensor:
+        """Do what :meth:`scatter` does, the positions also ``at`` the device, all of them below ``visible``."""
         cache.scatter(at, visible, before_layer, stop_layer)
         try:
             with scattered(positions, at):
@@ -180,22 +215,36 @@ class TransformersTarget:
         self._runner = runner
         self._ids = torch.tensor(token_ids)
         self.num_layers, self.device, self.rope = runner.num_layers, runner.device, rope
-        self.cache = runner.new_cache(len(token_ids)) if cache is None else cache
+        self.cache = runner.prompt_cache(len(token_ids)) if cache is None else cache
         self.logits: torch.Tensor | None = None
+        self._placed = False  # or on its way, all of it
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         self.cache.place(layer, kv, move, positions)
 
+    def place_layers(self, stored: StoredLayers) -> Callable[[int], None] | None:
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
+        graphs = self._runner.graphs
+        waiting = None if graphs is None else graphs.place(self.cache, stored)
+        self._placed = waiting is not None
+        return waiting
+
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        ids = sent(self._ids[positions], self.device)
-        result = self._runner.scatter(ids, positions, self.cache, before_layer, stop_layer)
-        if isinstance(result, LayerKV):
-            return result
-        self.logits = result
+        graphs = self._runner.graphs if self._placed and stop_layer is None else None
+        ids = self._ids[positions]
+        self.logits = None if graphs is None else graphs.run(self.cache, ids, positions)
+        if self.logits is None:
+            ids = sent(ids, self.device)
+            result = self._runner.scatter(ids, positions, self.cache, before_layer, stop_layer)
+            if isinstance(result, LayerKV):
+                return result
+            self.logits = result
+            if graphs is not None:
+                graphs.ran(self.cache, ids, positions, result)
         self.cache.filled(len(self._ids))
         return None
 
@@ -259,6 +308,8 @@ class TransformersSubject:
         if not differ(old[0].k, new[0].k) and differ(old[0].v, new[0].v):
             self._runner.latent_first = True
             old, new = (tuple(LayerKV(x.v, x.k) for x in side) for side in (old, new))
+        shapes = {(tensor.shape[0], tensor.shape[2]) for layer in old for tensor in layer}
+        self._runner.layer_shape = shapes.pop() if len(shapes) == 1 else None
         return rope_of_runs(self._runner.rope_tables(), (old, new))
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:

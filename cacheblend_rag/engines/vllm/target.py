@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
+from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.rope import Move, Rope, rope_of_runs, two_runs
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.vllm.attention import WatchedPass
@@ -47,6 +48,9 @@ class PagedTarget:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         slots = self._pages.on_device[self._paged.group_of[layer]]
         self._paged.place(layer, kv, move, slots[positions])
+
+    def place_layers(self, stored: StoredLayers) -> None:
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`: pages are written layer by layer."""
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None

@@ -87,3 +87,35 @@ def test_one_page_may_be_of_any_length(device: str) -> None:
     kv, move = stored(16, torch.float32), Move(rotation(TOKENS, 16), "half", 0)
     cache = paged_cache("HND", 1, HEADS, PAGES * SIZE, 16, torch.float32, device)
     check(device, kv, move, *cache, equal_to=moved(kv, move))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["half", "interleaved", None])
+def test_several_layers_of_several_entries_are_placed_in_one_launch(
+    device: str, dtype: torch.dtype, layout: str | None
+) -> None:
+    from cacheblend_rag.engines.kernels.place import Staged, place_layers
+
+    layers, dim, room, first = 3, 24, 120, 5
+    lengths, cuts = (11, 40, 9), ((0, 11), (3, 37), (2, 9))  # of what is stored, what is wanted
+    wanted = sum(end - begin for begin, end in cuts)
+    generator = torch.Generator().manual_seed(3)
+    entries = [torch.randn(layers, 2, HEADS, n, dim, generator=generator).to(dtype) for n in lengths]
+    before = [sum(lengths[:i]) for i in range(3)]
+    columns = [(before[i], token, lengths[i]) for i, (a, b) in enumerate(cuts) for token in range(a, b)]
+    slots = torch.randperm(room, generator=generator)[:wanted]
+    move = None if layout is None else Move(rotation(wanted - first, 16), layout, first)
+    there = None
+    if move is not None:
+        there = Move(Rotation(move.rotation.cos.to(device), move.rotation.sin.to(device)), move.layout, first)
+    block = torch.full((2, layers, HEADS, room, dim), float("nan"), dtype=dtype, device=device)
+    staged = Staged(*(column.to(device) for column in torch.tensor(columns).T.contiguous()), slots.to(device))
+    place_layers(torch.cat([e.reshape(-1) for e in entries]).to(device), staged, there, block[0], block[1])
+    for layer in range(layers):
+        parts = [LayerKV(e[layer, 0, :, a:b], e[layer, 1, :, a:b]) for e, (a, b) in zip(entries, cuts, strict=True)]
+        want = moved(LayerKV(*(torch.cat(side, 1) for side in zip(*parts, strict=True))), move)
+        for cache, side in zip(block[:, layer].cpu(), want, strict=True):
+            assert torch.equal(cache[:, slots], side)
+            rest = torch.ones(room, dtype=torch.bool)
+            rest[slots] = False
+            assert cache[:, rest].isnan().all(), "it wrote elsewhere"

@@ -1,0 +1,112 @@
+"""Brings all layers of stored KV that lies in page-locked memory to a device by few large copies, and places them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cacheblend_rag.blending.plan import StoredSpan
+from cacheblend_rag.blending.rope import Move
+from cacheblend_rag.blending.transfer import Step, Transfer
+from cacheblend_rag.store.kv import ChunkKV
+
+# Layers that are waited for together: few at first, so that computing begins soon, then enough that waiting costs nothing.
+_FIRST, _MOST = 1, 8
+# Device memory for what has been copied and not been placed.
+_STAGED_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class StoredLayers:
+    """Holds the stored KV of spans from a layer on, in host memory.
+
+    Attributes:
+        first: The layer.
+        spans: Whose KV: each a :class:`ChunkKV` in page-locked memory, every layer of it one block.
+        move: What their keys need, the same in all layers; None for nothing.
+        positions: ``[tokens]``, on the device: where they belong, span after span.
+    """
+
+    first: int
+    spans: tuple[StoredSpan, ...]
+    move: Move | None
+    positions: torch.Tensor
+
+    @property
+    def layer_bytes(self) -> int:
+        """Return the size of one layer of the whole entries."""
+        return sum(span.kv.nbytes // span.kv.num_layers for span in self.spans)
+
+    def table(self) -> torch.Tensor:
+        """Return for each token how many tokens the entries before its own have, which of its own it is, and how many that has.
+
+        ``[3, tokens]``, int64, in host memory.
+        """
+        columns, before = [], 0
+        for span in self.spans:
+            count, length = span.end - span.start, span.kv.num_tokens
+            own = torch.tensor([before, span.skip, length])[:, None].expand(3, count).clone()
+            own[1] += torch.arange(count)
+            columns.append(own)
+            before += length
+        return torch.cat(columns, 1) if columns else torch.zeros(3, 0, dtype=torch.int64)
+
+    def sources(self, begin: int, end: int) -> list[torch.Tensor]:
+        """Return the layers ``begin`` to before ``end`` of each entry, ``[elements]``; what is one block stays one."""
+        found: list[torch.Tensor] = []
+        for span in self.spans:
+            assert isinstance(span.kv, ChunkKV)
+            blocks = span.kv.blocks(begin, end)
+            assert blocks is not None
+            found += blocks
+        return found
+
+
+def groups(num_layers: int) -> list[int]:
+    """Return the first layer of each group of layers that are waited for together."""
+    found, at, size = [], 0, _FIRST
+    while at < num_layers:
+        found.append(at)
+        at, size = at + size, min(2 * size, _MOST)
+    return found
+
+
+def bring(
+    stored: StoredLayers,
+    num_layers: int,
+    transfer: Transfer,
+    done: Sequence[Any],
+    place: Callable[[torch.Tensor, int, int], None],
+    used: Sequence[torch.Tensor],
+) -> None:
+    """Copy and place all of ``stored``, beside what is computed.
+
+    Args:
+        stored: What; all of one dtype.
+        num_layers: The model's.
+        transfer: To the device.
+        done: An event for each of :func:`groups`, to be recorded behind the group.
+        place: Called with device memory and the layers, begin and end, that it will hold of each entry one behind another: queues
+            their placing.
+        used: What that reads and writes on the device, beside what was copied.
+    """
+    at_once = max(1, _STAGED_BYTES // max(stored.layer_bytes, 1))
+    begins = groups(num_layers)
+    steps = []
+    for event, begin, end in zip(done, begins, [*begins[1:], num_layers], strict=True):
+        parts = range(max(begin, stored.first), end, at_once) if stored.spans else ()
+        for a in parts:
+            b = min(a + at_once, end)
+            steps.append(Step(stored.sources(a, b), partial(_placing, place, a, b), event if b == end else None))
+        if not parts:  # what waits for it must not wait for an earlier prompt's
+            steps.append(Step((), lambda memory: None, event))
+    dtype = stored.spans[0].kv.layer(0).k.dtype if stored.spans else torch.uint8
+    transfer.bring(steps, dtype, used)
+
+
+def _placing(place: Callable[[torch.Tensor, int, int], None], begin: int, end: int, memory: torch.Tensor) -> None:
+    place(memory, begin, end)

@@ -1,0 +1,225 @@
+"""Spares a GPU the wait for Python: places all layers of stored KV at once, and replays passes as CUDA graphs.
+
+A pass of a few hundred tokens takes an 8B model a few milliseconds of an H200, and Python five times as long to launch. A graph
+is one launch. It is made of the model's own forward over so many tokens, in one block of memory that one prompt at a time has;
+the positions, and so which keys a token sees, are read from the device. Fewer tokens than a graph has are padded by the last one,
+which is then computed several times, to the same numbers. Before a group of layers a graph waits for their stored KV to be
+placed, by an event of a stream beside it: loading and computing overlap as they do without a graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from cacheblend_rag.blending.bulk import StoredLayers, bring, groups
+from cacheblend_rag.blending.transfer import sent, transfer_to
+from cacheblend_rag.engines.kernels.check import placing_works
+from cacheblend_rag.engines.transformers.attention import NAME
+from cacheblend_rag.engines.transformers.cache import PositionedCache
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.transformers.target import ModelRunner
+
+_log = logging.getLogger(__name__)
+
+# Up to so many tokens, passes of a multiple of the second number are captured. Longer ones keep a GPU busy without.
+_WIDTHS: Final = ((1, 1), (128, 16), (512, 32), (1024, 64), (2048, 128))
+_LEAST_CAPACITY = 4096
+# Of the device's memory, for the block that graphs read and write.
+_SHARE = 1 / 8
+# Relative error up to which a graph gives what the pass gave that it was made of: products of more rows round otherwise.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A captured pass: what it reads, what runs it, and what it leaves."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    logits: torch.Tensor
+    replay: Callable[[], object]
+
+
+def capture(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.Tensor, Callable[[], object], Any]:
+    """Capture what ``run`` queues; return what it returns, what replays it, and the memory pool that the next may share."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads page-lock memory meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = run()
+    return result, graph.replay, graph.pool()
+
+
+def total_memory(device: torch.device) -> int:
+    """Return a GPU's memory in bytes."""
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+class Graphs:
+    """Keeps the captured passes of one model, and the memory that they read and write. Used under the model's lock."""
+
+    def __init__(self, runner: ModelRunner):
+        """Capture nothing yet: a pass is captured when one of its width is run a second time."""
+        self._runner = weakref.proxy(runner)
+        self._block: torch.Tensor | None = None
+        self._lent: weakref.ref[PositionedCache] | None = None
+        self._passes: dict[int, _Pass] = {}
+        self._met: set[int] = set()
+        self._pool: Any = None
+        self._refused = runner.model.config.get_text_config()._attn_implementation != NAME
+        self._begins = groups(runner.num_layers)
+        module = torch.get_device_module(runner.device)
+        self._current_stream = module.current_stream
+        try:
+            self._placed = [module.Event(external=True) for _ in self._begins]
+        except TypeError:  # torch before 2.8: a graph cannot wait for another stream's work
+            self._placed, self._refused = [module.Event() for _ in self._begins], True
+
+    @property
+    def widths(self) -> list[int]:
+        """Return of how many tokens the captured passes are."""
+        return sorted(self._passes)
+
+    def lend(self, tokens: int) -> PositionedCache | None:
+        """Return an empty cache with room for ``tokens``, all layers in one block; None for a model whose layers differ.
+
+        It has the graphs' block, if no other prompt has it; that is given back when the cache is gone.
+        """
+        runner = self._runner
+        if runner.layer_shape is None:
+            return None
+        free = self._lent is None or self._lent() is None
+        if free and (self._block is None or self._block.shape[3] < tokens):
+            self._renew(tokens)
+        block = self._block if free else None
+        if block is None:
+            return PositionedCache(runner.num_layers, tokens, block=self._new_block(tokens))
+        cache = PositionedCache(runner.num_layers, block.shape[3], block=block)
+        self._lent = weakref.ref(cache)
+        return cache
+
+    def kept(self, cache: PositionedCache) -> PositionedCache:
+        """Return a cache that may be kept: a copy, if ``cache`` has the graphs' block."""
+        if cache.block is None or cache.block is not self._block:
+            return cache
+        copy: PositionedCache = self._runner.new_cache(cache.length, room=0)
+        copy.begin_as(cache, cache.length)
+        return copy
+
+    def place(self, cache: PositionedCache, stored: StoredLayers) -> Callable[[int], None] | None:
+        """Begin to place all of ``stored``; return what to call before a layer reads it. None where this is not possible."""
+        block, transfer = cache.block, transfer_to(self._runner.device)
+        if block is None or transfer is None or not placing_works(block.device, block.dtype, *block.shape[2::2]):
+            return None
+        if any(span.kv.layer(0).k.dtype != block.dtype for span in stored.spans):
+            return None
+        from cacheblend_rag.engines.kernels.place import Staged, place_layers
+
+        before, within, length = sent(stored.table(), block.device)
+        staged = Staged(before, within, length, stored.positions)
+
+        def place(memory: torch.Tensor, begin: int, end: int) -> None:
+            place_layers(memory, staged, stored.move, block[0, begin:end], block[1, begin:end])
+
+        turned = () if stored.move is None else (stored.move.rotation.cos, stored.move.rotation.sin)
+        bring(stored, self._runner.num_layers, transfer, self._placed, place, (block, *staged, *turned))
+        return self._wait
+
+    def _wait(self, layer: int) -> None:
+        if layer in self._begins:
+            self._current_stream().wait_event(self._placed[self._begins.index(layer)])
+        elif layer == self._runner.num_layers - 1:  # where nothing is computed this alone is asked for
+            self._current_stream().wait_event(self._placed[-1])
+
+    def run(self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Run tokens by a graph, if there is one of their width.
+
+        Args:
+            cache: Where stored KV has been placed, or is on its way by :meth:`place`.
+            ids: ``[tokens]``, in host memory or on the device.
+            positions: ``[tokens]``, ascending, in host memory.
+
+        Returns:
+            The last token's logits ``[vocab]``; None where there is no graph.
+        """
+        width = _width(len(positions))
+        made = self._passes.get(width) if cache.block is not None and cache.block is self._block else None
+        return None if made is None else self._replay(made, ids, positions)
+
+    def ran(self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
+        """Take note of a pass that :meth:`run` had no graph for, and what it gave; make one of it when it comes again."""
+        width = _width(len(positions))
+        if self._refused or not width or width in self._passes or cache.block is not self._block:
+            return
+        if width not in self._met:
+            self._met.add(width)
+            return
+        try:
+            made = self._captured(width)
+            got, want = self._replay(made, ids, positions).float(), logits.float()
+            error = float((got - want).norm() / want.norm().clamp_min(1e-30))
+        except RuntimeError as failure:  # a model that waits for the device, or whose shapes depend on what it computes
+            self._refuse(str(failure).splitlines()[0])
+            return
+        if not error < _TOLERANCE.get(logits.dtype, 0.0):
+            self._refuse(f"a graph's logits differ by {error:.2g}")
+            return
+        self._passes[width] = made
+
+    @torch.inference_mode()
+    def _replay(self, made: _Pass, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        for into, given in ((made.ids, ids), (made.positions, positions)):
+            padding = given[-1:].expand(len(into) - len(given))
+            into.copy_(torch.cat([given, padding]), non_blocking=True)
+        made.replay()
+        return made.logits.clone()
+
+    @torch.inference_mode()
+    def _captured(self, width: int) -> _Pass:
+        runner, block = self._runner, self._block
+        assert block is not None
+        ids = torch.zeros(width, dtype=torch.int64, device=block.device)
+        anywhere = torch.arange(width)
+        positions = anywhere.to(block.device)
+        # What is compiled and allocated at first use must not be captured.
+        runner.scatter(ids, anywhere, runner.new_cache(width), lambda layer: None, None)
+        capacity = block.shape[3]
+        cache = PositionedCache(runner.num_layers, capacity, block=block)
+        for event in self._placed:  # one that was never recorded is not waited for, nor would be
+            event.record()
+        logits, replay, self._pool = capture(
+            lambda: runner.scatter_at(ids, anywhere, positions, capacity, cache, self._wait), self._pool
+        )
+        return _Pass(ids, positions, logits, replay)
+
+    def _renew(self, tokens: int) -> None:
+        """Make room for a prompt of ``tokens``, if that is not too much; the graphs of the old block are of no use then."""
+        self._passes, self._met, self._block, self._pool = {}, set(), None, None
+        capacity = max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
+        heads, dim = self._runner.layer_shape
+        nbytes = 2 * self._runner.num_layers * heads * capacity * dim * self._runner.dtype.itemsize
+        if nbytes <= _SHARE * total_memory(self._runner.device):
+            self._block = self._new_block(capacity)
+
+    def _new_block(self, capacity: int) -> torch.Tensor:
+        heads, dim = self._runner.layer_shape
+        shape = (2, self._runner.num_layers, heads, capacity, dim)
+        return torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device)
+
+    def _refuse(self, why: str) -> None:
+        self._refused = True
+        _log.warning("Blends do without CUDA graphs, more slowly: %s", why)
+
+
+def _width(tokens: int) -> int:
+    """Return how many tokens the graph has that serves so many; 0 for none."""
+    for most, step in _WIDTHS:
+        if tokens <= most:
+            return -(-tokens // step) * step
+    return 0

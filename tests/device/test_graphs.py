@@ -1,0 +1,259 @@
+"""Stored KV that is placed at once, and passes that are replayed, give what placing layer by layer and ordinary passes give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.bulk import groups
+from cacheblend_rag.blending.rope import Move, moved
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine, graphs
+from cacheblend_rag.engines.transformers.graphs import Graphs
+from cacheblend_rag.store import open_store
+from cacheblend_rag.store.kv import LayerKV
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+from tests.blending.test_parity import blended_logits
+from tests.device import simulated
+from tests.device.conftest import NO_CUDA
+from tests.engines.kernels.interpreter import interpret
+
+STATIC = BlendSettings(0.25, "static")
+ANSWER = SamplingParams(max_tokens=8)
+
+
+def place_in_torch(
+    memory: torch.Tensor, staged: Any, move: Move | None, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """What the kernel does, in operations that the simulated device checks."""
+    layers, heads, _, dim = keys.shape
+    before, within, length, slots = staged
+    for layer in range(layers):
+        rows = [
+            [
+                2 * heads * (before * layers + layer * length) + (side * heads + head) * length + within
+                for head in range(heads)
+            ]
+            for side in (0, 1)
+        ]
+        k, v = (torch.stack([memory.view(-1, dim).index_select(0, row) for row in side]) for side in rows)
+        k, v = moved(LayerKV(k, v), move)
+        keys[layer].index_copy_(1, slots, k)
+        values[layer].index_copy_(1, slots, v)
+
+
+class LayerByLayer:
+    """A block whose layers are pieces of memory of their own: the simulated device tells streams apart by whole pieces."""
+
+    def __init__(self, layers: list[list[torch.Tensor]]):
+        self._layers = layers
+        one = layers[0][0]
+        self.shape = (2, len(layers), *one.shape)
+        self.dtype, self.device = one.dtype, one.device
+
+    def record_stream(self, stream: Any) -> None:
+        for side in self._layers:
+            for tensor in side:
+                tensor.record_stream(stream)
+
+    def __getitem__(self, at: tuple[Any, ...]) -> Any:
+        side, layers, *rest = at
+        if rest:  # with a batch of one
+            return [layer[side][None] for layer in self._layers]
+        part = LayerByLayer(self._layers[layers])
+        part.shape = part.shape[1:]
+        return _Side(part, side)
+
+
+class _Side(list[torch.Tensor]):
+    def __init__(self, block: LayerByLayer, side: int):
+        super().__init__(layer[side] for layer in block._layers)
+        self.shape = block.shape
+
+
+@pytest.fixture
+def at_once(sim: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Let an engine on the simulated device place all layers at once; it captures nothing."""
+    interpret(monkeypatch)  # whatever imports the kernels first decides how they run
+    from cacheblend_rag.engines.kernels import place
+
+    monkeypatch.setattr(graphs, "placing_works", lambda *_: True)
+    monkeypatch.setattr(graphs, "total_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(place, "place_layers", place_in_torch)
+
+    def turned(engine: Any) -> Any:
+        runner = engine.runner
+        runner.graphs = Graphs(runner)
+        runner.graphs._refused = True
+
+        def block(capacity: int) -> LayerByLayer:
+            heads, dim = runner.layer_shape
+            size = (heads, capacity, dim)
+            return LayerByLayer([[torch.empty(size, device=sim) for _ in range(2)] for _ in range(runner.num_layers)])
+
+        monkeypatch.setattr(runner.graphs, "_new_block", block)
+        return engine
+
+    return turned
+
+
+def on(device: str, scene: Scene, family: str = "llama", **options: Any) -> Any:
+    model = make_model(BLENDED[family]())
+    return TransformersEngine(model, device=device, header=scene.header, ranking="now", **options)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("policy", ["static", "hkvd", "static-query"])
+def test_layers_that_are_placed_at_once_give_the_same_logits(
+    sim: str, at_once: Callable[[Any], Any], policy: str
+) -> None:
+    scene = Scene()
+    found = []
+    for turn in (lambda engine: engine, at_once):
+        engine = turn(on(sim, scene, store=open_store(None, ram_budget=1 << 22)))
+        engine.precompute(scene.chunks)
+        copies = simulated.SimulatedTensor.copies
+        logits, recomputed, outcome = blended_logits(engine, scene, BlendSettings(0.25, policy))
+        found.append((logits.cpu(), recomputed, outcome.loaded_bytes, outcome.loads))
+        copies = simulated.SimulatedTensor.copies - copies
+    want, got = found
+    assert got[1:] == want[1:]
+    assert torch.equal(got[0], want[0])
+    if policy == "static":  # a copy for each entry and group of layers; and ids, positions, tables
+        assert copies <= (1 + len(scene.chunks)) * len(groups(engine.num_layers)) + 12
+
+
+@pytest.mark.device
+def test_the_memory_of_copies_is_bounded(
+    sim: str, at_once: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend_rag.blending import bulk
+
+    scene = Scene()
+    engine = at_once(on(sim, scene, store=open_store(None, ram_budget=1 << 22)))
+    engine.precompute(scene.chunks)
+    want, *_ = blended_logits(engine, scene, STATIC)
+    monkeypatch.setattr(bulk, "_STAGED_BYTES", 1)  # a layer at a time
+    got, *_ = blended_logits(engine, scene, STATIC)
+    assert torch.equal(got.cpu(), want.cpu())
+
+
+@pytest.mark.device
+def test_a_group_that_was_not_waited_for_would_be_noticed(
+    sim: str, at_once: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene()
+    engine = at_once(on(sim, scene, store=open_store(None, ram_budget=1 << 22)))
+    engine.precompute(scene.chunks)
+    monkeypatch.setattr(Graphs, "_wait", lambda self, layer: None)
+    with pytest.raises(RuntimeError, match="another stream may still be using"):
+        blended_logits(engine, scene, STATIC)
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Let an engine on a CPU replay passes: by running them again, with the kernels in Triton's interpreter."""
+    interpret(monkeypatch)
+
+    def capture(run: Callable[[], torch.Tensor], pool: Any) -> Any:
+        result = torch.zeros(300)  # capturing runs nothing
+        return result, lambda: result.copy_(run()), pool
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "total_memory", lambda device: 1 << 30)
+
+    def turned(engine: Any) -> Any:
+        found = engine.runner.graphs = Graphs(engine.runner)
+        monkeypatch.setattr(found, "_wait", lambda layer: None)
+        monkeypatch.setattr(found, "place", lambda cache, stored: None)
+        found._refused, found._placed = False, []
+        return engine
+
+    return turned
+
+
+@pytest.mark.slow
+def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
+    replayed: Callable[[Any], Any],
+) -> None:
+    scene = Scene()
+    engine = replayed(engine_for(make_model(BLENDED["llama"]()), scene, ranking="now"))
+    engine.precompute(scene.chunks)
+    runner = engine.runner
+    ids = torch.tensor(scene.prompt.token_ids)
+    for count in (13, 16):  # of a graph of 16
+        positions = torch.arange(len(ids) - count, len(ids))
+        found = []
+        for _ in range(3):
+            cache = runner.prompt_cache(len(ids))
+            runner.append(ids[None, :-count], cache)
+            logits = runner.graphs.run(cache, ids, positions)
+            if logits is None:
+                logits = runner.scatter(ids[positions], positions, cache, len(ids), lambda layer: None, None)
+                runner.graphs.ran(cache, ids, positions, logits)
+            found.append(logits)
+            del cache
+        assert runner.graphs.widths == [16]
+        for got in found:
+            assert (got - found[0]).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+def test_a_second_prompt_at_the_same_time_has_memory_of_its_own(replayed: Callable[[Any], Any]) -> None:
+    scene = Scene()
+    engine = replayed(engine_for(make_model(BLENDED["llama"]()), scene))
+    one, two = (engine.runner.prompt_cache(40) for _ in range(2))
+    assert one.block is not two.block
+    kept = engine.runner.graphs.kept
+    assert kept(two) is two
+    assert kept(one) is not one
+    block = one.block
+    del one
+    assert engine.runner.prompt_cache(40).block is block
+    assert engine.runner.prompt_cache(5000).block.shape[3] == 8192
+
+
+@pytest.mark.gpu
+@NO_CUDA
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_window"])
+@pytest.mark.parametrize("policy", ["static", "hkvd", "static-query"])
+def test_on_a_gpu_a_replayed_blend_answers_as_on_the_cpu(family: str, policy: str) -> None:
+    scene, how = Scene(chunk_tokens=(300, 200, 400, 250)), BlendSettings(0.2, policy)
+    there, here = on("cuda", scene, family), engine_for(make_model(BLENDED[family]()), scene, ranking="now")
+    found: dict[str, list[torch.Tensor]] = {"there": [], "here": []}
+    for name, engine, rounds in (("there", there, 4), ("here", here, 1)):
+        engine.on_first_logits = lambda logits, name=name: found[name].append(logits.float().cpu())
+        engine.precompute(scene.chunks)
+        answers = []
+        for _ in range(rounds):
+            engine.reset_prefix_cache()
+            answers.append(engine.generate(scene.prompt, ANSWER, how))
+        assert {answer.mode for answer in answers} == {"blend"}
+    assert there.runner.graphs.widths, "nothing was captured"
+    for logits in found["there"]:
+        assert (logits - found["here"][0]).abs().max() < 1e-2
+
+
+@pytest.mark.gpu
+@NO_CUDA
+def test_on_a_gpu_prompts_that_take_turns_do_not_disturb_each_other() -> None:
+    scenes = [Scene(seed, chunk_tokens=(300, 200, 400)) for seed in (1, 2)]
+    engine = on("cuda", scenes[0])
+    for scene in scenes:
+        scene.header = scenes[0].header
+        engine.precompute(scene.chunks)
+    alone = []
+    for _ in range(3):
+        engine.reset_prefix_cache()
+        alone = [engine.generate(scene.prompt, ANSWER, STATIC).token_ids for scene in scenes]
+    engine.reset_prefix_cache()
+    streams = [engine.stream(scene.prompt, ANSWER, STATIC) for scene in scenes]
+    ends: list[Any] = [None, None]
+    while not all(end is not None and end.generation for end in ends):
+        ends = [next(stream, end) for stream, end in zip(streams, ends, strict=True)]
+    assert [end.generation.token_ids for end in ends] == alone
