@@ -192,10 +192,10 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
         for _ in range(3):
             cache = runner.prompt_cache(len(ids))
             runner.append(ids[None, :-count], cache)
-            logits = runner.graphs.run(cache, ids, positions)
+            logits = runner.graphs.run(cache, ids[positions], positions)
             if logits is None:
-                logits = runner.scatter(ids[positions], positions, cache, len(ids), lambda layer: None, None)
-                runner.graphs.ran(cache, ids, positions, logits)
+                logits = runner.scatter(ids[positions], positions, cache, lambda layer: None, None)
+                runner.graphs.ran(cache, ids[positions], positions, logits)
             found.append(logits)
             del cache
         assert runner.graphs.widths == [16]

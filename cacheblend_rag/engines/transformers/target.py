@@ -106,7 +106,6 @@ class ModelRunner:
         ids: torch.Tensor,
         positions: torch.Tensor,
         cache: PositionedCache,
-        visible: int,
         before_layer: Callable[[int], None],
         stop_layer: int | None,
     ) -> LayerKV | torch.Tensor:
