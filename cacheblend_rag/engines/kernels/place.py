@@ -18,7 +18,7 @@ from cacheblend_rag.store.kv import LayerKV
 _TOKENS, _WARPS = 32, 8
 
 
-class Staged(NamedTuple):
+class TokenTable(NamedTuple):
     """Says where the tokens of several spans lie in one piece of memory, in which each span's layers follow one another.
 
     An entry's layer is ``[keys and values, kv_heads, its tokens, head_dim]``. All tensors are ``[tokens]``, int64, on the device.
@@ -37,7 +37,7 @@ class Staged(NamedTuple):
 
 
 def place_layers(
-    memory: torch.Tensor, staged: Staged, move: Move | None, keys: torch.Tensor, values: torch.Tensor
+    memory: torch.Tensor, staged: TokenTable, move: Move | None, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Write the tokens of several layers, moved, in one launch.
 

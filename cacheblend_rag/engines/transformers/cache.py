@@ -87,7 +87,7 @@ class PositionedCache:
 
     @property
     def capacity(self) -> int:
-        """How many tokens there is room for before it grows."""
+        """Return how many tokens there is room for before it grows."""
         return self._capacity
 
     @property

@@ -119,10 +119,10 @@ class Graphs:
             return None
         if any(span.kv.layer(0).k.dtype != block.dtype for span in stored.spans):
             return None
-        from cacheblend_rag.engines.kernels.place import Staged, place_layers
+        from cacheblend_rag.engines.kernels.place import TokenTable, place_layers
 
         before, within, length = sent(stored.table(), block.device)
-        staged = Staged(before, within, length, stored.positions)
+        staged = TokenTable(before, within, length, stored.positions)
 
         def place(memory: torch.Tensor, begin: int, end: int) -> None:
             place_layers(memory, staged, stored.move, block[0, begin:end], block[1, begin:end])

@@ -94,7 +94,7 @@ def test_one_page_may_be_of_any_length(device: str) -> None:
 def test_several_layers_of_several_entries_are_placed_in_one_launch(
     device: str, dtype: torch.dtype, layout: str | None
 ) -> None:
-    from cacheblend_rag.engines.kernels.place import Staged, place_layers
+    from cacheblend_rag.engines.kernels.place import TokenTable, place_layers
 
     layers, dim, room, first = 3, 24, 120, 5
     lengths, cuts = (11, 40, 9), ((0, 11), (3, 37), (2, 9))  # of what is stored, what is wanted
@@ -109,7 +109,7 @@ def test_several_layers_of_several_entries_are_placed_in_one_launch(
     if move is not None:
         there = Move(Rotation(move.rotation.cos.to(device), move.rotation.sin.to(device)), move.layout, first)
     block = torch.full((2, layers, HEADS, room, dim), float("nan"), dtype=dtype, device=device)
-    staged = Staged(*(column.to(device) for column in torch.tensor(columns).T.contiguous()), slots.to(device))
+    staged = TokenTable(*(column.to(device) for column in torch.tensor(columns).T.contiguous()), slots.to(device))
     place_layers(torch.cat([e.reshape(-1) for e in entries]).to(device), staged, there, block[0], block[1])
     for layer in range(layers):
         parts = [LayerKV(e[layer, 0, :, a:b], e[layer, 1, :, a:b]) for e, (a, b) in zip(entries, cuts, strict=True)]
