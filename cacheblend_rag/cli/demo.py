@@ -12,6 +12,7 @@ from cacheblend_rag.console.engines import open_pipeline
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions
 from cacheblend_rag.console.output import print_json, progress, seconds, size, status
 from cacheblend_rag.demo.bundle import demo_store_name
+from cacheblend_rag.engines.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,7 @@ def demo(
 ) -> None:
     """Index a bundled corpus with a bundled model, ask questions, and compare four ways to handle the prompt."""
     directory = store or options.store_directory(None).parent / demo_store_name(device)
-    model = EngineOptions(device=device, threads=threads)
+    model = EngineOptions(BUNDLED_MODEL, device=device, threads=threads)
     with open_pipeline(model, directory, BudgetOptions(), must_exist=False) as pipeline:
         from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
         from cacheblend_rag.demo.comparison import as_json as rows_as_json

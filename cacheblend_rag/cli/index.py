@@ -11,9 +11,11 @@ import typer
 
 from cacheblend_rag.cli import INTERRUPTED_EXIT_CODE
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import left_to_bundled, open_pipeline, warn_if_not_bundled
+from cacheblend_rag.console.engines import model_for, open_pipeline, with_model
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
 from cacheblend_rag.console.output import counted, print_json, progress, seconds, size
+from cacheblend_rag.engines.models import BUNDLED_MODEL
+from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,14 +64,14 @@ def index(
 
     # Raises: a mistyped path should not cost the loading of a model.
     found = find_documents(paths, include or (), exclude or ())
-    if left_to_bundled(model):
-        warn_if_not_bundled(found.files)
+    home = options.index_directory(store, namespace)
+    chosen = _with_model(model, home, found)
     root = options.store_directory(store)
     if root.is_dir():
         with suppress(OSError):  # which is told below
             make_home(root, namespace)
     opened = open_pipeline(
-        model,
+        chosen,
         store,
         budgets,
         must_exist=False,
@@ -78,12 +80,24 @@ def index(
         embedding=embedding,
         namespace=namespace,
     )
-    report = _index(found, options.index_directory(store, namespace), opened, ranking)
+    report = _index(found, home, opened, ranking)
     for skipped in report.skipped:
         typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
     print_json(asdict(report)) if as_json else _print_report(report)
     if report.skipped and not (report.added or report.changed or report.unchanged or report.removed):
         raise typer.Exit(2)
+
+
+def _with_model(given: EngineOptions, home: Path, found: FoundDocuments) -> EngineOptions:
+    """Return the options with a model in them; raises InputError where the index is one of a model that these are nothing for."""
+    fitting = model_for(found.files)
+    chosen = with_model(given, home, fitting)
+    if given.model is None and chosen.model == BUNDLED_MODEL != fitting:
+        raise InputError(
+            f"The index in {home} is the bundled model's, which knows the documents of `cacheblend demo` alone. "
+            "Index these into another directory (--store), or give --model bundled."
+        )
+    return chosen
 
 
 def _index(

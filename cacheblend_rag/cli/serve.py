@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import warn_of_bundled_model
-from cacheblend_rag.console.groups import BudgetOptions, takes_groups
+from cacheblend_rag.console.engines import with_model
+from cacheblend_rag.console.groups import BudgetOptions, ModelOptions, takes_groups
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.server.options import ServeFlags, ServeOptions
 
@@ -49,9 +49,8 @@ def _serve(
     short, flags = _take_short(context.args)
     if "--model" in short:
         how = replace(how, model=short["--model"])
-    if how.model is None:
-        warn_of_bundled_model()
     directory = options.store_directory(Path(short["--store"]) if "--store" in short else store)
+    how = replace(how, model=with_model(ModelOptions(how.model), directory).model)
     ram, disk = budgets.nbytes()
     budgets.note(directory)
     if how.ratio is not None and not 0 <= how.ratio <= 1:

@@ -1,18 +1,20 @@
-"""Opens engines and pipelines with the options of a command, and says where the bundled model will not do."""
+"""Opens engines and pipelines with the options of a command, and chooses the model where a command is given none."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.console.output import status
+from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2, is_named
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.store import KVStore
+
+_Options = TypeVar("_Options", bound=ModelOptions)
 
 
 def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:
@@ -36,7 +40,8 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
         if chosen.threads is not None:
             torch.set_num_threads(chosen.threads)
         dtype = dtype_named(chosen.dtype) if chosen.dtype else None
-        return TransformersEngine(chosen.model, device=chosen.device, dtype=dtype, store=store, writer=chosen.writer)
+        model = _found_anywhere(chosen.model)
+        return TransformersEngine(model, device=chosen.device, dtype=dtype, store=store, writer=chosen.writer)
 
 
 def open_vllm(
@@ -63,7 +68,7 @@ def open_vllm(
         try:
             with log:
                 return VLLMEngine(
-                    chosen.model,
+                    _found_anywhere(chosen.model),
                     store=store,
                     header=header,
                     dtype=chosen.dtype,
@@ -150,9 +155,7 @@ def open_pipeline(
         # Said at once: a wrong path should not cost the loading of a model.
         named = "" if namespace == DEFAULT_NAME else f" {options.NAMESPACE_FLAG} {namespace}"
         raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
-    if must_exist and left_to_bundled(chosen):
-        warn_if_indexed_for_bundled_model(home)
-    with open_any_engine(chosen, path, budgets) as engine:
+    with open_any_engine(with_model(chosen, home), path, budgets) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(
@@ -167,50 +170,38 @@ def open_pipeline(
             yield pipeline
 
 
-MODELS_TO_TRY = ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-360M-Instruct")
-"""Small models that answer from any documents, and run on a CPU."""
+def with_model(chosen: _Options, home: Path | None = None, otherwise: str = SMOLLM2) -> _Options:
+    """Return the options of a command with a model in them, unless a server has it.
 
-
-def left_to_bundled(chosen: ModelOptions) -> bool:
-    """Say whether a command was given neither a model nor a server, so that the bundled model answers."""
-    return chosen.model is None and getattr(chosen, "server", None) is None
-
-
-def warn_of_bundled_model(knows: str = "the documents of `cacheblend demo`") -> None:
-    """Say on stderr that the bundled model will not do, and which would."""
-    typer.echo(
-        f"Warning: without --model it is the bundled model, which knows only {knows}: it writes nonsense about any others. "
-        f"For your own use a real model, such as --model {MODELS_TO_TRY[0]}, "
-        f"{' or '.join(MODELS_TO_TRY[1:])}.",
-        err=True,
-    )
-
-
-def warn_if_indexed_for_bundled_model(directory: Path) -> None:
-    """Say it if documents other than the bundled ones are indexed in ``directory`` for the bundled model."""
-    from cacheblend_rag.engines.models import BUNDLED_MODEL
+    It is the one that was given; else the one that the index in ``home`` was made with; else ``otherwise``. SmolLM2 is named on
+    stderr where nobody has chosen it.
+    """
     from cacheblend_rag.retrieval.index import ChunkIndex
 
-    if not ChunkIndex.exists(directory):
-        return
-    with ChunkIndex.open(directory) as index:
-        # Another model's index is refused with a message of its own.
-        if index.config.model.name == BUNDLED_MODEL and not _bundled(each.digest for each in index.documents()):
-            warn_of_bundled_model()
+    if chosen.model is not None or getattr(chosen, "server", None) is not None:
+        return chosen
+    if home is not None and ChunkIndex.exists(home):
+        with ChunkIndex.open(home) as index:
+            return replace(chosen, model=index.config.model.name)
+    if otherwise == SMOLLM2:
+        typer.echo(
+            "Without --model it is smollm2, SmolLM2-135M-Instruct: small and fast; larger models read better.", err=True
+        )
+    return replace(chosen, model=otherwise)
 
 
-def warn_if_not_bundled(files: Iterable[Path]) -> None:
-    """Say it if there are other documents than the bundled ones among these files."""
-    from cacheblend_rag.retrieval.documents import file_digest
-
-    if not _bundled(map(file_digest, files)):
-        warn_of_bundled_model()
-
-
-def _bundled(digests: Iterable[str | None]) -> bool:
-    """Say whether all of these are digests of bundled documents; wherever the package lay when they were indexed."""
+def model_for(files: Iterable[Path]) -> str:
+    """Return the model for documents that nobody has named one for: the bundled one knows the bundled documents alone."""
     from cacheblend_rag.demo.bundle import bundled_corpus
     from cacheblend_rag.retrieval.documents import file_digest
 
+    # By content: wherever the package lies.
     known = {file_digest(file) for file in bundled_corpus().iterdir()}
-    return all(digest in known for digest in digests)
+    return BUNDLED_MODEL if all(file_digest(file) in known for file in files) else SMOLLM2
+
+
+def _found_anywhere(model: str | None) -> str | None:
+    """Return a model's whole path, where it is one: it is recorded in indexes, which are opened from elsewhere, too."""
+    if model is None or is_named(model) or not (at := Path(model).expanduser()).exists():
+        return model
+    return str(at.resolve())

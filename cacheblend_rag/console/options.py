@@ -17,7 +17,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="smollm2, a model directory, a GGUF file or a hub name (default: the bundled model).",
+        help="smollm2, a model directory, a GGUF file or a hub name (default: that of the index, else smollm2; "
+        "bundled for its own documents, and where none are read).",
         rich_help_panel=_MODEL,
     ),
 ]

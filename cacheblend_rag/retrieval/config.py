@@ -60,7 +60,12 @@ class IndexConfig:
             StoreMismatchError: They differ; the message names both sides and what to do.
         """
         wrong: list[str] = []
-        if wanted.model != self.model:
+        if wanted.model != self.model and wanted.model.name == self.model.name:
+            wrong.append(
+                f"it was made for {self.model.name} with other weights, or in another dtype ({self.model.digest[:8]}, now "
+                f"{wanted.model.digest[:8]}): use those"
+            )
+        elif wanted.model != self.model:
             wrong.append(
                 f"it was made for the model {self.model.name} ({self.model.digest[:8]}), not for {wanted.model.name} "
                 f"({wanted.model.digest[:8]}): use --model {self.model.name}"

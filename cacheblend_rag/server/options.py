@@ -30,7 +30,7 @@ class ServeFlags:
         str | None,
         typer.Option(
             "--model",
-            help="smollm2, a model directory, a GGUF file or a hub name, also -m (default: the bundled model).",
+            help="smollm2, a model directory, a GGUF file or a hub name, also -m (default: the index's, else smollm2).",
         ),
     ] = None
     ratio: Annotated[

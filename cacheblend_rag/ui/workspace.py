@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.models import BUNDLED_MODEL
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.ui.collections import Collection, Collections
@@ -139,8 +140,8 @@ class Workspace:
         engine = self.engine
         if not engine.gate.passed:
             return f"{engine.fingerprint.name}. It is not blended, so every prompt is computed whole: {engine.gate.reason}."
-        if engine.fingerprint.name == "bundled":
-            return "bundled, which knows its own fictional world alone; for your documents start with --model"
+        if engine.fingerprint.name == BUNDLED_MODEL:
+            return "bundled, which knows its own fictional world alone; for your documents start with another --model"
         return engine.fingerprint.name
 
     def close(self) -> None:

@@ -23,10 +23,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Choices, int, bool]]:
     return calls
 
 
-def test_without_options_it_is_the_bundled_model_and_documents(
+def test_the_bundled_model_comes_with_example_documents(
     run: Callable[..., Result], served: list[tuple[Choices, int, bool]], home: Path
 ) -> None:
-    result = run("ui")
+    result = run("ui", "--model", "bundled")
     assert result.exit_code == 0, result.stderr
     assert "http://127.0.0.1:7860" in result.stderr
     choices, port, browser = served[0]
@@ -34,14 +34,25 @@ def test_without_options_it_is_the_bundled_model_and_documents(
     assert choices.seed is not None and (choices.seed / "ship-logs.md").is_file()
     assert choices.first().parent == home and choices.first().name.startswith("demo-")
     assert choices.home == home / "collections"
-    assert "bundled model" not in result.stderr
+
+
+def test_without_options_it_is_the_store_of_all_commands_without_examples(
+    run: Callable[..., Result], served: list[tuple[Choices, int, bool]], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str | None] = []
+    monkeypatch.setattr("cacheblend_rag.cli.ui.open_any_engine", lambda chosen, *rest: loaded.append(chosen.model))
+    run("ui")
+    choices = served[0][0]
+    assert (choices.first(), choices.seed) == (home / "store", None)
+    choices.load_engine(choices.first())
+    assert loaded == ["smollm2"]
 
 
 def test_options_mean_what_they_mean_everywhere(
     run: Callable[..., Result], served: list[tuple[Choices, int, bool]], tmp_path: Path
 ) -> None:
     result = run("ui", "--store", tmp_path, "--port", 8123, "--no-browser", "--k", 3, "--ratio", 0.2, "--max-tokens", 9)
-    assert "bundled model, which knows only" in result.stderr
+    assert result.exit_code == 0, result.stderr
     choices, port, browser = served[0]
     assert (choices.first(), choices.seed, port, browser) == (tmp_path, None, 8123, False)
     assert (choices.k, choices.settings.ratio, choices.sampling.max_tokens) == (3, 0.2, 9)

@@ -7,15 +7,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import left_to_bundled, open_engine, open_vllm, warn_of_bundled_model
+from cacheblend_rag.console.engines import open_engine, open_vllm, with_model
 from cacheblend_rag.console.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.console.output import counted, print_json, progress, seconds, table
+from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -74,6 +76,11 @@ class EvalOptions:
     retriever: options.Retriever = None
     blend: BlendOptions = field(default_factory=BlendOptions)
 
+    @cached_property
+    def chosen(self) -> ModelOptions:
+        """Return the model's options with a model in them; it is the bundled one for its own data set alone."""
+        return with_model(self.model, otherwise=BUNDLED_MODEL if self.dataset == "demo" else SMOLLM2)
+
     def settings(self, max_tokens: int | None = None, **more: Any) -> EvalSettings:
         """Return them with ``more`` of the evaluation's settings.
 
@@ -83,8 +90,6 @@ class EvalOptions:
         from cacheblend_rag.lab.evaluation.evaluate import EvalSettings
         from cacheblend_rag.lab.evaluation.prepare import Preparation
 
-        if self.dataset != "demo" and left_to_bundled(self.model):
-            warn_of_bundled_model()
         return EvalSettings(
             self.dataset,
             self.data,
@@ -112,7 +117,7 @@ class EvalOptions:
 
         if self.engine != "transformers":
             raise InputError("This command looks inside the model, which only --engine transformers shows.")
-        return open_engine(self.model, MemoryStore(_STORE_BYTES))
+        return open_engine(self.chosen, MemoryStore(_STORE_BYTES))
 
     @contextmanager
     def open_for(self, settings: EvalSettings) -> Iterator[BlendEngine]:
@@ -124,10 +129,10 @@ class EvalOptions:
         from cacheblend_rag.engines.vllm.arguments import load_tokenizer
         from cacheblend_rag.lab.evaluation.evaluate import header_of
 
-        header = header_of(settings, load_tokenizer(self.model.model))
+        header = header_of(settings, load_tokenizer(self.chosen.model))
         with (
             tempfile.TemporaryDirectory(prefix="cacheblend-eval-") as name,
-            open_vllm(self.model, Path(name), _STORE_BYTES, None, header) as served,
+            open_vllm(self.chosen, Path(name), _STORE_BYTES, None, header) as served,
         ):
             yield served
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_pipeline
+from cacheblend_rag.console.engines import open_pipeline, with_model
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
 from cacheblend_rag.console.output import print_json, progress, table
 from cacheblend_rag.demo.bundle import demo_store_name
+from cacheblend_rag.engines.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:
     from cacheblend_rag.console.output import Show
@@ -92,7 +93,8 @@ def tune_retriever(
     target = (output or directory.with_name(f"{directory.name}-retriever")).expanduser()
     if demo and output is None and store is None:
         shutil.rmtree(target, ignore_errors=True)  # an earlier demonstration's
-    with open_pipeline(model, directory, budgets, must_exist=not demo) as pipeline:
+    chosen = with_model(model, directory, BUNDLED_MODEL) if demo else model
+    with open_pipeline(chosen, directory, budgets, must_exist=not demo) as pipeline:
         from cacheblend_rag.lab.tuning.saving import check_free
         from cacheblend_rag.lab.tuning.training import TrainSettings
         from cacheblend_rag.lab.tuning.tune import TuneSettings, tune

@@ -1,0 +1,133 @@
+"""Which model a command takes where it is given none: the index's, else SmolLM2, said in a line; bundled for its own world."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from cacheblend_rag import cli
+from cacheblend_rag.console import engines
+from cacheblend_rag.demo.bundle import bundled_corpus
+from cacheblend_rag.errors import ModelError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.documents import file_digest
+from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store.kv import ModelFingerprint
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stop every command where it would load its model."""
+    calls: list[Any] = []
+
+    def load(*arguments: Any) -> None:
+        calls.append(arguments)
+        raise ModelError("no model is loaded here")
+
+    # A command's module that is first imported now would keep what stands in for another's function.
+    for module in pkgutil.iter_modules(cli.__path__, "cacheblend_rag.cli."):
+        importlib.import_module(module.name)
+    for place in ("lab.commands.eval.open_engine", "console.engines.open_engine", "console.engines.open_server"):
+        monkeypatch.setattr(f"cacheblend_rag.{place}", load)
+    monkeypatch.setattr("cacheblend_rag.server.launch.serve", load)
+    return calls
+
+
+def indexed(directory: Path, file: Path, model: str) -> Path:
+    with (
+        ChunkIndex.open(directory, IndexConfig(ModelFingerprint("0" * 32, model))) as index,
+        index._database.transaction(),
+    ):
+        digest = file_digest(file)
+        assert digest is not None
+        index._database.replace_document(str(file), digest, [Chunk("0" * 32, "text", (1,))], {})
+    return directory
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own.md").write_text("My own notes.")
+    return tmp_path / "own.md"
+
+
+def taken(result: Result, loads: list[Any]) -> tuple[str | None, bool]:
+    """Return the model that was to be loaded, and whether a person was told that it is SmolLM2."""
+    assert len(loads) == 1, result.output
+    return loads.pop()[0].model, "Without --model it is smollm2" in result.stderr
+
+
+@pytest.mark.parametrize(("command", "stdin"), [(["ask", "Why?"], None), (["chat"], "Why?\n")])
+def test_questions_are_answered_by_the_model_that_the_index_was_made_with(
+    run: Run, own: Path, loads: list[Any], tmp_path: Path, command: list[str], stdin: str | None
+) -> None:
+    for name in ("acme/llm", "smollm2", "bundled"):
+        store = indexed(tmp_path / name, own, name)
+        assert taken(run(*command, "--store", store, stdin=stdin), loads) == (name, False)
+        assert taken(run(*command, "--store", store, "--model", "other/llm", stdin=stdin), loads) == (
+            "other/llm",
+            False,
+        )
+        assert taken(run(*command, "--store", store, "--server", "http://127.0.0.1:9"), loads) == (None, False)
+
+
+def test_own_documents_are_indexed_by_smollm2_and_the_bundled_ones_by_the_bundled_model(
+    run: Run, own: Path, loads: list[Any], tmp_path: Path
+) -> None:
+    new = ["--store", tmp_path / "new"]
+    assert taken(run("index", own, *new), loads) == ("smollm2", True)
+    assert taken(run("index", bundled_corpus(), own, *new), loads) == ("smollm2", True)
+    assert taken(run("index", bundled_corpus(), *new), loads) == ("bundled", False)
+    assert taken(run("index", own, *new, "--model", "acme/llm"), loads) == ("acme/llm", False)
+    assert taken(run("index", own, *new, "--model", "bundled"), loads) == ("bundled", False)
+    assert taken(run("index", own, *new, "--server", "http://127.0.0.1:9"), loads) == (None, False)
+    assert taken(run("index", bundled_corpus(), "--store", indexed(tmp_path / "a", own, "acme/llm")), loads) == (
+        "acme/llm",
+        False,
+    )
+
+
+def test_own_documents_do_not_go_into_an_index_of_the_bundled_model_unless_it_is_named(
+    run: Run, own: Path, loads: list[Any], tmp_path: Path
+) -> None:
+    store = indexed(tmp_path / "store", bundled_corpus() / "ship-logs.md", "bundled")
+    refused = run("index", own, "--store", store)
+    assert (refused.exit_code, loads) == (2, [])
+    assert "knows the documents of `cacheblend demo` alone" in refused.stderr
+    assert taken(run("index", own, "--store", store, "--model", "bundled"), loads) == ("bundled", False)
+    assert taken(run("index", bundled_corpus(), "--store", store), loads) == ("bundled", False)
+
+
+def test_other_data_sets_than_the_bundled_models_own_are_evaluated_by_smollm2(
+    run: Run, own: Path, loads: list[Any], tmp_path: Path
+) -> None:
+    own.write_text('{"question": "Why?", "answers": ["So."], "chunks": ["So it is."]}\n')
+    assert taken(run("eval", "--dataset", own, "--out", tmp_path), loads) == ("smollm2", True)
+    assert taken(run("eval", "--out", tmp_path), loads) == ("bundled", False)
+
+
+def test_a_server_serves_the_model_of_its_stores_index_or_else_smollm2(
+    run: Run, own: Path, loads: list[Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    assert taken(run("serve", "--store", tmp_path / "new"), loads) == ("smollm2", True)
+    assert taken(run("serve", "--store", indexed(tmp_path / "store", own, "acme/llm")), loads) == ("acme/llm", False)
+    assert taken(run("serve", "--store", tmp_path / "store", "--model", "bundled"), loads) == ("bundled", False)
+
+
+def test_a_model_in_a_directory_is_known_by_its_whole_path_and_names_stay_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "smollm2"):
+        (tmp_path / name).mkdir()
+    found = [engines._found_anywhere(name) for name in ("mine", "./smollm2", "smollm2", "acme/llm", None)]
+    assert found == [str(tmp_path / "mine"), str(tmp_path / "smollm2"), "smollm2", "acme/llm", None]
