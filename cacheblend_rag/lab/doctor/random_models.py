@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+import zlib
+from collections.abc import Iterable
+from typing import Any, Final
 
 import torch
 
@@ -30,6 +32,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }
+
+# Queries and keys whose scores make attention look at few tokens, as trained models do, not at the mean of all; branches that
+# add little enough for rounding not to grow from layer to layer.
+_GAINS: Final = {"q_proj": 1.4, "k_proj": 1.4, "v_proj": 1.4, "qkv_proj": 1.4, "o_proj": 0.4, "down_proj": 0.3}
 
 
 def random_config(spec: str) -> Any:
@@ -68,17 +74,35 @@ def random_config(spec: str) -> Any:
 
 
 def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """Return a model with random weights; ``spec`` is that of :func:`random_config`."""
+    """Return a model with random weights; ``spec`` is that of :func:`random_config`, the weights are :func:`spread`."""
     from transformers import LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
     config = random_config(spec)
-    torch.manual_seed(seed)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        with torch.device(device), no_init_weights():
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(previous)
+    spread(model.named_parameters(), seed)
     model.config._name_or_path = f"random:{spec}:{seed}"
     return model.eval()
+
+
+@torch.no_grad()
+def spread(parameters: Iterable[tuple[str, torch.Tensor]], seed: int) -> None:
+    """Fill weights so that logits are spread and every layer's attention matters, made where they lie.
+
+    Uniform weights near 0, as engines make them up, let a model say the same whatever its KV is: no parity gate could see wrong
+    KV. Names are those of Llama in transformers, or in vLLM, which joins some (``qkv_proj``, ``gate_up_proj``).
+    """
+    for name, weights in parameters:
+        if weights.ndim < 2:
+            weights.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        # The same numbers wherever a name is met, however many others stand before it.
+        generator = torch.Generator(weights.device).manual_seed(seed + zlib.crc32(name.encode()))
+        gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
+        weights.normal_(0.0, gain * (1.0 if "embed" in name else weights.shape[1] ** -0.5), generator=generator)

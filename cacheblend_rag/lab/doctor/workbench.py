@@ -218,11 +218,12 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
     if model.random_weights is None:
         engine = VLLMEngine(model.model, **options)
     else:
-        # vLLM makes the weights up itself: their files would take longer to write than to measure.
+        from cacheblend_rag.lab.doctor.vllm_weights import LOAD_FORMAT, RandomWeights
+
         random_config(model.random_weights).save_pretrained(root / "model")
-        engine = VLLMEngine(
-            root / "model", load_format="dummy", skip_tokenizer_init=True, max_model_len=context, **options
-        )
+        options |= {"load_format": LOAD_FORMAT, "skip_tokenizer_init": True, "max_model_len": context}
+        extension = f"{RandomWeights.__module__}.{RandomWeights.__qualname__}"
+        engine = VLLMEngine(root / "model", worker_extension_cls=extension, **options)
     return Workbench.of(engine, model.random_weights, root if kv == "disk" else None)
 
 
