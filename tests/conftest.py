@@ -105,6 +105,19 @@ def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
     return _made[name]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to call it a success where all that was asked for is skipped."""
+    if config.option.markexpr == "gpu":
+        # Asked otherwise, CUDA would be there from now on, and what vLLM forks could not use it.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError(
+                "These tests need a CUDA device, and torch finds none: see nvidia-smi for the driver."
+            )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Leave what the test files import out of garbage collections: each of them would walk millions of objects."""

@@ -14,7 +14,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Bound to a core, as it is by default, each engine would have the same one as that of the test process beside it.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-from tests.engines.vllm import forked  # noqa: F401
+import torch
+
+if not torch.cuda.is_available():  # on a GPU vLLM starts its processes as it does by itself
+    from tests.engines.vllm import forked  # noqa: F401
 
 
 @pytest.fixture

@@ -1,0 +1,302 @@
+"""vLLM as it starts by itself, on a GPU (`make test-gpu`) and as far as its CPU build does so: no flag turns anything off.
+
+In bfloat16, as it is used. How far rounding takes a full prefill from the same weights in fp32 says how far anything may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from vllm import SamplingParams
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, read_whole
+from tests.blending import reference
+from tests.blending.prompts import Scene
+from tests.engines.vllm.engines import (
+    FULL,
+    SHAPE,
+    clear,
+    concurrently,
+    first_logprobs,
+    run,
+    save_model,
+    start,
+)
+from tests.engines.vllm.test_parity import rank
+
+ON_GPU = torch.cuda.is_available()
+DEVICES = [
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]),
+    pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="this vLLM is for the GPU")),
+]
+WIDE = {**SHAPE, "hidden_size": 256, "initializer_range": 0.07, "max_position_embeddings": 8192}
+"""Heads of 64 dimensions; logits are spread, and rounding is not blown up from layer to layer."""
+BLOCK = 16 if ON_GPU else 128
+BLOCKS = 12288 // BLOCK
+"""vLLM's pages, of ``BLOCK`` tokens: room for two long prompts and a half."""
+_MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
+    "llama": (lambda: hf.LlamaConfig(**WIDE), BLOCKS),
+    # Its layers make three groups, each with pages of its own.
+    "gemma3": (lambda: hf.Gemma3TextConfig(**WIDE, head_dim=64, sliding_window=512, layer_types=_MIXED), 3 * BLOCKS),
+}
+SHORT = Scene(chunk_tokens=(90, 150, 150, 61), question=9)
+LONG = Scene(seed=1, chunk_tokens=(900, 1100, 1100, 1000), question=12)
+LONG.header = SHORT.header
+STEP = 2048
+"""Tokens of a step: a long prompt takes three."""
+REUSE, ALL, STATIC = BlendSettings(0.0), BlendSettings(1.0), BlendSettings(0.15, "static")
+LIMIT = 2.0
+"""How many times as far as rounding takes a full prefill a result may be."""
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def case(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine, and the model in fp32 with the weights that the engine has."""
+    directory = tmp_path_factory.mktemp("model")
+    config, blocks = FAMILIES[request.param]
+    model = save_model(config(), directory)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    room = {"num_gpu_blocks_override": blocks}
+    options = {"enforce_eager": False, "max_model_len": None, "max_num_batched_tokens": STEP, "dtype": "bfloat16"}
+    store = tmp_path_factory.mktemp("store")
+    # Nothing of an entry stays in RAM: tests here change what is stored.
+    with start(directory, store, header=SHORT.header, ram_budget=0, **options, **room) as engine:
+        yield engine, model
+
+
+def exact(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
+    """What the model itself computes in fp32: log-probabilities ``[tokens, vocab]``."""
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+    return found
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).square().mean().sqrt())
+
+
+def rounding(engine: Any, model: Any, scene: Scene) -> float:
+    """How far rounding takes the engine's own full prefills of a prompt, and of its beginnings, from the model in fp32."""
+    ids = scene.prompt.token_ids
+    want, found = exact(model, ids), []
+    for end in (len(ids), len(ids) - 3, len(ids) - 40, len(ids) - 61):
+        got = first_logprobs(engine, TokenizedPrompt(ids[:end], ()), FULL)
+        found.append(off(got, want[end - 1]))
+    return sum(found) / len(found)
+
+
+def expected(engine: Any, model: Any, settings: BlendSettings, scene: Scene) -> torch.Tensor:
+    """What the independent reference computes in fp32, for the tokens that rank first by what is stored with the chunks."""
+    assert isinstance(settings.ratio, float)
+    chosen = None
+    if settings.policy == "static":
+        stale = scene.prompt.spans[1:]
+        ranks = torch.cat([stored(engine, span.chunk.token_ids).static_deviation() for span in stale])
+        positions = torch.cat([torch.arange(span.start, span.end) for span in stale])
+        first = ranks.argsort(descending=True)[: round(settings.ratio * len(positions))]
+        chosen = positions[first].sort().values.tolist()
+    done = reference.blend(model, scene.header, scene.parts(), settings.ratio, chosen=chosen)
+    return done.logits.log_softmax(-1)
+
+
+def stored(engine: Any, ids: tuple[int, ...]) -> ChunkKV:
+    found = engine.entries.get(ids, SHAPE["num_hidden_layers"])
+    whole = read_whole(found)
+    assert whole is not None
+    return whole
+
+
+def asked(engine: Any, scene: Scene, settings: BlendSettings) -> torch.Tensor:
+    engine.reset_prefix_cache()
+    return first_logprobs(engine, scene.prompt, settings)
+
+
+def test_nothing_is_turned_off(engine, device: str) -> None:
+    config, found = engine.llm.vllm_config, engine.ask_worker("cacheblend_backend")
+    assert not config.model_config.enforce_eager
+    assert config.cache_config.enable_prefix_caching
+    assert config.scheduler_config.enable_chunked_prefill
+    if device == "cuda":
+        assert (found["runner"], found["attention"]) == ("V2", "FLASH_ATTN")
+        assert config.scheduler_config.async_scheduling
+        assert config.parallel_config.distributed_executor_backend == "uni"
+        assert config.compilation_config.mode.name == "VLLM_COMPILE"
+        assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+
+
+def test_the_gate_passes(engine) -> None:
+    assert engine.gate.passed, engine.gate.reason
+
+
+@pytest.mark.parametrize("scene", [SHORT, LONG], ids=["short", "long"])
+def test_a_blend_is_off_by_no_more_than_rounding_is(engine, model, scene: Scene) -> None:
+    limit = LIMIT * rounding(engine, model, scene)
+    rank(engine, scene)
+    full = asked(engine, scene, FULL)
+    for settings in (ALL, REUSE, STATIC):
+        got = asked(engine, scene, settings)
+        assert off(got, expected(engine, model, settings, scene)) < limit, settings
+        if settings is ALL:
+            assert off(got, full) < limit
+    assert off(asked(engine, scene, REUSE), full) > 3 * limit, (
+        "the scene is too easy to tell a blend from a full prefill"
+    )
+
+
+def another_chunks(kv: ChunkKV, other: ChunkKV) -> ChunkKV:
+    return ChunkKV(other.layers, kv.start, static=kv.static_deviation())
+
+
+def one_position_off(kv: ChunkKV, other: ChunkKV) -> ChunkKV:
+    """As if the keys had been computed one position further on."""
+    return ChunkKV(kv.layers, kv.start - 1, static=kv.static_deviation())
+
+
+def one_layer_missing(kv: ChunkKV, other: ChunkKV) -> ChunkKV:
+    layers = [LayerKV(*(torch.zeros_like(t) for t in layer)) if i == 2 else layer for i, layer in enumerate(kv.layers)]
+    return ChunkKV(layers, kv.start, static=kv.static_deviation())
+
+
+def test_chunks_are_ranked_as_the_reference_ranks_them(engine, model) -> None:
+    rank(engine, SHORT)
+    for chunk in SHORT.chunks:
+        ids = list(chunk.token_ids)
+        want = reference.static_deviation(model, SHORT.header, list(engine.probe), ids)
+        got = stored(engine, chunk.token_ids).static_deviation()
+        torch.testing.assert_close(got.double(), want, rtol=0.1, atol=0.05 * float(want.mean()))
+
+
+@pytest.mark.parametrize("fault", [another_chunks, one_position_off, one_layer_missing])
+def test_that_limit_finds_one_wrong_chunk(engine, model, fault: Callable[[ChunkKV, ChunkKV], ChunkKV]) -> None:
+    limit = LIMIT * rounding(engine, model, SHORT)
+    rank(engine, SHORT)
+    ids, other = SHORT.chunks[1].token_ids, SHORT.chunks[2].token_ids
+    wrong = fault(*(stored(engine, each) for each in (ids, other)))
+    engine.entries.put(ids, wrong, replace=True)
+    for settings in (REUSE, STATIC):
+        error = off(asked(engine, SHORT, settings), expected(engine, model, settings, SHORT))
+        assert error > limit, (settings, error / limit)
+
+
+def test_what_the_prefix_cache_has_is_used_and_right(engine, model) -> None:
+    prompt = plain(3, 3000)
+    limit = LIMIT * rounding(engine, model, SHORT)
+    engine.reset_prefix_cache()
+    for cached in (0, 2800):
+        spoken = run(engine, speak(engine, prompt, FULL, 4))
+        assert spoken.num_cached_tokens >= cached
+        said_right(model, prompt, spoken, limit)
+
+
+class Spoken:
+    """What an engine answered: its tokens, and the log-probability that it gave each of them."""
+
+    def __init__(self, output: Any):
+        self.tokens = tuple(output.outputs[0].token_ids)
+        self.logprobs = [
+            found[token].logprob for found, token in zip(output.outputs[0].logprobs, self.tokens, strict=True)
+        ]
+        self.num_cached_tokens = output.num_cached_tokens
+
+
+async def speak(
+    engine: Any, prompt: TokenizedPrompt, settings: BlendSettings, count: int, begun: asyncio.Event | None = None
+) -> Spoken:
+    """Let the engine answer with ``count`` tokens; ``begun`` is set when it has said the first."""
+    tokens, params = engine.tokens_prompt(prompt, settings)
+    extra = {"kv_transfer_params": params} if params else None
+    sampling = SamplingParams(max_tokens=count, temperature=0, logprobs=0, detokenize=False, extra_args=extra)
+    async for output in engine.llm.generate(tokens, sampling, f"spoken-{id(prompt)}-{id(params)}-{id(sampling)}"):
+        last = output
+        if begun is not None:
+            begun.set()
+    return Spoken(last)
+
+
+def said_right(model: Any, prompt: TokenizedPrompt, spoken: Spoken, limit: float) -> None:
+    """Each token had the probability that the model gives it behind those before it, and none had a much higher one."""
+    ids = prompt.token_ids + spoken.tokens
+    want = exact(model, ids)[len(prompt.token_ids) - 1 : -1]
+    its = want.gather(1, torch.tensor(spoken.tokens)[:, None])[:, 0]
+    assert off(torch.tensor(spoken.logprobs), its) < limit
+    assert float((want.max(-1).values - its).max()) < 4 * limit
+
+
+def plain(seed: int, tokens: int) -> TokenizedPrompt:
+    """A prompt without chunks."""
+    scene = Scene(seed=seed, chunk_tokens=(tokens - 12,), question=7)
+    return TokenizedPrompt(scene.prompt.token_ids, ())
+
+
+def test_streams_and_blends_beside_each_other_leave_each_others_kv_alone(engine, model) -> None:
+    rank(engine, SHORT)
+    rank(engine, LONG)
+    limits = {scene: LIMIT * rounding(engine, model, scene) for scene in (SHORT, LONG)}
+    engine.reset_prefix_cache()
+    streams = [plain(seed, tokens) for seed, tokens in enumerate((40, 333, 700, 1290), start=10)]
+    blends = [(SHORT, STATIC), (LONG, STATIC), (SHORT, REUSE), (LONG, ALL), (SHORT, ALL)]
+
+    async def all_of_them() -> tuple[list[Spoken], list[Spoken]]:
+        begun = [asyncio.Event() for _ in streams]
+        running = [
+            asyncio.ensure_future(speak(engine, prompt, FULL, 96, event))
+            for prompt, event in zip(streams, begun, strict=True)
+        ]
+        for event in begun:
+            await event.wait()
+        asked = [speak(engine, scene.prompt, settings, 8) for scene, settings in blends]
+        return await asyncio.gather(*running), await asyncio.gather(*asked)
+
+    of_streams, of_blends = run(engine, all_of_them())
+    for prompt, spoken in zip(streams, of_streams, strict=True):
+        said_right(model, prompt, spoken, max(limits.values()))
+    for (scene, settings), spoken in zip(blends, of_blends, strict=True):
+        if settings is ALL:
+            said_right(model, scene.prompt, spoken, limits[scene])
+        want = expected(engine, model, settings, scene)[spoken.tokens[0]]
+        assert abs(spoken.logprobs[0] - float(want)) < 2 * limits[scene], settings
+
+
+def test_what_was_taken_from_a_preempted_request_is_computed_again(engine, model) -> None:
+    limit = LIMIT * rounding(engine, model, SHORT)
+    blocks = engine.llm.vllm_config.cache_config.num_gpu_blocks or BLOCKS
+    prompts = [plain(seed, (BLOCKS // 4 - 1) * BLOCK - 8) for seed in range(20, 24)]
+    engine.reset_prefix_cache()
+    before = preemptions()
+    jobs = [lambda prompt=prompt: speak(engine, prompt, FULL, 64) for prompt in prompts]
+    for prompt, spoken in zip(prompts, concurrently(engine, jobs), strict=True):
+        said_right(model, prompt, spoken, limit)
+    if blocks == BLOCKS:  # all prompts fit in, and not with their answers
+        assert preemptions() > before
+
+
+def preemptions() -> float:
+    from prometheus_client import REGISTRY
+
+    return sum(s.value for m in REGISTRY.collect() for s in m.samples if s.name == "vllm:num_preemptions_total")
+
+
+def test_every_answer_says_that_it_was_blended(engine) -> None:
+    from cacheblend_rag.engines.sampling import SamplingParams as Sampling
+
+    clear(engine)
+    rank(engine, LONG)
+    for settings in (REUSE, STATIC, ALL):
+        engine.reset_prefix_cache()
+        answer = engine.generate(LONG.prompt, Sampling(max_tokens=4), settings)
+        assert (answer.mode, answer.policy, answer.missing) == ("blend", settings.policy or "hkvd", ()), answer.reason
