@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -66,20 +65,37 @@ class StoredLayers:
         return found
 
 
-def groups(num_layers: int) -> list[int]:
-    """Return the first layer of each group of layers that are waited for together."""
-    found, at, size = [], 0, _FIRST
-    while at < num_layers:
-        found.append(at)
-        at, size = at + size, min(2 * size, _MOST)
-    return found
+class Arrivals:
+    """Tells when groups of layers have been placed: few layers in the first group, so that computing begins soon."""
+
+    def __init__(self, device: torch.device, num_layers: int, **options: bool):
+        """Make an event for each group, with ``options``; none has been recorded."""
+        module = torch.get_device_module(device)
+        self._current_stream, self._device, self._last = module.current_stream, device, num_layers - 1
+        begins, at, size = [], 0, _FIRST
+        while at < num_layers:
+            begins.append(at)
+            at, size = at + size, min(2 * size, _MOST)
+        self.groups = [(*ends, module.Event(**options)) for ends in zip(begins, [*begins[1:], num_layers], strict=True)]
+        self._of = {begin: event for begin, _, event in self.groups}
+        # Where nothing is computed, only the last layer is asked for.
+        self._of.setdefault(self._last, self.groups[-1][2])
+
+    def record(self) -> None:
+        """Say that all layers have been placed, on the caller's stream."""
+        for *_, event in self.groups:
+            event.record()
+
+    def wait(self, layer: int) -> None:
+        """Let the caller's stream wait for what ``layer`` needs; to be called for one layer after another."""
+        if layer in self._of:
+            self._current_stream(self._device).wait_event(self._of[layer])
 
 
 def bring(
     stored: StoredLayers,
-    num_layers: int,
     transfer: Transfer,
-    done: Sequence[Any],
+    arrivals: Arrivals,
     place: Callable[[torch.Tensor, int, int], None],
     used: Sequence[torch.Tensor],
 ) -> None:
@@ -87,17 +103,15 @@ def bring(
 
     Args:
         stored: What; all of one dtype.
-        num_layers: The model's.
         transfer: To the device.
-        done: An event for each of :func:`groups`, to be recorded behind the group.
+        arrivals: Will tell when it has been placed.
         place: Called with device memory and the layers, begin and end, that it will hold of each entry one behind another: queues
             their placing.
         used: What that reads and writes on the device, beside what was copied.
     """
     at_once = max(1, _STAGED_BYTES // max(stored.layer_bytes, 1))
-    begins = groups(num_layers)
     steps = []
-    for event, begin, end in zip(done, begins, [*begins[1:], num_layers], strict=True):
+    for begin, end, event in arrivals.groups:
         parts = range(max(begin, stored.first), end, at_once) if stored.spans else ()
         for a in parts:
             b = min(a + at_once, end)

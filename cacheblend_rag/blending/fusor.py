@@ -294,8 +294,11 @@ class _Placer:
         if self._trace is not None:  # it shows layer by layer
             return
         stored = self._loader.rest(self._next)
-        self._await = None if stored is None else self._target.place_layers(stored)
-        if stored is not None and self._await is not None:
+        # One rank that read layer by layer would wait for the others' votes.
+        if not self._target.agree(stored is not None) or stored is None:
+            return
+        self._await = self._target.place_layers(stored)
+        if self._await is not None:
             self._loader.brought(stored)
             self._next = self._target.num_layers
 

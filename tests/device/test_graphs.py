@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from cacheblend_rag.blending.bulk import groups
+from cacheblend_rag.blending.bulk import Arrivals
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -27,24 +28,30 @@ STATIC = BlendSettings(0.25, "static")
 ANSWER = SamplingParams(max_tokens=8)
 
 
-def place_in_torch(
-    memory: torch.Tensor, staged: Any, move: Move | None, keys: torch.Tensor, values: torch.Tensor
-) -> None:
+@dataclass(frozen=True)
+class Places:
+    """Where the layers are, for :func:`place_in_torch`."""
+
+    caches: Sequence[LayerKV]
+    offsets: Any
+
+    def _replace(self, offsets: Any) -> Places:
+        return replace(self, offsets=offsets)
+
+
+def place_in_torch(memory: torch.Tensor, staged: Any, move: Move | None, layers: Places) -> None:
     """What the kernel does, in operations that the simulated device checks."""
-    layers, heads, _, dim = keys.shape
+    _, heads, _, dim = layers.caches[0].k.shape
     before, within, length, slots = staged
-    for layer in range(layers):
+    placed = layers.offsets.raw.tolist()
+    for number, layer in enumerate(placed):
+        ahead = before * len(placed) + number * length
         rows = [
-            [
-                2 * heads * (before * layers + layer * length) + (side * heads + head) * length + within
-                for head in range(heads)
-            ]
-            for side in (0, 1)
+            [2 * heads * ahead + (side * heads + head) * length + within for head in range(heads)] for side in (0, 1)
         ]
         k, v = (torch.stack([memory.view(-1, dim).index_select(0, row) for row in side]) for side in rows)
-        k, v = moved(LayerKV(k, v), move)
-        keys[layer].index_copy_(1, slots, k)
-        values[layer].index_copy_(1, slots, v)
+        for cache, tensor in zip(layers.caches[layer], moved(LayerKV(k, v), move), strict=True):
+            cache[0].index_copy_(1, slots, tensor)
 
 
 class LayerByLayer:
@@ -62,18 +69,10 @@ class LayerByLayer:
                 tensor.record_stream(stream)
 
     def __getitem__(self, at: tuple[Any, ...]) -> Any:
-        side, layers, *rest = at
-        if rest:  # with a batch of one
-            return [layer[side][None] for layer in self._layers]
-        part = LayerByLayer(self._layers[layers])
-        part.shape = part.shape[1:]
-        return _Side(part, side)
-
-
-class _Side(list[torch.Tensor]):
-    def __init__(self, block: LayerByLayer, side: int):
-        super().__init__(layer[side] for layer in block._layers)
-        self.shape = block.shape
+        side, layer, _ = at  # with a batch of one
+        if isinstance(layer, int):
+            return self._layers[layer][side][None]
+        return [each[side][None] for each in self._layers[layer]]
 
 
 @pytest.fixture
@@ -85,6 +84,7 @@ def at_once(sim: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     monkeypatch.setattr(graphs, "placing_works", lambda *_: True)
     monkeypatch.setattr(graphs, "total_memory", lambda device: 1 << 30)
     monkeypatch.setattr(place, "place_layers", place_in_torch)
+    monkeypatch.setattr(place.Layers, "of", lambda caches: Places(caches, torch.arange(len(caches), device=sim)))
 
     def turned(engine: Any) -> Any:
         runner = engine.runner
@@ -125,7 +125,7 @@ def test_layers_that_are_placed_at_once_give_the_same_logits(
     assert got[1:] == want[1:]
     assert torch.equal(got[0], want[0])
     if policy == "static":  # a copy for each entry and group of layers; and ids, positions, tables
-        assert copies <= (1 + len(scene.chunks)) * len(groups(engine.num_layers)) + 12
+        assert copies <= (1 + len(scene.chunks)) * len(engine.runner.graphs._placed.groups) + 12
 
 
 @pytest.mark.device
@@ -150,7 +150,7 @@ def test_a_group_that_was_not_waited_for_would_be_noticed(
     scene = Scene()
     engine = at_once(on(sim, scene, store=open_store(None, ram_budget=1 << 22)))
     engine.precompute(scene.chunks)
-    monkeypatch.setattr(Graphs, "_wait", lambda self, layer: None)
+    monkeypatch.setattr(Arrivals, "wait", lambda self, layer: None)
     with pytest.raises(RuntimeError, match="another stream may still be using"):
         blended_logits(engine, scene, STATIC)
 
@@ -166,12 +166,13 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "total_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(Arrivals, "record", lambda self: None)
+    monkeypatch.setattr(Arrivals, "wait", lambda self, layer: None)
 
     def turned(engine: Any) -> Any:
         found = engine.runner.graphs = Graphs(engine.runner)
-        monkeypatch.setattr(found, "_wait", lambda layer: None)
         monkeypatch.setattr(found, "place", lambda cache, stored: None)
-        found._refused, found._placed = False, []
+        found._refused = False
         return engine
 
     return turned

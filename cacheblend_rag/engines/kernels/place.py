@@ -5,6 +5,7 @@ Equal bit for bit to :func:`~cacheblend_rag.blending.rope.moved` and a copy: eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from cacheblend_rag.store.kv import LayerKV
 
 # Tokens of one head that one program moves, and its threads in units of 32: few enough numbers for each to stay in registers.
 _TOKENS, _WARPS = 32, 8
+_STEP = 16
 
 
 class TokenTable(NamedTuple):
@@ -36,35 +38,64 @@ class TokenTable(NamedTuple):
     slots: torch.Tensor
 
 
-def place_layers(
-    memory: torch.Tensor, staged: TokenTable, move: Move | None, keys: torch.Tensor, values: torch.Tensor
-) -> None:
+class Layers(NamedTuple):
+    """Says where the caches of layers lie that are alike.
+
+    Attributes:
+        keys: The first layer's, ``[pages, kv_heads, page_tokens, head_dim]``, in whatever order in memory.
+        values: Likewise.
+        offsets: ``[layers]``, int64, on the device: how many numbers behind the first layer's each layer's keys and values are.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, caches: Sequence[LayerKV]) -> Layers | None:
+        """Describe the ``caches`` of layers; None where they are not alike, or not a multiple of 16 numbers apart."""
+        (keys, values), size = caches[0], caches[0].k.element_size()
+
+        def like(cache: LayerKV) -> tuple[object, ...]:
+            between = cache.v.data_ptr() - cache.k.data_ptr()
+            return *cache.k.shape, *cache.k.stride(), *cache.v.shape, *cache.v.stride(), cache.k.dtype, between
+
+        if len({like(cache) for cache in caches}) > 1 or keys.shape != values.shape:
+            return None
+        offsets = [(cache.k.data_ptr() - keys.data_ptr()) // size for cache in caches]
+        if any(offset % _STEP for offset in offsets):
+            return None
+        return cls(keys, values, torch.tensor(offsets, device=keys.device))
+
+
+def place_layers(memory: torch.Tensor, staged: TokenTable, move: Move | None, layers: Layers) -> None:
     """Write the tokens of several layers, moved, in one launch.
 
     Args:
         memory: ``[elements]``, what ``staged`` speaks of, on the cache's device and in its dtype.
         staged: Where each token lies, and where it belongs.
         move: What the keys still need, the same in all these layers; None for nothing.
-        keys: The cache's keys of these layers, ``[layers, kv_heads, slots, head_dim]``, a head's dimensions side by side.
-        values: The cache's values, likewise.
+        layers: Which ``memory`` holds of each entry.
     """
-    layers, heads, _, dim = keys.shape
+    keys, values, offsets = layers
+    _, heads, size, dim = keys.shape
     tokens = len(staged.slots)
-    assert keys.stride(3) == values.stride(3) == 1
     assert memory.dtype == keys.dtype == values.dtype
     half = 0 if move is None else move.rotation.cos.shape[1]
     cos, sin = (memory, memory) if move is None else (move.rotation.cos.contiguous(), move.rotation.sin.contiguous())
-    _place_layers[triton.cdiv(tokens, _TOKENS), heads, layers](
+    _place_layers[triton.cdiv(tokens, _TOKENS), heads, len(offsets)](
         memory,
         *staged,
         cos,
         sin,
         keys,
         values,
+        offsets,
         tokens,
         tokens if move is None else move.first,
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        *keys.stride(),
+        *values.stride(),
+        PAGE=size if keys.shape[0] > 1 else 0,
         HEADS=heads,
         DIM=dim,
         DIM_UP=triton.next_power_of_2(dim),
@@ -184,14 +215,18 @@ def _place_layers(
     sin,
     keys,
     values,
+    offsets,
     tokens,
     first,
-    keys_layer,
+    keys_page,
     keys_head,
     keys_token,
-    values_layer,
+    keys_dim,
+    values_page,
     values_head,
     values_token,
+    values_dim,
+    PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_UP: tl.constexpr,
@@ -211,11 +246,16 @@ def _place_layers(
     begin = (2 * HEADS * ahead + head * rows + tl.load(within + token, mask=there, other=0)) * DIM
     from_keys = memory + begin[:, None]
     from_values = memory + (begin + HEADS * rows * DIM)[:, None]
-    keys += (layer * keys_layer + head * keys_head + slot * keys_token)[:, None]
-    values += (layer * values_layer + head * values_head + slot * values_token)[:, None]
+    if PAGE > 0:
+        page, row = slot // PAGE, slot % PAGE
+    else:
+        page, row = slot * 0, slot
+    offset = tl.multiple_of(tl.load(offsets + layer), 16)  # so that several numbers are written at once
+    keys += (offset + page * keys_page + head * keys_head + row * keys_token)[:, None]
+    values += (offset + page * values_page + head * values_head + row * values_token)[:, None]
     _move(
-        from_keys, from_values, cos, sin, keys, values, token, there[:, None], first, 1, 1, DIM, DIM_UP, HALF, HALF_UP,
-        REST_UP, INTERLEAVED,
+        from_keys, from_values, cos, sin, keys, values, token, there[:, None], first, keys_dim, values_dim, DIM, DIM_UP, HALF,
+        HALF_UP, REST_UP, INTERLEAVED,
     )  # fmt: skip
 
 

@@ -86,11 +86,6 @@ class PositionedCache:
         return self._length
 
     @property
-    def capacity(self) -> int:
-        """Return how many tokens there is room for before it grows."""
-        return self._capacity
-
-    @property
     def nbytes(self) -> int:
         """Memory of its buffers, in bytes."""
         return sum(buffer.nbytes for buffer in (*self._k, *self._v) if buffer is not None)

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from cacheblend_rag.blending.bulk import StoredLayers, bring, groups
-from cacheblend_rag.blending.transfer import sent, transfer_to
+from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
+from cacheblend_rag.blending.transfer import transfer_to
+from cacheblend_rag.engines.kernels.bulk import place_in_bulk
 from cacheblend_rag.engines.kernels.check import placing_works
 from cacheblend_rag.engines.transformers.attention import NAME
 from cacheblend_rag.engines.transformers.cache import PositionedCache
+from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.kernels.place import Layers
     from cacheblend_rag.engines.transformers.target import ModelRunner
 
 _log = logging.getLogger(__name__)
@@ -73,13 +76,11 @@ class Graphs:
         self._met: set[int] = set()
         self._pool: Any = None
         self._refused = runner.model.config.get_text_config()._attn_implementation != NAME
-        self._begins = groups(runner.num_layers)
-        module = torch.get_device_module(runner.device)
-        self._current_stream = module.current_stream
+        self._layers: Layers | None = None  # of the block
         try:
-            self._placed = [module.Event(external=True) for _ in self._begins]
+            self._placed = Arrivals(runner.device, runner.num_layers, external=True)
         except TypeError:  # torch before 2.8: a graph cannot wait for another stream's work
-            self._placed, self._refused = [module.Event() for _ in self._begins], True
+            self._placed, self._refused = Arrivals(runner.device, runner.num_layers), True
 
     @property
     def widths(self) -> list[int]:
@@ -99,7 +100,8 @@ class Graphs:
             self._renew(tokens)
         block = self._block if free else None
         if block is None:
-            return PositionedCache(runner.num_layers, tokens, block=self._new_block(tokens))
+            block = self._new_block(tokens)
+            return PositionedCache(runner.num_layers, block.shape[3], block=block)
         cache = PositionedCache(runner.num_layers, block.shape[3], block=block)
         self._lent = weakref.ref(cache)
         return cache
@@ -119,23 +121,17 @@ class Graphs:
             return None
         if any(span.kv.layer(0).k.dtype != block.dtype for span in stored.spans):
             return None
-        from cacheblend_rag.engines.kernels.place import TokenTable, place_layers
+        from cacheblend_rag.engines.kernels.place import Layers
 
-        before, within, length = sent(stored.table(), block.device)
-        staged = TokenTable(before, within, length, stored.positions)
-
-        def place(memory: torch.Tensor, begin: int, end: int) -> None:
-            place_layers(memory, staged, stored.move, block[0, begin:end], block[1, begin:end])
-
-        turned = () if stored.move is None else (stored.move.rotation.cos, stored.move.rotation.sin)
-        bring(stored, self._runner.num_layers, transfer, self._placed, place, (block, *staged, *turned))
-        return self._wait
-
-    def _wait(self, layer: int) -> None:
-        if layer in self._begins:
-            self._current_stream().wait_event(self._placed[self._begins.index(layer)])
-        elif layer == self._runner.num_layers - 1:  # where nothing is computed this alone is asked for
-            self._current_stream().wait_event(self._placed[-1])
+        layers = self._layers if block is self._block else None
+        if layers is None:
+            layers = Layers.of([LayerKV(block[0, i, None], block[1, i, None]) for i in range(block.shape[1])])
+        if block is self._block:
+            self._layers = layers
+        if layers is None:
+            return None
+        place_in_bulk(stored, stored.positions, layers, transfer, self._placed, block)
+        return self._placed.wait
 
     def run(self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Run tokens by a graph, if there is one of their width.
@@ -191,16 +187,15 @@ class Graphs:
         runner.scatter(ids, anywhere, runner.new_cache(width), lambda layer: None, None)
         capacity = block.shape[3]
         cache = PositionedCache(runner.num_layers, capacity, block=block)
-        for event in self._placed:  # one that was never recorded is not waited for, nor would be
-            event.record()
+        self._placed.record()  # an event that never was is not waited for, nor will be
         logits, replay, self._pool = capture(
-            lambda: runner.scatter_at(ids, anywhere, positions, capacity, cache, self._wait), self._pool
+            lambda: runner.scatter_at(ids, anywhere, positions, capacity, cache, self._placed.wait), self._pool
         )
         return _Pass(ids, positions, logits, replay)
 
     def _renew(self, tokens: int) -> None:
         """Make room for a prompt of ``tokens``, if that is not too much; the graphs of the old block are of no use then."""
-        self._passes, self._met, self._block, self._pool = {}, set(), None, None
+        self._passes, self._met, self._block, self._layers, self._pool = {}, set(), None, None, None
         capacity = max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
         heads, dim = self._runner.layer_shape
         nbytes = 2 * self._runner.num_layers * heads * capacity * dim * self._runner.dtype.itemsize
@@ -209,7 +204,7 @@ class Graphs:
 
     def _new_block(self, capacity: int) -> torch.Tensor:
         heads, dim = self._runner.layer_shape
-        shape = (2, self._runner.num_layers, heads, capacity, dim)
+        shape = (2, self._runner.num_layers, heads, capacity + -capacity % 16, dim)
         return torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device)
 
     def _refuse(self, why: str) -> None:

@@ -6,20 +6,25 @@ one tile, most of it empty. Here a pass's tokens share tiles, and vLLM's attenti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.rope import Move
+from cacheblend_rag.blending.transfer import transfer_to
+from cacheblend_rag.engines.kernels.bulk import place_in_bulk
 from cacheblend_rag.engines.kernels.check import attention_works, placing_works
 from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from cacheblend_rag.engines.kernels.place import Layers
 
 # Backends whose pages are known to us, and whose attention does nothing that the kernel does not.
 _BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"}
@@ -70,6 +75,7 @@ class Kernels:
     def __init__(self, layers: Sequence[Any], pages: Sequence[LayerKV]):
         """Take the layers and views of each one's pages; see :func:`kernels_for`."""
         self._layers, self._pages = layers, pages
+        self._arrivals: Arrivals | None = None
         self._group = min(int(layer.num_heads) // int(layer.num_kv_heads) for layer in layers)
 
     def are_faster(self, tokens: int, runs: int) -> bool:
@@ -81,6 +87,25 @@ class Kernels:
         from cacheblend_rag.engines.kernels.place import place
 
         place(kv, move, slots, *self._pages[layer])
+
+    def place_layers(self, stored: StoredLayers, slots: torch.Tensor) -> Callable[[int], None] | None:
+        """Begin to place all of ``stored`` at ``slots``, ``[tokens]``; return what to call before a layer reads its pages.
+
+        None where layers differ, or what is stored is of another dtype.
+        """
+        transfer, layers = transfer_to(slots.device), self._alike
+        if transfer is None or layers is None or any(x.kv.layer(0).k.dtype != layers.keys.dtype for x in stored.spans):
+            return None
+        if self._arrivals is None:
+            self._arrivals = Arrivals(slots.device, len(self._pages))
+        place_in_bulk(stored, slots, layers, transfer, self._arrivals)
+        return self._arrivals.wait
+
+    @cached_property
+    def _alike(self) -> Layers | None:
+        from cacheblend_rag.engines.kernels.place import Layers
+
+        return Layers.of(self._pages)
 
     @contextmanager
     def attending(self) -> Iterator[None]:

@@ -49,8 +49,12 @@ class PagedTarget:
         slots = self._pages.on_device[self._paged.group_of[layer]]
         self._paged.place(layer, kv, move, slots[positions])
 
-    def place_layers(self, stored: StoredLayers) -> None:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`: pages are written layer by layer."""
+    def place_layers(self, stored: StoredLayers) -> Callable[[int], None] | None:
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
+        kernels = self._paged.kernels
+        if kernels is None or len(self._pages.on_device) > 1:  # groups of layers have pages of their own
+            return None
+        return kernels.place_layers(stored, self._pages.on_device[0][stored.positions])
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None

@@ -45,6 +45,17 @@ def placed(dtype: str) -> Any:
     return compiled(place._place, types, constants, aligned, num_warps=place._WARPS, enable_fp_fusion=False)
 
 
+def placed_in_bulk(dtype: str) -> Any:
+    types = dict.fromkeys(("memory", "keys", "values"), f"*{dtype}")
+    types |= {"cos": "*fp32", "sin": "*fp32"} | dict.fromkeys(
+        ("before", "within", "length", "slots", "offsets"), "*i64"
+    )
+    constants = {"PAGE": 16, "HEADS": 8, "DIM": DIM, "DIM_UP": DIM, "HALF": 64, "HALF_UP": 64, "REST_UP": 1}
+    constants |= {"INTERLEAVED": False, "TOKENS": place._TOKENS, "keys_dim": 1, "values_dim": 1}
+    aligned = set(place._place_layers.arg_names) - set(constants) - {"tokens", "first"}
+    return compiled(place._place_layers, types, constants, aligned, num_warps=place._WARPS, enable_fp_fusion=False)
+
+
 def stack(kernel: Any) -> int:
     """Return how many bytes of registers do not fit and are kept in memory."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -62,9 +73,9 @@ def main() -> None:
     assert "wgmma" in half.asm["ptx"], "the tensor cores of Hopper are not used"
     assert stack(half) == stack(attend("fp32", torch.float32)) == 0, "a tile is too large for the registers"
     for dtype in ("bf16", "fp32"):
-        move = placed(dtype)
-        assert "fma" not in move.asm["ptx"], "a product is not rounded"
-        assert stack(move) == 0
+        for move in (placed(dtype), placed_in_bulk(dtype)):
+            assert "fma" not in move.asm["ptx"], "a product is not rounded"
+            assert stack(move) == 0
 
 
 if __name__ == "__main__":

@@ -91,12 +91,13 @@ def test_one_page_may_be_of_any_length(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["half", "interleaved", None])
+@pytest.mark.parametrize("paged", [True, False])
 def test_several_layers_of_several_entries_are_placed_in_one_launch(
-    device: str, dtype: torch.dtype, layout: str | None
+    device: str, dtype: torch.dtype, layout: str | None, paged: bool
 ) -> None:
-    from cacheblend_rag.engines.kernels.place import TokenTable, place_layers
+    from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place_layers
 
-    layers, dim, room, first = 3, 24, 120, 5
+    layers, dim, room, first = 3, 24, PAGES * SIZE, 5
     lengths, cuts = (11, 40, 9), ((0, 11), (3, 37), (2, 9))  # of what is stored, what is wanted
     wanted = sum(end - begin for begin, end in cuts)
     generator = torch.Generator().manual_seed(3)
@@ -108,14 +109,27 @@ def test_several_layers_of_several_entries_are_placed_in_one_launch(
     there = None
     if move is not None:
         there = Move(Rotation(move.rotation.cos.to(device), move.rotation.sin.to(device)), move.layout, first)
-    block = torch.full((2, layers, HEADS, room, dim), float("nan"), dtype=dtype, device=device)
+    pages, size = (PAGES, SIZE) if paged else (1, room)
+    caches = [LayerKV(*paged_cache("NHD", pages, HEADS, size, dim, dtype, device)) for _ in range(layers)]
     staged = TokenTable(*(column.to(device) for column in torch.tensor(columns).T.contiguous()), slots.to(device))
-    place_layers(torch.cat([e.reshape(-1) for e in entries]).to(device), staged, there, block[0], block[1])
+    where = Layers.of(caches)
+    assert where is not None
+    place_layers(torch.cat([e.reshape(-1) for e in entries]).to(device), staged, there, where)
     for layer in range(layers):
         parts = [LayerKV(e[layer, 0, :, a:b], e[layer, 1, :, a:b]) for e, (a, b) in zip(entries, cuts, strict=True)]
         want = moved(LayerKV(*(torch.cat(side, 1) for side in zip(*parts, strict=True))), move)
-        for cache, side in zip(block[:, layer].cpu(), want, strict=True):
-            assert torch.equal(cache[:, slots], side)
+        for cache, side in zip(caches[layer], want, strict=True):
+            rows = cache.cpu().transpose(1, 2).flatten(0, 1)  # by slot
+            assert torch.equal(rows[slots].transpose(0, 1), side)
             rest = torch.ones(room, dtype=torch.bool)
             rest[slots] = False
-            assert cache[:, rest].isnan().all(), "it wrote elsewhere"
+            assert rows[rest].isnan().all(), "it wrote elsewhere"
+
+
+def test_caches_that_differ_are_not_placed_in_one_launch(device: str) -> None:
+    from cacheblend_rag.engines.kernels.place import Layers
+
+    one, other = (LayerKV(*paged_cache("NHD", PAGES, HEADS, SIZE, dim, torch.float32, device)) for dim in (24, 32))
+    assert Layers.of([one, one]) is not None
+    assert Layers.of([one, other]) is None
+    assert Layers.of([one, LayerKV(one.v, one.k)]) is None
