@@ -16,7 +16,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 
-if not torch.cuda.is_available():  # on a GPU vLLM starts its processes as it does by itself
+if torch.cuda.is_available():
+    # What is forked cannot use a GPU that this process has asked for anything, as many libraries do.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+else:
     from tests.engines.vllm import forked  # noqa: F401
 
 

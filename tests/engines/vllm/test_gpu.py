@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -79,11 +80,18 @@ def case(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.T
         yield engine, model
 
 
+@cache
 def exact(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
     """What the model itself computes in fp32: log-probabilities ``[tokens, vocab]``."""
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
     return found
+
+
+@cache
+def blended(model: Any, scene: Scene, ratio: float, chosen: tuple[int, ...] | None) -> torch.Tensor:
+    """What the independent reference computes in fp32."""
+    return reference.blend(model, scene.header, scene.parts(), ratio, chosen=chosen).logits.log_softmax(-1)
 
 
 def off(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -109,9 +117,8 @@ def expected(engine: Any, model: Any, settings: BlendSettings, scene: Scene) -> 
         ranks = torch.cat([stored(engine, span.chunk.token_ids).static_deviation() for span in stale])
         positions = torch.cat([torch.arange(span.start, span.end) for span in stale])
         first = ranks.argsort(descending=True)[: round(settings.ratio * len(positions))]
-        chosen = positions[first].sort().values.tolist()
-    done = reference.blend(model, scene.header, scene.parts(), settings.ratio, chosen=chosen)
-    return done.logits.log_softmax(-1)
+        chosen = tuple(positions[first].sort().values.tolist())
+    return blended(model, scene, settings.ratio, chosen)
 
 
 def stored(engine: Any, ids: tuple[int, ...]) -> ChunkKV:
