@@ -74,6 +74,7 @@ def open_vllm(
                     dtype=chosen.dtype,
                     ram_budget=ram_budget,
                     disk_budget=disk_budget,
+                    writer=chosen.writer,
                 )
         except StartError as error:
             why = log.why(error.cause, " (flags named here are those of `cacheblend serve`)")

@@ -65,27 +65,25 @@ class KVWriter:
     card: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(
-        cls, directory: str | Path, model: ModelFingerprint, others: Callable[[], Collection[str]] = tuple
-    ) -> KVWriter:
+    def read(cls, directory: str | Path, model: ModelFingerprint | None = None, files: Path | None = None) -> KVWriter:
         """Read the writer in a directory for a model.
 
         Args:
             directory: The writer's.
-            model: The model it must be made for.
-            others: Gives the digests of the same model in other dtypes: a writer that was made in one serves all.
+            model: The model it must be made for; None where that was checked before.
+            files: Directory of the model's files, if any: a writer that was made for it in one dtype serves all.
 
         Raises:
             InputError: There is none, it is damaged or of another model, or takes something of peft's that is not supported.
         """
-        place = Path(directory).expanduser()
-        refuse = partial(_refuse, place)
+        place = Path(directory).expanduser().absolute()
+        refuse = partial(unusable, place)
         if not (place / FILE).is_file():
             raise refuse(f"it has no {FILE}; give the directory that `cacheblend learn` has made")
         about, config = _json(place, FILE), _json(place, _CONFIG)
         if about.get("format") != _FORMAT:
             raise refuse(f"its format is {about.get('format')!r}, and this version reads {_FORMAT}")
-        if about.get("model") != model.digest and about.get("model") not in others():
+        if model is not None and about.get("model") not in (model.digest, *_in_other_dtypes(about, model, files)):
             raise refuse(
                 f"it was made for another model ({str(about.get('model'))[:8]}) than {model.name} ({model.digest[:8]}); make one "
                 f"with `cacheblend learn --model {model.name}`, or leave the writer out"
@@ -104,15 +102,15 @@ class KVWriter:
         for name, part in self.parts.items():
             module = modules.get(name)
             if not isinstance(module, torch.nn.Linear):
-                raise _refuse(self.name.directory, f"the model has no linear module {name}")
+                raise unusable(self.name.directory, f"the model has no linear module {name}")
             sizes = part.a.shape[1], part.b.shape[0]
             if sizes != (module.in_features, module.out_features):
                 has = f"{module.in_features} to {module.out_features}"
-                raise _refuse(
+                raise unusable(
                     self.name.directory, f"{name} goes from {has} features, not from {sizes[0]} to {sizes[1]}"
                 )
             a, b = (each.to(device, dtype) for each in part)
-            hooks.append((module, partial(_add, a, b.T)))
+            hooks.append((module, partial(add, a, b.T)))
         return Writing(hooks)
 
 
@@ -161,42 +159,64 @@ def describe(directory: Path, model: ModelFingerprint, card: Mapping[str, Any]) 
     (directory / FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def _add(
-    a: torch.Tensor, b: torch.Tensor, _module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+def add(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    _module: Any,
+    inputs: tuple[torch.Tensor, ...],
+    output: Any,
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Add to a linear module's ``output``, in place; ``b`` is ``[rank, out_features]``."""
+    """Add to a linear module's output, in place: a forward hook.
+
+    Args:
+        a: As of a :class:`Part`.
+        b: The same, turned: ``[rank, out_features]``.
+        inputs: The module's.
+        output: Its output, or that in front of others.
+        over_ranks: Adds up over tensor-parallel ranks, where each has a share of the input.
+    """
     low = inputs[0].reshape(-1, a.shape[1]) @ a.T
-    output.view(-1, b.shape[1]).addmm_(low, b)
+    if over_ranks is not None:
+        low = over_ranks(low)
+    (output if isinstance(output, torch.Tensor) else output[0]).view(-1, b.shape[1]).addmm_(low, b)
 
 
-def _refuse(place: Path | str, why: str) -> InputError:
+def unusable(place: Path | str, why: str) -> InputError:
+    """Return the error that says why a writer cannot be used."""
     return InputError(f"The KV writer in {place} cannot be used: {why}.")
+
+
+def _in_other_dtypes(about: Mapping[str, Any], model: ModelFingerprint, files: Path | None) -> list[str]:
+    """Return the digests of a model in every dtype that models are run in, where the one it has is not the writer's."""
+    every = [torch.float32, torch.bfloat16, torch.float16]
+    return [] if files is None or about.get("model") == model.digest else ModelFingerprint.digests(files, every)
 
 
 def _json(place: Path, name: str) -> dict[str, Any]:
     try:
         found = json.loads((place / name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _refuse(place, f"{name} cannot be read ({error})") from error
+        raise unusable(place, f"{name} cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise _refuse(place, f"{name} is no JSON object")
+        raise unusable(place, f"{name} is no JSON object")
     return found
 
 
 def _scale(place: Path, config: Mapping[str, Any]) -> tuple[int, float]:
     """Return rank and scale of a LoRA by peft's configuration of it."""
     if config.get("peft_type") != "LORA":
-        raise _refuse(place, f"it is a {config.get('peft_type')} of peft's, and only LORA is supported")
+        raise unusable(place, f"it is a {config.get('peft_type')} of peft's, and only LORA is supported")
     switched_on = sorted(name for name, value in config.items() if value and name not in _KNOWN)
     if config.get("bias", "none") != "none":
         switched_on.append("bias")
     if config.get("init_lora_weights") not in _INITIAL:
         switched_on.append("init_lora_weights")
     if switched_on:
-        raise _refuse(place, f"it takes {', '.join(switched_on)} of peft's, which is not supported")
+        raise unusable(place, f"it takes {', '.join(switched_on)} of peft's, which is not supported")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
-        raise _refuse(place, f"{_CONFIG} has no rank (r) or no lora_alpha")
+        raise unusable(place, f"{_CONFIG} has no rank (r) or no lora_alpha")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -207,23 +227,23 @@ def _parts(place: Path, rank: int, scale: float) -> dict[str, Part]:
     try:
         tensors = load_file(place / _WEIGHTS)
     except (OSError, SafetensorError, ValueError) as error:
-        raise _refuse(place, f"{_WEIGHTS} cannot be read ({error})") from error
+        raise unusable(place, f"{_WEIGHTS} cannot be read ({error})") from error
     parts: dict[str, Part] = {}
     for key in sorted(tensors):
         name, _, side = key.removeprefix(_BASE).rpartition(".lora_")
         other = f"{key.removesuffix('A.weight')}B.weight"
         if not name or side not in ("A.weight", "B.weight") or (side == "A.weight" and other not in tensors):
-            raise _refuse(place, f"{_WEIGHTS} holds {key}, which is no half of a pair lora_A, lora_B")
+            raise unusable(place, f"{_WEIGHTS} holds {key}, which is no half of a pair lora_A, lora_B")
         if side == "B.weight":
             continue
         a, b = tensors[key].float(), tensors[other].float()
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
-            raise _refuse(place, f"{name} is not of rank {rank}, as {_CONFIG} says")
+            raise unusable(place, f"{name} is not of rank {rank}, as {_CONFIG} says")
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-            raise _refuse(place, f"{name} holds numbers that are none")
+            raise unusable(place, f"{name} holds numbers that are none")
         parts[name] = Part(a, b * scale)
     if not parts or 2 * len(parts) != len(tensors):
-        raise _refuse(place, f"{_WEIGHTS} holds no LoRA, or half of one")
+        raise unusable(place, f"{_WEIGHTS} holds no LoRA, or half of one")
     return parts
 
 

@@ -90,6 +90,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         dtype=args.dtype,
         ram_budget=options.ram_budget,
         disk_budget=options.disk_budget,
+        writer=options.writer,
         **({"tokenizer": args.tokenizer} if args.tokenizer else {}),
         **_sizes(args, parser, options),
     )

@@ -17,7 +17,7 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from cacheblend_rag.server.keys import NO_QUOTA, Quota
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 from cacheblend_rag.store.namespace import DEFAULT_NAME, home_of
 
 Origin = Literal["registered", "index", "shared"]
@@ -46,6 +46,7 @@ class ChunkCatalogue:
         namespace: str = DEFAULT_NAME,
         quota: Quota = NO_QUOTA,
         clock: Callable[[], float] = time.time,
+        writer: WrittenBy | None = None,
     ):
         """Open the files in ``directory`` (None: keep nothing) and register what they hold for this model.
 
@@ -56,6 +57,7 @@ class ChunkCatalogue:
             namespace: Name of the one that the chunks are in.
             quota: Limits what may be registered, and how long it stays.
             clock: What tells the time, in seconds since the epoch.
+            writer: The KV writer that computes the KV of chunks; None for the model itself.
 
         Raises:
             StoreError: A file there cannot be used.
@@ -66,7 +68,7 @@ class ChunkCatalogue:
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._noted: dict[str, int] = {}  # with the lengths of their texts, in the order they came
-        self._namespace, self._directory, self._clock = namespace, directory, clock
+        self._namespace, self._directory, self._clock, self._writer = namespace, directory, clock, writer
         self._lenders: tuple[ChunkCatalogue, ...] = ()
         self._followers = [registry]  # of this process: readers are told at once of what is registered here
         self._registered = RegisteredChunks(directory, fingerprint.digest, namespace)
@@ -85,6 +87,8 @@ class ChunkCatalogue:
         if made_for == self._fingerprint:
             self._registry.attach(index)
             self._index = index
+            if unused := index.config.unused_by(self._writer):
+                self.warnings.append(unused)
             return
         index.close()
         warning = (

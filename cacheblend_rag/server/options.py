@@ -33,6 +33,12 @@ class ServeFlags:
             help="smollm2, a model directory, a GGUF file or a hub name, also -m (default: the index's, else smollm2).",
         ),
     ] = None
+    writer: Annotated[
+        Path | None,
+        typer.Option(
+            help="KV writer that `cacheblend learn` has made: it computes the chunks' KV (default: the model itself does)."
+        ),
+    ] = None
     ratio: Annotated[
         float | None,
         typer.Option(

@@ -131,7 +131,9 @@ class ServedTenants(PerNamespace[Served]):
             quota = quotas.get(name, NO_QUOTA)
             if quota.max_chunks is None:
                 quota = replace(quota, max_chunks=max_chunks)
-            catalogue = ChunkCatalogue(directory, own.registry, client.fingerprint, name, quota)
+            catalogue = ChunkCatalogue(
+                directory, own.registry, client.fingerprint, name, quota, writer=own.entries.writer
+            )
             made[name] = Served(own, catalogue)
         for name, tenant in chosen.items():
             made[name].catalogue.read([made[lender].catalogue for lender in tenant.reads])

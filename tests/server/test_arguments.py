@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
@@ -15,6 +18,8 @@ from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.server.arguments import api_keys, parse
 from cacheblend_rag.server.options import ServeOptions, flag_names
+from cacheblend_rag.store.kv import ModelFingerprint
+from tests.blending.writers import alter_config, write_for
 
 
 def parsed(tmp_path: Path, *flags: str, **options: Any) -> Any:
@@ -31,6 +36,18 @@ def test_without_a_model_it_is_the_bundled_one_on_our_connector_and_worker(tmp_p
     assert launch.header_ids == header_ids(launch.tokenizer, rag_header(launch.tokenizer))
     assert args.enable_prompt_tokens_details
     assert args.shutdown_timeout > 0
+
+
+def test_a_kv_writer_is_checked_at_once_and_named_to_all_processes(tmp_path: Path) -> None:
+    directory = bundled_model_directory()
+    fingerprint = ModelFingerprint.from_directory(directory, torch.float32)
+    write_for(AutoModelForCausalLM.from_pretrained(directory), fingerprint, tmp_path / "writer")
+    args, launch = parsed(tmp_path, writer=tmp_path / "writer")
+    assert args.kv_transfer_config.kv_connector_extra_config["writer"] == asdict(launch.writer)
+    assert launch.writer.directory == str(tmp_path / "writer")
+    alter_config(tmp_path / "writer", use_dora=True)
+    with pytest.raises(InputError, match="cannot be used: it takes use_dora"):
+        parsed(tmp_path, writer=tmp_path / "writer")
 
 
 def test_what_the_user_gives_wins_over_our_defaults(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.retrieval.registered import FILE_NAME
 from cacheblend_rag.server.catalogue import ChunkCatalogue
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 from cacheblend_rag.store.namespace import home_of
 from tests.conftest import tokenizer_named
 
@@ -95,6 +95,17 @@ def test_an_index_of_another_model_is_left_alone_and_noted(tmp_path: Path) -> No
     assert len(registry) == 0
     assert "another model" in mine.warnings[0]
     assert "two" in mine.warnings[0]
+
+
+def test_an_index_of_another_kv_writer_is_known_and_noted(tmp_path: Path) -> None:
+    hand = WrittenBy("ab", "/writers/one")
+    with ChunkIndex.open(tmp_path, IndexConfig(MODEL, writer=hand)) as index:
+        index.add("a.md", "1", [chunk("The index holds this text.")])
+    for writer, said in ((None, ["Give --writer /writers/one."]), (hand, [])):
+        registry = ChunkRegistry()
+        mine = ChunkCatalogue(tmp_path, registry, MODEL, writer=writer)
+        assert len(registry) == 1
+        assert [each in warning for each, warning in zip(said, mine.warnings, strict=True)] == [True] * len(said)
 
 
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:

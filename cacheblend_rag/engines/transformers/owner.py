@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,12 +86,6 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
     return LoadedModel(
         usable_attention(loaded), tokenizer, ModelFingerprint.from_directory(directory, dtype, name), directory
     )
-
-
-def _in_other_dtypes(directory: Path | None) -> list[str]:
-    """Return the digests of a model in every dtype that models are run in; of one that was made here there are no others."""
-    every = [torch.float32, torch.bfloat16, torch.float16]
-    return [] if directory is None else ModelFingerprint.digests(directory, every)
 
 
 def device_named(name: str | torch.device | None) -> torch.device:
@@ -212,7 +205,7 @@ class ModelOwner(BlendEngine):
         self._notice = WriterNotice()
         if writer is None:
             return
-        read = KVWriter.read(writer, self.fingerprint, partial(_in_other_dtypes, loaded.directory))
+        read = KVWriter.read(writer, self.fingerprint, loaded.directory)
         self._writing, self.writer = read.on(loaded.model, self.dtype, self.device), read.name
 
     def _judge(self) -> None:

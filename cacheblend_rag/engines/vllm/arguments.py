@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,9 +13,10 @@ import psutil
 import torch
 
 from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory
+from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import chosen_header_ids
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 # Tokens and sequences of an engine step on a GPU: what vLLM's server takes on a large one. Its Python API takes 2048 and 128,
 # which would cut a blend of 3,072 tokens into five segments instead of two.
@@ -41,6 +42,7 @@ class Launch:
         fingerprint: The model's identity in store keys.
         header_ids: Tokens that chunks are precomputed behind.
         store: Directory, or addresses, of the store that all processes share.
+        writer: The KV writer that computes the KV of chunks; None for the model itself.
     """
 
     arguments: dict[str, Any]
@@ -49,6 +51,7 @@ class Launch:
     fingerprint: ModelFingerprint
     header_ids: tuple[int, ...]
     store: Path | str
+    writer: WrittenBy | None = None
 
 
 def prepare(
@@ -60,6 +63,7 @@ def prepare(
     ram_budget: int | None = None,
     disk_budget: int | None = None,
     step_tokens: int | None = None,
+    writer: str | Path | None = None,
     **vllm_arguments: Any,
 ) -> Launch:
     """Work out what vLLM and the connector need to know.
@@ -68,7 +72,7 @@ def prepare(
     other requests stream; None takes what one step of chunked prefill takes.
 
     Raises:
-        InputError: An argument is one that the connector sets itself.
+        InputError: An argument is one that the connector sets itself, or the KV writer is not this model's.
         ModelError: The model cannot be found.
     """
     from vllm.platforms import current_platform
@@ -83,6 +87,7 @@ def prepare(
         None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer") or directory)
     )
     ids = chosen_header_ids(tokenizer, header)
+    written_by = None if writer is None else KVWriter.read(writer, fingerprint, directory).name
     arguments = {
         # A hub model's files are taken from where the fingerprint was read.
         "model": str(directory),
@@ -95,6 +100,7 @@ def prepare(
             ram_budget=ram_budget,
             disk_budget=disk_budget,
             step_tokens=step_tokens,
+            writer=written_by and asdict(written_by),
         ),
         "served_model_name": name,
         # Guided JSON in which a small model may put blanks for ever is no use.
@@ -104,7 +110,7 @@ def prepare(
     }
     if current_platform.is_cpu() and (reserved := _cpu_kv_memory(directory, chosen, vllm_arguments)) is not None:
         arguments["kv_cache_memory_bytes"] = reserved
-    return Launch(arguments, directory, tokenizer, fingerprint, ids, store)
+    return Launch(arguments, directory, tokenizer, fingerprint, ids, store, written_by)
 
 
 def step_size(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams as VLLMSampling
@@ -16,6 +17,7 @@ from cacheblend_rag.engines.entries import Entries, plan_precompute
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -51,8 +53,13 @@ async def ask_gate(llm: EngineClient, launch: Launch) -> GateReport:
 
     Raises:
         EngineDeadError: vLLM's engine has died meanwhile.
+        InputError: It is not, and there is a KV writer.
     """
     gate = GateReport(**(await ask_workers(llm, "cacheblend_gate"))[0])
+    if not gate.passed and launch.writer is not None:
+        raise InputError(
+            f"{launch.fingerprint.name} is not blended with a KV writer: {gate.reason}. Leave the writer out."
+        )
     if not gate.passed:
         served = "is served by ordinary prefill, without blending"
         warnings.warn(f"{launch.fingerprint.name} {served}: {gate.reason}.", stacklevel=2)
@@ -100,6 +107,8 @@ IN_FLIGHT = 64
 _POLL_S = 0.005
 # Other clients of the same workers may have filled their queues; how often to try again, each time after twice as long.
 _TRIES, _PAUSE_S = 8, 0.1
+# Tokens behind those that a KV writer computes.
+_MOST_BEHIND = 3
 # How long storage may take to write what is on the way there, before a caller is told that it does not.
 _WRITTEN_WITHIN_S = 120.0
 
@@ -107,9 +116,16 @@ _WRITTEN_WITHIN_S = 120.0
 class Precompute:
     """Computes each entry once, however many callers ask for it at the same time. Lives in the client's event loop."""
 
-    def __init__(self, llm: EngineClient, context_window: int, names: Iterator[str], probe: tuple[int, ...]):
-        """Ask ``llm``, under request ids from ``names``; chunks are ranked behind ``probe``."""
-        self._llm, self._context_window, self._names = llm, context_window, names
+    def __init__(
+        self,
+        llm: EngineClient,
+        context_window: int,
+        names: Iterator[str],
+        probe: tuple[int, ...],
+        block_size: int = 16,
+    ):
+        """Ask ``llm``, in blocks of ``block_size``, under request ids from ``names``; chunks are ranked behind ``probe``."""
+        self._llm, self._context_window, self._block_size, self._names = llm, context_window, block_size, names
         self._probe, self._probed = probe, set[str]()
         self._written: dict[str, str] = {}
         self._slots = asyncio.Semaphore(IN_FLIGHT)
@@ -125,7 +141,7 @@ class Precompute:
             plan_precompute,
             chunks,
             entries,
-            self._context_window,
+            self._context_window - (_MOST_BEHIND if entries.writer is not None else 0),
             progress,
             len(self._probe) if ranking else None,
         )
@@ -168,20 +184,23 @@ class Precompute:
     async def _compute_probe(self, entries: Entries) -> None:
         """Have vLLM's prefix cache hold header and probe, so that each ranking computes its chunk alone."""
         if (name := entries.namespace.name) not in self._probed:
-            await self._prefill(entries, [*entries.header_ids, *self._probe], None)
+            prompt = [*entries.header_ids, *self._probe]
+            # Nothing of it is stored: what would be begins at its end.
+            await self._prefill(entries, *self._by_writer(entries, prompt, SaveJob(len(prompt))))
             self._probed.add(name)
 
     async def _saved(
         self, entries: Entries, token_ids: tuple[int, ...], before: tuple[int, ...], ranking: bool = False
     ) -> str:
         """Have the workers store or rank ``token_ids`` behind others; return why the entry was not written, or nothing."""
-        job, why = SaveJob(len(before) if token_ids else 0, ranking, entries.namespace), ""
+        why, job = "", SaveJob(len(before) if token_ids else 0, ranking, entries.namespace)
+        prompt, job = self._by_writer(entries, [*before, *token_ids], job)
         for attempt in range(_TRIES):
             keys = [receipt(key, ranking) for key in entries.written_keys(token_ids)]
             for key in keys:
                 self._written.pop(key, None)  # of a write that was given up
-            if not await self._prefill(entries, [*before, *token_ids], job):
-                return "vLLM ended its request before its KV was complete"
+            if why := await self._prefill(entries, prompt, job):
+                return why
             why = await self._receipt(keys)
             if why != BUSY:
                 break
@@ -207,13 +226,28 @@ class Precompute:
         for rank in await ask_workers(self._llm, "cacheblend_written"):
             self._written.update(rank)
 
-    async def _prefill(self, entries: Entries, prompt: list[int], job: SaveJob | None) -> bool:
+    def _by_writer(self, entries: Entries, prompt: list[int], job: SaveJob) -> tuple[list[int], SaveJob]:
+        """Return a prompt, and what is to be stored of it, so that the KV writer computes it, if there is one.
+
+        The last of the tokens that are put behind it vLLM computes itself: it must not complete a block, which would then be
+        cached, nor stand alone in one.
+        """
+        tokens = len(prompt)
+        if entries.writer is None or (entries.header_ids and not job.start):  # the header itself is the model's
+            return prompt, job
+        more = next(count for count in range(1, _MOST_BEHIND + 1) if (tokens + count) % self._block_size > 1)
+        return [*prompt, *prompt[-1:] * more], replace(job, written=tokens)
+
+    async def _prefill(self, entries: Entries, prompt: list[int], job: SaveJob) -> str:
+        """Have vLLM compute a prompt; return why it did not, or nothing."""
         tokens: Any = {"prompt_token_ids": prompt}
         if (salt := entries.namespace.salt()) is not None:
             tokens["cache_salt"] = salt
-        params = None if job is None else {"kv_transfer_params": {PARAMS: job.to_params()}}
+        params = {"kv_transfer_params": {PARAMS: job.to_params()}} if job.start < len(prompt) else None
         sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args=params)
         last: RequestOutput | None = None
         async for output in self._llm.generate(tokens, sampling, next(self._names)):
             last = output
-        return last is not None and last.outputs[0].finish_reason in {"length", "stop"}
+        if last is None or last.outputs[0].finish_reason not in {"length", "stop"}:
+            return "vLLM ended its request before its KV was complete"
+        return str(((last.kv_transfer_params or {}).get(PARAMS) or {}).get("refused", ""))

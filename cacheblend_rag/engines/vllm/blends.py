@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,11 +20,12 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries, SideBySide, entries_of
-from cacheblend_rag.engines.vllm.messages import LoadOrder, WorkerMeta
+from cacheblend_rag.engines.vllm.messages import BlendJob, LoadOrder, Save, SaveJob, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks
+from cacheblend_rag.engines.writer import Writing
 from cacheblend_rag.store.events import TierReads, added
 from cacheblend_rag.store.kv import StoredKV
 
@@ -34,6 +35,19 @@ _LOADING = 4
 """Blends whose stored KV is brought to host memory at one time, while streams run."""
 
 
+@dataclass(frozen=True)
+class Hand:
+    """Computes chunks' KV in the model's place, and has it saved.
+
+    Attributes:
+        writing: While it is entered, the KV writer acts.
+        save: Saves what is complete.
+    """
+
+    writing: Writing
+    save: Callable[[Sequence[Save]], None]
+
+
 class BlendQueue:
     """First come, first served; what ended is reported once.
 
@@ -41,9 +55,9 @@ class BlendQueue:
         clock: Measures the passes.
     """
 
-    def __init__(self, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
-        """Blend on ``paged`` with the KV of ``entries``."""
-        self._paged, self._rope, self._entries = paged, rope, entries
+    def __init__(self, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock, hand: Hand | None = None):
+        """Blend on ``paged`` with the KV of ``entries``; a KV writer's ``hand`` computes chunks."""
+        self._paged, self._rope, self._entries, self._hand = paged, rope, entries, hand
         self.clock = clock
         self._waiting: deque[_Blend] = deque()
         self._ended: set[str] = set()
@@ -53,7 +67,13 @@ class BlendQueue:
 
     def add(self, load: LoadOrder) -> None:
         """Put a blend behind the others."""
-        self._waiting.append(_Blend(load, self._paged, self._rope, self._entries, self.clock))
+        given = load, self._paged, self._rope, self._entries, self.clock
+        if isinstance(load.job, BlendJob):
+            self._waiting.append(_Blend(*given))
+        elif self._hand is not None:
+            self._waiting.append(_Written(*given, self._hand))
+        else:
+            self.refuse(load.request_id, "this server has no KV writer")
 
     def advance(self, allowance: Allowance | None) -> None:
         """Go on with the blends: as far as ``allowance`` goes, or if it is None until one is complete.
@@ -125,10 +145,11 @@ class _Blend:
     def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
         self.load = load
         self._paged, self._rope, self._clock = paged, rope, clock
-        self._entries = entries.within(load.job.namespace).for_reuse(load.job.settings.reuse)
+        job = load.job
+        self._entries = entries.within(job.namespace)
         self.result: PromptOutcome | None = None
         self._begin, self._watch = time.perf_counter(), Stopwatch()
-        self.trace = Trace() if load.job.trace else None
+        self.trace = Trace() if isinstance(job, BlendJob) and job.trace else None
         self._spans: list[StoredKV] = []
         self._unusable: set[tuple[int, ...]] = set()
         self._late: set[tuple[int, ...]] = set()
@@ -225,20 +246,27 @@ class _Blend:
         return fuse_stepwise(plan.within(self.load.start, self.load.end), self._target(), options)
 
     def _target(self) -> BlendTarget:
+        return PagedTarget(self._paged, self._rope, self.load.token_ids, self._pages())
+
+    def _pages(self) -> Pages:
         load = self.load
         pages = Pages(self._paged, load.pages, len(load.token_ids))
         pages.check(load.start, load.end)
-        return PagedTarget(self._paged, self._rope, load.token_ids, pages)
+        return pages
 
     def _plan(self) -> Generator[Segment, int | None, BlendPlan]:
-        def get(token_ids: Sequence[int]) -> StoredKV | None:
-            return self._entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+        job = self.load.job
+        assert isinstance(job, BlendJob)
+        entries = self._entries.for_reuse(job.settings.reuse)
 
-        prompt = self.load.job.prompt(self.load.token_ids)
+        def get(token_ids: Sequence[int]) -> StoredKV | None:
+            return entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+
+        prompt = job.prompt(self.load.token_ids)
         unusable = self._unusable | self._late
         wanted = [ids for ids in entries_of(prompt) if ids not in unusable]
-        look = SideBySide(get, wanted, self._entries.store.remote)
-        if self._entries.store.remote:
+        look = SideBySide(get, wanted, entries.store.remote)
+        if entries.store.remote:
             yield Segment("load", awaited=look)
 
         def lookup(token_ids: Sequence[int]) -> StoredKV | None:
@@ -252,5 +280,29 @@ class _Blend:
                 self._spans.append(kv)
             return kv if all_ranks(kv is not None) else None
 
-        plan = self._entries.plan(prompt, lookup, self.load.job.settings.reuse).after_late(self._late)
+        plan = entries.plan(prompt, lookup, job.settings.reuse).after_late(self._late)
         return plan if self.load.choice is None else self.load.choice.applied_to(plan)
+
+
+class _Written(_Blend):
+    """Computes one chunk while a KV writer acts, and saves it; nothing that is stored is used."""
+
+    def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock, hand: Hand):
+        super().__init__(load, paged, rope, entries, clock)
+        self._hand = hand
+
+    def _run(self) -> _Steps:
+        load, job, pages = self.load, self.load.job, self._pages()
+        assert isinstance(job, SaveJob)
+        ids, rest = torch.tensor(load.token_ids), torch.arange(load.start, load.end)
+        while len(rest):
+            ahead = Segment("sparse", len(rest), 1.0)
+            most = yield ahead
+            part = self._paged.segment(rest, most)
+            with self._hand.writing:
+                self._paged.forward(ids[part], part, pages, lambda _: None, compiled=False)
+            ahead.done, rest = len(part), rest[len(part) :]
+        whole = load.token_ids[: job.written]
+        if job.start < job.written:
+            self._hand.save([Save(load.request_id, whole, load.pages, job.start, job.written, job)])
+        self.result = BlendPlan(len(whole), (), (), (), "written by the KV writer").outcome(load.end - load.start)

@@ -40,6 +40,7 @@ from cacheblend_rag.engines.results import (
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.vllm.asking import Precompute, ask_gate, vllm_sampling
 from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, FinishReport
+from cacheblend_rag.engines.writer import WriterNotice
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -84,7 +85,8 @@ class BlendClient:
         self.llm, self.store, self.gate = llm, store, gate
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
         self.registry, self.namespace = ChunkRegistry(), DEFAULT
-        self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio)
+        self.writer, self._notice = launch.writer, WriterNotice()
+        self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio, launch.writer)
         config, model = llm.vllm_config, llm.model_config
         assert isinstance(model.dtype, torch.dtype)
         self.device, self.dtype = torch.device(config.device_config.device_type), model.dtype
@@ -97,7 +99,7 @@ class BlendClient:
         self.prefix_cache_tokens = int(cached or 0) * block_size
         self._write_back = write_back
         ranks = config.parallel_config.tensor_parallel_size
-        self._entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks)
+        self._entries = Entries(store, launch.fingerprint, launch.header_ids, 0, ranks, writer=launch.writer)
         self._end_tokens = end_tokens(model.hf_text_config, model.try_get_generation_config(), launch.tokenizer)
         self._background: set[asyncio.Task[Any]] = set()
         self._names = (f"cacheblend-{uuid4().hex[:8]}-{n}" for n in itertools.count())
@@ -105,7 +107,7 @@ class BlendClient:
         # Header and probe fill whole blocks: only those stay in vLLM's prefix cache.
         over = (len(self.header_ids) + len(probe)) % (block_size or 1)
         self.probe = probe[:-over] if 0 < over < len(probe) else probe
-        self._precompute = Precompute(llm, self.context_window, self._names, self.probe)
+        self._precompute = Precompute(llm, self.context_window, self._names, self.probe, block_size or 16)
         self.ranking: Ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
 
     @property
@@ -315,7 +317,10 @@ class BlendClient:
             found = (known.get(name) or self.registry.get(name) for name in names)
             return [chunk for chunk in found if chunk is not None]
 
-        if self._write_back and (missing := chunks(report.outcome.missing)):
+        missing = chunks(report.outcome.missing)
+        if missing and self.writer is not None:
+            self._in_background(asyncio.to_thread(self._notice.look, self.entries, missing))
+        if self._write_back and missing:
             self._in_background(self._write_back_known(missing) if prompt is None else self.register(missing))
         if self._write_back and self.ranking != "off" and (unranked := chunks(report.outcome.unranked)):
             self._in_background(self._precompute.run(self.entries, unranked, None, ranking=True))

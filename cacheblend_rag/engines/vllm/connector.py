@@ -24,7 +24,7 @@ from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.engines.vllm.whereabouts import RAMLog
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 if TYPE_CHECKING:
     import torch
@@ -50,14 +50,15 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = vllm_config.parallel_config.tensor_parallel_size
         where = str(extra("store", None))
         fingerprint = ModelFingerprint(str(extra("fingerprint", None)), "")
-        header = tuple(extra("header_ids", ()))
+        header, writer = tuple(extra("header_ids", ())), extra("writer", None)
+        written_by = None if writer is None else WrittenBy(**writer)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._worker_steps = False
         if role is KVConnectorRole.SCHEDULER:
             self._store: KVStore = open_store(where, ram_budget=0)
             self._scheduler = SchedulerSide(
-                Entries(self._store, fingerprint, header, 0, ranks),
+                Entries(self._store, fingerprint, header, 0, ranks, writer=written_by),
                 page_groups(kv_cache_config),
                 longest_blendable(vllm_config.model_config.hf_text_config),
                 lambda: getattr(kv_cache_config, "hash_block_size", None),  # set later
@@ -69,7 +70,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             self._store = open_store(where, extra("ram_budget", None), extra("disk_budget", None), processes=ranks)
             rank = get_tensor_model_parallel_rank()
             self._worker = WorkerSide(
-                Entries(self._store, fingerprint, header, rank, ranks),
+                Entries(self._store, fingerprint, header, rank, ranks, writer=written_by),
                 vllm_config,
                 kv_cache_config,
                 float(extra("step_tokens", 0) or vllm_config.scheduler_config.max_num_batched_tokens),

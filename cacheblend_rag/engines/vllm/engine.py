@@ -80,6 +80,7 @@ class VLLMEngine(BlendClient, BlendEngine):
         ranking: Ranking | None = None,
         ram_budget: int | None = None,
         disk_budget: int | None = None,
+        writer: str | Path | None = None,
         **vllm_arguments: Any,
     ):
         """Start vLLM and run the parity gate.
@@ -97,10 +98,11 @@ class VLLMEngine(BlendClient, BlendEngine):
             ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for its share of a quarter of the
                 machine's memory.
             disk_budget: Bytes of KV on disk.
+            writer: Directory of a KV writer; see :class:`TransformersEngine`.
             vllm_arguments: Any other engine argument of vLLM (``tensor_parallel_size``, ``max_model_len``...).
 
         Raises:
-            InputError: An argument is one that the engine sets itself.
+            InputError: An argument is one that the engine sets itself, or the writer cannot be used with this model.
             ModelError: The model cannot be loaded, or vLLM does not start.
             StoreError: The store cannot be opened.
         """
@@ -112,15 +114,8 @@ class VLLMEngine(BlendClient, BlendEngine):
         self._thread = threading.Thread(target=self.loop.run_forever, name="cacheblend-vllm", daemon=True)
         self._thread.start()
         try:
-            launch = prepare(
-                model,
-                where,
-                header=header,
-                dtype=dtype,
-                ram_budget=ram_budget,
-                disk_budget=disk_budget,
-                **vllm_arguments,
-            )
+            budgets = {"ram_budget": ram_budget, "disk_budget": disk_budget}
+            launch = prepare(model, where, header=header, dtype=dtype, writer=writer, **budgets, **vllm_arguments)
             opened = _opened(where, disk_budget)
             llm, gate = self._run(_start(launch))
             super().__init__(llm, launch, opened, gate, ratio=ratio, write_back=write_back, ranking=ranking)

@@ -124,16 +124,23 @@ class SaveJob:
     """Asks for a prompt of ``header + chunk`` to be stored; a ``start`` of 0 stores the header itself.
 
     With ``ranking`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored entry.
-    The entry is in the ``namespace``.
+    The entry is in the ``namespace``. With ``written`` the KV writer computes so many tokens, which end with the chunk; vLLM
+    computes the last of those behind them, and of these nothing is stored.
     """
 
     start: int
     ranking: bool = False
     namespace: Namespace = DEFAULT
+    written: int = 0
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :func:`read_params` reads."""
-        return {"save": self.start, "ranking": self.ranking, **self.namespace.to_params()}
+        return {
+            "save": self.start,
+            "ranking": self.ranking,
+            "written": self.written,
+            **self.namespace.to_params(),
+        }
 
 
 def receipt(key: KVKey, ranking: bool) -> str:
@@ -156,10 +163,12 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
         return None
     try:
         if "save" in ours:
-            start = ours["save"]
+            start, written = ours["save"], ours.get("written", 0)
             if not isinstance(start, int) or not 0 <= start < prompt_tokens:
                 raise ValueError("save is outside the prompt")
-            return SaveJob(start, bool(ours.get("ranking")), Namespace.from_params(ours))
+            if not isinstance(written, int) or (written and not start <= written < prompt_tokens):
+                raise ValueError("what is to be written is outside the prompt")
+            return SaveJob(start, bool(ours.get("ranking")), Namespace.from_params(ours), written)
         return BlendJob.from_params(ours, prompt_tokens)
     except (CacheBlendError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"kv_transfer_params[{PARAMS!r}] is malformed: {error}") from error
@@ -169,7 +178,7 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
 class LoadOrder:
     """Fill the positions ``start`` to ``end`` of a request's pages by blending; ``token_ids`` is the whole prompt.
 
-    ``choice`` is what the loading controller has decided, for all ranks alike.
+    Those of a :class:`SaveJob` the KV writer computes. ``choice`` is the loading controller's, for all ranks alike.
     """
 
     request_id: str
@@ -177,12 +186,13 @@ class LoadOrder:
     start: int
     end: int
     pages: tuple[tuple[int, ...], ...]
-    job: BlendJob
+    job: BlendJob | SaveJob
     choice: Choice | None = None
 
     @property
     def options(self) -> FuseOptions:
-        """Return what the fusor is told."""
+        """Return what the fusor is told of a blend."""
+        assert isinstance(self.job, BlendJob)
         return self.job.options if self.choice is None else self.choice.limits(self.job.options)
 
 

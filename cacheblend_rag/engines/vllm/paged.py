@@ -253,6 +253,7 @@ class PagedModel:
         before_layer: Callable[[int], None],
         stop_layer: int | None = None,
         rotate_by: int = 0,
+        compiled: bool = True,
     ) -> LayerKV | torch.Tensor:
         """Run tokens ``ids``, ``[tokens]``, at ascending ``positions``, ``[tokens]``, of a sequence; both are in host memory.
 
@@ -263,6 +264,7 @@ class PagedModel:
             before_layer: Called with each layer's index before it writes or reads KV.
             stop_layer: Layer at which to stop.
             rotate_by: Added to the positions for RoPE alone.
+            compiled: Whether compiled code may run, which calls no hooks of modules.
 
         Returns:
             The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
@@ -277,7 +279,7 @@ class PagedModel:
                 self.config,
                 num_tokens=len(positions),
                 slot_mapping=self._of_layers(slots),
-                skip_compiled=stops,
+                skip_compiled=stops or not compiled,
             ),
             self._stopping_at(stop_layer),
         ):

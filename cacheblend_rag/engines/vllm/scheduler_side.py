@@ -134,7 +134,12 @@ class SchedulerSide:
                     None, "this vLLM's prefix cache cannot hold blended KV apart"
                 )
                 return
-        self._tracked[request.request_id] = _Tracked(job)
+        tracked = self._tracked[request.request_id] = _Tracked(job)
+        if isinstance(job, SaveJob) and job.written:
+            # Its KV serves no prompt, and where layers lose pages nothing at all: some would be missing.
+            own = request.request_id if self._loses_pages else "written by the KV writer"
+            if not key_blocks(request, [(0, own)], self._hash_block_size()):
+                tracked.failed, tracked.reason = True, "this vLLM's prefix cache cannot hold what is written apart"
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the first ``computed`` a blend provides, and that it runs between steps.
@@ -144,11 +149,14 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.failed:
             return 0, False
-        if isinstance(tracked.job, SaveJob) and not self._lender.keeps(tracked.saved, computed):
-            # What the prefix cache has lacks pages that are to be copied out: this prompt is computed anew.
-            self._uncached.append(request)
-            return None, False
-        if not isinstance(tracked.job, BlendJob):
+        if isinstance(tracked.job, SaveJob):
+            tracked.end = request.num_prompt_tokens - 1 if tracked.job.written else computed
+            if not self._lender.keeps(tracked.saved, computed):
+                # What the prefix cache has lacks pages that are to be copied out: this prompt is computed anew.
+                self._uncached.append(request)
+                return None, False
+            return self._behind(tracked, computed, request.num_prompt_tokens)
+        if tracked.job is None:
             return 0, False
         if tracked.found is None:
             tracked.found = self._planned(request, tracked, tracked.job)
@@ -160,8 +168,12 @@ class SchedulerSide:
         spans = (*tracked.plan.exact, *tracked.plan.stale)
         # vLLM computes the last token itself: it wants its logits.
         tracked.end = min(max((span.end for span in spans), default=0), request.num_prompt_tokens - 1)
+        return self._behind(tracked, computed, request.num_prompt_tokens)
+
+    def _behind(self, tracked: _Tracked, computed: int, prompt_tokens: int) -> tuple[int | None, bool]:
+        """Return what :meth:`matched_tokens` does, once it is known where the worker's part of a prompt ends."""
         count = max(0, tracked.end - computed)
-        if count and (waits := self._without_pages(tracked, computed, request.num_prompt_tokens)) is not None:
+        if count and (waits := self._without_pages(tracked, computed, prompt_tokens)) is not None:
             return (None if waits else 0), False
         return count, count > 0
 
@@ -224,7 +236,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
-        if isinstance(tracked.job, SaveJob):
+        if isinstance(tracked.job, SaveJob) and not tracked.job.written:
             self._saving[request.request_id] = request, tracked.job
         elif external > 0 and tracked.job is not None:
             ids, start = tuple(request.prompt_token_ids or ()), tracked.end - external
@@ -293,8 +305,14 @@ class SchedulerSide:
             self._loads = [load for load in self._loads if load.request_id != request.request_id]
             self._lender.take_back([request.request_id])
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or isinstance(tracked.job, SaveJob):
+        if tracked is None:
             return None
+        if isinstance(tracked.job, SaveJob):
+            # What the KV writer was to compute vLLM may have computed itself: then nothing was saved.
+            refused = tracked.job.written and tracked.blended is None
+            return (
+                {PARAMS: {"refused": tracked.reason or "vLLM did not leave it to the KV writer"}} if refused else None
+            )
         measured = tuple(self._computed)
         self._computed.clear()
         report = FinishReport(tracked.outcome(request.num_prompt_tokens), measured, out_of(self._entries.store))

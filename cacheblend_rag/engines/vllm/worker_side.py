@@ -14,7 +14,7 @@ from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import why_not_blendable
-from cacheblend_rag.engines.vllm.blends import BlendQueue
+from cacheblend_rag.engines.vllm.blends import BlendQueue, Hand
 from cacheblend_rag.engines.vllm.groups import page_groups, unknown_kinds
 from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta
@@ -23,6 +23,7 @@ from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.saving import Saver
 from cacheblend_rag.engines.vllm.target import PagedSubject, all_ranks
 from cacheblend_rag.engines.vllm.whereabouts import RAMLog
+from cacheblend_rag.engines.vllm.writing import writing_on
 from cacheblend_rag.store.base import page_lock_for
 
 if TYPE_CHECKING:
@@ -95,7 +96,11 @@ class WorkerSide:
         assert self._paged is not None and self._rope is not None
         self.saver.bind(self._paged, self._rope)
         page_lock_for(self._entries.store, device)
-        self._blends = BlendQueue(self._paged, self._rope, self._entries, StepClock(device))
+        hand, writer = None, self._entries.writer
+        if writer is not None:
+            writing = writing_on(self._paged.model, writer, self._paged.dtype, device)
+            hand = Hand(writing, partial(self.saver.save, refusal=""))
+        self._blends = BlendQueue(self._paged, self._rope, self._entries, StepClock(device), hand)
 
     def attention_begins(self, layer_name: str) -> None:
         """See :meth:`PagedModel.attention_begins`."""

@@ -216,7 +216,7 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
     options: dict[str, Any] = {"store": root / "store", "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
     options["num_gpu_blocks_override"] = pages
     if model.random_weights is None:
-        engine = VLLMEngine(model.model, **options)
+        engine = VLLMEngine(model.model, writer=model.writer, **options)
     else:
         from cacheblend_rag.lab.doctor.vllm_weights import LOAD_FORMAT, RandomWeights
 

@@ -1,0 +1,180 @@
+"""Chunks whose KV a writer has written in vLLM's worker, against the reference, fed with what peft's own model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers as hf
+
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.writer import describe
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.kv import ModelFingerprint, read_whole
+from tests.blending import reference
+from tests.blending.families import make_model
+from tests.blending.prompts import Scene
+from tests.blending.writers import alter_config, write_for
+from tests.engines.vllm.engines import FULL, SHAPE, concurrently, first_logprobs, save_model, start
+from tests.engines.vllm.test_windows import _PIECES, _SHORT
+
+SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
+PARTS = SCENE.parts(first="stale")  # behind the header, too, a writer's KV is not the model's
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "llama, chunked prefill": (
+        lambda: hf.LlamaConfig(**SHAPE),
+        {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
+        {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]},
+    ),
+    "qwen3, compiled": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), {"enforce_eager": False}, {}),
+    "phi3, which has joined modules of its own": (lambda: hf.Phi3Config(**SHAPE), {}, {}),
+    "gemma3, windows shorter than a chunk": (lambda: hf.Gemma3TextConfig(**SHAPE, **_SHORT), _PIECES, {}),
+    "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}, {}),
+}
+
+
+class Case(NamedTuple):
+    """An engine with a writer, its model, that model with the writer in it, and the directory of both."""
+
+    engine: Any
+    model: Any
+    writer: Any
+    directory: Path
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    config, options, lora = CASES[request.param]
+    directory = tmp_path_factory.mktemp("model")
+    model = save_model(config(), directory / "model")
+    fingerprint = ModelFingerprint.from_directory(directory / "model", torch.float32)
+    writer = write_for(make_model(config()), fingerprint, directory / "writer", **lora)
+    with start(
+        directory / "model",
+        directory / "store",
+        header=SCENE.header,
+        ram_budget=0,
+        writer=directory / "writer",
+        **options,
+    ) as engine:
+        yield Case(engine, model, writer.eval(), directory)
+
+
+def computed(case: Case) -> Any:
+    done = case.engine.precompute(SCENE.chunks)
+    assert not done.failed
+    return case.engine
+
+
+def test_ratio_1_is_the_full_prefill_of_the_model_itself(engine: Any, case: Case) -> None:
+    full = first_logprobs(engine, SCENE.prompt, FULL)
+    with torch.no_grad():
+        want = case.model(input_ids=torch.tensor([SCENE.prompt.token_ids]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(full, want.log_softmax(-1), atol=1e-4, rtol=0)
+    computed(case)
+    for settings in (BlendSettings(ratio=1.0), FULL, BlendSettings(reuse="prefix")):
+        torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), full, atol=1e-4, rtol=0)
+
+
+# Behind windows shorter than a chunk layer 1 sees little more than rounding.
+@pytest.mark.parametrize(("ratio", "check"), [(0.0, 1), (0.15, 3), (0.5, 3)])
+def test_blends_are_the_reference_over_what_peft_computes(engine: Any, case: Case, ratio: float, check: int) -> None:
+    got = first_logprobs(computed(case), SCENE.prompt, BlendSettings(ratio=ratio, check_layers=(check,)))
+    want = reference.blend(case.model, SCENE.header, PARTS, ratio, (check,), writer=case.writer)
+    torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
+    plain = reference.blend(case.model, SCENE.header, SCENE.parts(), ratio, (check,)).logits.log_softmax(-1)
+    assert (got - plain).abs().max() > 1e-2, "the writer changes too little: the test would prove nothing"
+
+
+def test_the_ranking_is_measured_while_the_writer_acts(engine: Any, case: Case) -> None:
+    engine.ranking = "now"
+    computed(case)
+    engine.ranking = "lazy"
+    header, probe = SCENE.header, list(engine.probe)
+    positions = torch.tensor([at for span in SCENE.prompt.spans for at in range(span.start, span.end)])
+    score = torch.cat(
+        [reference.static_deviation(case.writer, header, probe, list(chunk.token_ids)) for chunk in SCENE.chunks]
+    )
+    chosen = positions[score.argsort(descending=True)[: round(0.3 * len(score))]].sort().values.tolist()
+    want = reference.blend(case.model, header, PARTS, 0.3, chosen=chosen, writer=case.writer)
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(0.3, "static", (1,)))
+    torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
+
+
+def test_both_engines_write_the_same_and_read_each_others(engine: Any, case: Case) -> None:
+    computed(case)
+    ours = [(ids, _whole(engine, ids)) for ids in ((), *(chunk.token_ids for chunk in SCENE.chunks))]
+    store = case.directory / "transformers"
+    with TransformersEngine(
+        case.directory / "model", tokenizer=object(), device="cpu", header=SCENE.header, store=store,
+        writer=case.directory / "writer",
+    ) as other:  # fmt: skip
+        other.precompute(SCENE.chunks)
+        for ids, mine in ours:
+            assert other.entries.own_key(ids) in engine.entries.read_keys(ids)
+            theirs = other.entries.get(ids, other.num_layers)
+            for layer in range(other.num_layers):
+                for a, b in zip(mine(layer), theirs.layer(layer), strict=True):
+                    torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
+def _whole(engine: Any, ids: Any) -> Any:
+    """Return what gives a layer of an entry, its ranks' shards together."""
+    parts = [read_whole(engine.store.get(key)) for key in engine.entries.written_keys(ids)]
+    return lambda layer: [torch.cat(side) for side in zip(*(part.layer(layer) for part in parts), strict=True)]
+
+
+def test_prompts_that_stream_meanwhile_are_the_models_own(engine: Any, case: Case) -> None:
+    before = engine.generate(SCENE.prompt, settings=FULL).token_ids
+
+    async def ask() -> Any:
+        return [event async for event in engine.events(engine.request(SCENE.prompt, None, FULL))][-1].generation
+
+    found = concurrently(engine, [ask, lambda: engine.register(SCENE.chunks), ask])
+    assert found[0].token_ids == found[2].token_ids == before
+    assert not found[1].failed
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=0.0))
+    want = reference.blend(case.model, SCENE.header, PARTS, 0.0, writer=case.writer)
+    torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
+
+
+def test_what_a_prompt_found_missing_the_writer_writes_back(engine: Any, case: Case) -> None:
+    engine.generate(SCENE.prompt)
+    engine.flush()
+    assert all(engine.entries.contains(chunk.token_ids) for chunk in SCENE.chunks)
+    assert not any(engine.entries.by_model().contains(chunk.token_ids) for chunk in SCENE.chunks)
+    assert engine.generate(SCENE.prompt, settings=BlendSettings(ratio=0.5)).mode == "blend"
+
+
+def test_chunks_that_end_at_every_place_of_a_block_are_written(engine: Any, case: Case) -> None:
+    size = int(engine.llm.vllm_config.cache_config.block_size)
+    scene = Scene(seed=3, chunk_tokens=tuple(range(size - 6, size)))
+    for chunk in scene.chunks:
+        assert not engine.precompute([chunk]).failed
+        engine.forget([chunk])
+        assert not engine.precompute([chunk]).failed  # now behind what vLLM's prefix cache has of it
+    engine.precompute(scene.chunks)
+    scene.header = SCENE.header
+    got = first_logprobs(engine, scene.prompt, BlendSettings(ratio=0.0))
+    want = reference.blend(case.model, SCENE.header, scene.parts(first="stale"), 0.0, writer=case.writer)
+    torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("fault", ["another model", "a module that vLLM has not", "DoRA"])
+def test_a_writer_that_cannot_be_used_is_an_error(tmp_path: Path, fault: str) -> None:
+    directory, more = tmp_path / "model", {}
+    save_model(hf.LlamaConfig(**SHAPE), directory)
+    fingerprint = ModelFingerprint.from_directory(directory, torch.float32)
+    if fault == "a module that vLLM has not":
+        more = {"target_modules": ["lm_head", "q_proj"]}
+    write_for(make_model(hf.LlamaConfig(**SHAPE)), fingerprint, tmp_path / "writer", **more)
+    if fault == "another model":
+        describe(tmp_path / "writer", ModelFingerprint("0" * 32, "other"), {})
+    if fault == "DoRA":
+        alter_config(tmp_path / "writer", use_dora=True)
+    with pytest.raises(InputError, match=f"KV writer in {tmp_path / 'writer'} cannot be used"):
+        start(directory, tmp_path / "store", header=SCENE.header, writer=tmp_path / "writer")
