@@ -18,7 +18,8 @@ class Chunk:
     Attributes:
         id: Content hash of the text; the same text has the same id everywhere.
         text: The exact text, without outer whitespace.
-        token_ids: Its tokens, as the model will see them; never re-tokenised.
+        token_ids: Its tokens, as the model will see them; never re-tokenised. Of a tokenizer that joins a text's last characters
+            with the blank line behind them, without that last token.
         metadata: ``source``, ``start`` and ``end`` (character offsets in the source), and what else the loader knows.
     """
 
@@ -52,4 +53,4 @@ def make_chunk(text: str, tokenizer: Any, metadata: Mapping[str, Any] | None = N
     text = text.strip()
     if not text:
         raise InputError("A chunk needs some text; this one is empty or whitespace only.")
-    return Chunk(chunk_id(text), text, pack_ids(encoder_for(tokenizer).document(text)), dict(metadata or {}))
+    return Chunk(chunk_id(text), text, pack_ids(encoder_for(tokenizer).chunk(text)[0]), dict(metadata or {}))

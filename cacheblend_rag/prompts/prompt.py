@@ -8,10 +8,10 @@ from typing import Any, overload
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, PlainText, chunk_id, make_chunk
-from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered
+from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered, text_of
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, reads_tools, render, render_probes
-from cacheblend_rag.prompts.tokens import TextEncoder, encoder_for
+from cacheblend_rag.prompts.tokens import EDGE, TextEncoder, encoder_for
 
 __all__ = [
     "DEFAULT_INSTRUCTION",
@@ -25,6 +25,7 @@ __all__ = [
     "chosen_header_ids",
     "chunk_of",
     "header_ids",
+    "joins_are_plain",
     "rag_header",
     "rag_prompt",
     "reads_tools",
@@ -78,37 +79,70 @@ class TokenizedPrompt:
 
 
 def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> TokenizedPrompt:
-    """Tokenise each text segment on its own and concatenate token ids; chunks bring theirs.
+    """Return a prompt's tokens: the chunks' own, and between them those that the tokenizer gives where the text stands.
 
+    They are those of the whole text in one piece, wherever the tokenizer cuts it at the chunks' edges (:func:`joins_are_plain`).
     The tokenizer's BOS comes first if it adds one by default and the prompt's first text does not begin with it already.
 
     Raises:
         UnknownChunkError: A reference to a chunk that ``registry`` does not hold.
     """
-    encoder = encoder_for(tokenizer)
-    pieces = [_resolve(segment, registry) for segment in prompt.segments]
-    prefix = encoder.prefix_ids
+    return _tokenized([_resolve(segment, registry) for segment in prompt.segments], encoder_for(tokenizer))
+
+
+def _tokenized(pieces: Sequence[Piece], encoder: TextEncoder, behind: str = "") -> TokenizedPrompt:
+    """Tokenise pieces that stand before the text ``behind``."""
     token_ids: list[int] = []
     spans = []
+    prefix = encoder.prefix_ids
+    before = tail = ""  # what stands before a piece, and what of it has no tokens yet
     for index, piece in enumerate(pieces):
-        ids = _ids(piece, encoder)
-        if index == 0 and (not isinstance(piece, str) or tuple(ids[: len(prefix)]) != prefix):
-            token_ids.extend(prefix)
         if isinstance(piece, Chunk):
+            ids: Sequence[int] = piece.token_ids
+            token_ids += _ids("", encoder, before, tail, piece.text) if index else prefix
             spans.append(ChunkSpan(piece, len(token_ids), len(token_ids) + len(ids)))
-        token_ids.extend(ids)
+            tail = encoder.tail(piece.text, ids)
+            before = piece.text[: len(piece.text) - len(tail)]
+        else:
+            after = text_of(pieces[index + 1]) if index + 1 < len(pieces) else behind
+            ids = _ids(piece, encoder, before, tail, after)
+            if index == 0 and (not isinstance(piece, str) or tuple(ids[: len(prefix)]) != prefix):
+                token_ids += prefix
+            before, tail = text_of(piece), ""
+        token_ids += ids
+    token_ids += _ids("", encoder, before, tail, behind)
     return TokenizedPrompt(tuple(token_ids), tuple(spans))
 
 
-def _ids(piece: Piece, encoder: TextEncoder) -> Sequence[int]:
-    if isinstance(piece, Chunk):
-        return piece.token_ids
-    return encoder.document(piece.text) if isinstance(piece, PlainText) else encoder.template(piece)
+def _ids(piece: str | PlainText, encoder: TextEncoder, before: str, tail: str, after: str) -> list[int]:
+    """Return the tokens of a text behind the ``tail`` of a chunk, which are theirs, too."""
+    if isinstance(piece, PlainText):
+        return encoder.document(tail + piece.text)
+    if not tail + piece:
+        return []
+    found = encoder.between(before[-EDGE:], tail + piece, after[:EDGE], len(tail))
+    return [*encoder.document(tail), *encoder.template(piece)] if found is None else found
+
+
+def joins_are_plain(tokenizer: Any) -> bool:
+    """Say whether a RAG prompt's tokens are those of its text in one piece, for chunks that begin and end in many ways."""
+    texts = (
+        "Letters at the end",
+        "A full stop.",
+        "42 is in 1999",
+        "- one\n- (two)",
+        "# Title\n\n“Quoted?”",
+        "x = {1: 'y'}",
+    )
+    chunks = [make_chunk(text, tokenizer) for text in texts]
+    prompt, encoder = rag_prompt(tokenizer, chunks, "Is it so?"), encoder_for(tokenizer)
+    whole = "".join(text_of(piece) for piece in prompt.segments if not isinstance(piece, ChunkRef))
+    return tokenize(prompt, tokenizer, ChunkRegistry()).token_ids == _tokenized([whole], encoder).token_ids
 
 
 def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
     """Return the token ids every prompt that begins with the text ``header`` begins with (BOS included)."""
-    return tokenize(BlendPrompt((header,)), tokenizer, ChunkRegistry()).token_ids
+    return _tokenized([header], encoder_for(tokenizer), "a").token_ids
 
 
 def chosen_header_ids(tokenizer: Any, header: str | Sequence[int] | None) -> tuple[int, ...]:

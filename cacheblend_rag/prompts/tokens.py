@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -14,6 +15,13 @@ from tokenizers import Tokenizer
 from cacheblend_rag.errors import InputError, ModelError
 
 _T = TypeVar("_T")
+
+EDGE = 16
+"""So many characters of what stands beside a text decide how the tokenizer cuts its ends."""
+
+_KEPT = 1 << 14
+# What stands beside a chunk in most prompts.
+_BEHIND, _BEFORE = "\n", "\n\na"
 
 
 class PerTokenizer(Generic[_T]):
@@ -59,6 +67,7 @@ class TextEncoder:
             )
         spec = json.loads(backend.to_str())
         spec["truncation"] = spec["padding"] = None
+        _keep_spaces(spec["post_processor"])
         self._template = Tokenizer.from_str(json.dumps(spec))
         template = str(getattr(tokenizer, "chat_template", None) or "")
         for token in spec["added_tokens"]:
@@ -71,6 +80,7 @@ class TextEncoder:
         self._special = {token["id"]: token["content"] for token in special}
         normal = spec.get("normalizer") is not None
         self._renamed = normal and any(t["normalized"] and t["id"] in self._special for t in spec["added_tokens"])
+        self._tails: dict[tuple[str, int], str] = {}
         self.prefix_ids = self._default_prefix()
 
     def template(self, text: str) -> list[int]:
@@ -82,6 +92,46 @@ class TextEncoder:
         encoding = _encode(self._template, text, False)
         found = zip(encoding.ids, encoding.offsets, strict=True)
         return [token for token, (first, behind) in found if begin <= first < behind <= end]
+
+    def between(self, before: str, text: str, after: str, data: int = 0) -> list[int] | None:
+        """Return the tokens of a template's ``text`` as they are between two other texts.
+
+        Returns None where a token reaches over an end of it, or is a special one that its first ``data`` characters, which are a
+        document's, spell.
+        """
+        encoding = _encode(self._template, before + text + after, False)
+        found = _within(encoding.offsets, len(before), len(before) + len(text))
+        if found is None or any(
+            encoding.ids[at] in self._special and encoding.offsets[at][0] < len(before) + data for at in found
+        ):
+            return None
+        return [encoding.ids[at] for at in found]
+
+    def chunk(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a chunk, and the characters that they start at, as they are behind a line's end.
+
+        Tokens that reach over the chunk's end, where a blank line follows, are left out: what they begin with (:meth:`tail`) is
+        tokenised with what follows it in a prompt. A chunk whose edges the tokenizer cuts otherwise is tokenised on its own.
+        """
+        ids = self.document(text)
+        encoding = _encode(self._document, _BEHIND + text + _BEFORE, False)
+        begin = len(_BEHIND)
+        found = _within(encoding.offsets, begin, begin + len(text) - self._longest_tail(text))
+        if not found or self._spelled(encoding.ids, text):
+            return ids, self.document_starts(text)
+        return [encoding.ids[at] for at in found], [encoding.offsets[at][0] - begin for at in found]
+
+    def tail(self, text: str, token_ids: Sequence[int]) -> str:
+        """Return the end of a chunk's text that its tokens leave out."""
+        known = self._tails.get((text, len(token_ids)))
+        if known is None:
+            longest = self._longest_tail(text)
+            # Chunks may come with tokens of others' making, which are all of it.
+            known = "" if not longest or self.document(text) == list(token_ids) else text[-longest:]
+            if len(self._tails) >= _KEPT:
+                self._tails.clear()
+            self._tails[text, len(token_ids)] = known
+        return known
 
     def document(self, text: str) -> list[int]:
         """Encode text in which nothing is a special token. Adds none."""
@@ -114,6 +164,14 @@ class TextEncoder:
             highest = starts[index] = max(highest, start)
         return starts
 
+    def _longest_tail(self, text: str) -> int:
+        """Return how many characters at the end of a chunk are of tokens that reach over it, where a blank line follows."""
+        end = text[-4 * EDGE :]
+        offsets = _encode(self._document, _BEHIND + end + _BEFORE, False).offsets
+        edge = len(_BEHIND) + len(end)
+        begins = min((begin for begin, behind in offsets if begin < edge < behind), default=edge)
+        return edge - begins if begins > len(_BEHIND) else 0
+
     def _contents_in(self, text: str) -> list[tuple[int, int]]:
         """Return where special tokens are spelled: ascending; they may overlap."""
         ranges: list[tuple[int, int]] = []
@@ -140,6 +198,22 @@ class TextEncoder:
             if full[size : size + len(bare)] == bare:
                 return tuple(full[:size])
         return ()
+
+
+def _within(offsets: Sequence[tuple[int, int]], begin: int, end: int) -> range | None:
+    """Return which tokens lie between two characters; None where one reaches over either."""
+    starts = [start for start, _ in offsets]
+    first, last = bisect_left(starts, begin), bisect_left(starts, end)
+    if any(stop > edge for at, edge in ((first, begin), (last, end)) for _, stop in offsets[max(0, at - 4) : at]):
+        return None
+    return range(first, last)
+
+
+def _keep_spaces(processor: dict[str, Any] | None) -> None:
+    """Let a tokenizer say where its tokens start with the space that belongs to them."""
+    for each in [processor, *(processor or {}).get("processors", ())]:
+        if each and "trim_offsets" in each:
+            each["trim_offsets"] = False
 
 
 def _encode(backend: Tokenizer, text: str, add_special_tokens: bool) -> Any:

@@ -59,7 +59,7 @@ def iter_chunks(
     Args:
         text: The source.
         tokenizer: The LLM's Hugging Face tokenizer (fast).
-        max_tokens: Limit on the tokens of each chunk's text on its own, special tokens not counted (none are added).
+        max_tokens: Limit on the tokens of each chunk, special tokens not counted (none are added).
         overlap: About how many tokens at the end of a chunk the next one repeats, from a sentence or word start.
         metadata: Copied into every chunk, with ``start`` and ``end`` (characters) added.
 
@@ -121,7 +121,7 @@ class _Splitter:
                 return None
             end = high if high == len(self.text) else self._cut(high, starts[budget // 2], fresh)
             end = start + len(self.text[start:end].rstrip())
-            token_ids = self.encoder.document(self.text[start:end])
+            token_ids, _ = self.encoder.chunk(self.text[start:end])
             if len(token_ids) <= self.max_tokens:
                 return end, pack_ids(token_ids)
             # Edges merge differently in a text of its own, so only its own tokenisation decides.

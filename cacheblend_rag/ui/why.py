@@ -168,8 +168,8 @@ def _runs(engine: BlendEngine, span: ChunkSpan, shades: dict[int, int], marks: f
 
 def token_texts(engine: BlendEngine, chunk: Chunk) -> list[str]:
     """Return the piece of the chunk's text that each of its tokens stands for; together they are the text."""
-    starts = encoder_for(engine.tokenizer).document_starts(chunk.text)
-    if len(starts) != len(chunk.token_ids):  # cut with neighbours, or registered with ids of its own
+    token_ids, starts = encoder_for(engine.tokenizer).chunk(chunk.text)
+    if token_ids != list(chunk.token_ids):  # cut with neighbours, or registered with ids of its own
         return [engine.tokenizer.decode([token]) for token in chunk.token_ids]
     edges = [0, *starts[1:], len(chunk.text)]
     return [chunk.text[a:b] for a, b in pairwise(edges)]

@@ -61,6 +61,8 @@ def test_the_prompt_is_the_models_own_template_and_digits_stand_alone(
 ) -> None:
     text = engine.tokenizer.decode(scene.prompt.token_ids)
     assert text.startswith("<|im_start|>system\n")
+    assert all(note in text for note in NOTES)
+    assert list(scene.prompt.token_ids) == engine.tokenizer(text, add_special_tokens=False).input_ids
     assert text.endswith(f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
     assert [engine.tokenizer.decode(i) for i in encoder_for(engine.tokenizer).document("a  4711")] == [
         *"a",

@@ -100,10 +100,13 @@ def test_text_segments_are_tokenised_apart(tokenizer: PreTrainedTokenizerFast) -
 
 def test_each_text_is_tokenised_once(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, seen = encoder_for(tokenizer), []
-    encode = encoder.template
-    monkeypatch.setattr(encoder, "template", lambda text: seen.append(text) or encode(text))
-    tokenize(BlendPrompt(("Notes: ", chunks_for(tokenizer)[0], "Who?")), tokenizer, ChunkRegistry())
-    assert seen == ["Notes: ", "Who?"]
+    encode = encoder.between
+    monkeypatch.setattr(
+        encoder, "between", lambda before, text, *rest: seen.append(text) or encode(before, text, *rest)
+    )
+    monkeypatch.setattr(encoder, "template", seen.append)
+    tokenize(BlendPrompt(("Notes:\n", chunks_for(tokenizer)[0], "Who?")), tokenizer, ChunkRegistry())
+    assert seen == ["Notes:\n", "Who?"]
 
 
 def test_references_are_resolved_and_unknown_ones_named(tokenizer: PreTrainedTokenizerFast) -> None:

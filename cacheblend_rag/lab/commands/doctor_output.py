@@ -21,11 +21,7 @@ def print_diagnosis(found: Diagnosis) -> None:
         ("model", f"{found.model} ({found.layers} layers, {found.dtype}, {found.device})"),
         ("fingerprint", found.fingerprint),
         ("context window", f"{found.context_window:,} tokens"),
-        ("blended", "yes" if found.blended else f"no: {found.reason}"),
-    ]
-    lines += [
-        ("parity gate", f"{name}: off by {error:.1e} standard deviations (allowed {found.gate_limit:.0e})")
-        for name, error in found.gate_errors.items()
+        *_gate_lines(found),
     ]
     if found.first_token_kl is not None:
         lines.append(("", f"a 15% blend of random tokens diverges by {found.first_token_kl:.3f} nats (judges nothing)"))
@@ -65,6 +61,20 @@ def print_diagnosis(found: Diagnosis) -> None:
     _print_lines(lines)
 
 
+def _gate_lines(found: Diagnosis | VLLMDiagnosis) -> list[tuple[str, str]]:
+    """Return whether a model is blended, what its parity gate has found, and whether its tokenizer lets chunks stand apart."""
+    lines = [("blended", "yes" if found.blended else f"no: {found.reason}")]
+    lines += [
+        ("parity gate", f"{name}: off by {error:.1e} standard deviations (allowed {found.gate_limit:.0e})")
+        for name, error in found.gate_errors.items()
+    ]
+    if found.plain_joins is not None:
+        same = "those of the whole text in one piece"
+        other = f"at some edges of chunks not {same}: this tokenizer joins what stands on both sides"
+        lines.append(("prompt's tokens", same if found.plain_joins else other))
+    return lines
+
+
 def _print_lines(lines: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in lines)
     previous = ""
@@ -81,11 +91,7 @@ def print_vllm(found: VLLMDiagnosis) -> None:
         ("vLLM", f"{found.vllm}, model runner {found.runner}, attention {found.attention}"),
         ("context window", f"{found.context_window:,} tokens"),
         ("engine step", f"at most {found.step_tokens:,} tokens of {found.step_sequences:,} sequences"),
-        ("blended", "yes" if found.blended else f"no: {found.reason}"),
-    ]
-    lines += [
-        ("parity gate", f"{name}: off by {error:.1e} standard deviations (allowed {found.gate_limit:.0e})")
-        for name, error in found.gate_errors.items()
+        *_gate_lines(found),
     ]
     if (cost := found.cost) is not None:
         lines.append(("measured", f"a prompt of {cost.prompt_tokens:,} tokens (6 chunks): first token after"))

@@ -20,6 +20,7 @@ from cacheblend_rag.lab.doctor.compute import fit_compute, measure_prefills, wit
 from cacheblend_rag.lab.doctor.costs import token_bytes
 from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.doctor.workbench import Workbench
+from cacheblend_rag.prompts.prompt import joins_are_plain
 from cacheblend_rag.store.codec import LOSSY
 
 _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32
@@ -55,7 +56,8 @@ class Estimate:
 class Diagnosis:
     """Holds all that `doctor` prints. Bandwidths in bytes per second; ``prefill_s`` has seconds by number of tokens.
 
-    ``codecs`` has what each KV codec that changes numbers moves the model's predictions by, in nats; ``codec_limit`` are allowed.
+    ``plain_joins`` says whether chunks' edges are cut into tokens as in the whole prompt. ``codecs`` has what each KV codec
+    that changes numbers moves the model's predictions by, in nats; ``codec_limit`` are allowed.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Diagnosis:
     layers: int
     blended: bool
     reason: str
+    plain_joins: bool | None
     gate_errors: dict[str, float]
     gate_limit: float | None
     first_token_kl: float | None
@@ -120,6 +123,7 @@ def diagnose(
         layers=engine.runner.num_layers,
         blended=blended,
         reason=engine.gate.reason,
+        plain_joins=None if engine.tokenizer is None else joins_are_plain(engine.tokenizer),
         gate_errors=engine.gate.errors,
         gate_limit=engine.gate.limit,
         first_token_kl=engine.gate.first_token_kl,

@@ -11,7 +11,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.lab.doctor.workbench import Workbench
-from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt, joins_are_plain
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
@@ -47,6 +47,7 @@ class VLLMDiagnosis:
         vllm: Its version.
         runner: Which of its model runners.
         attention: Its attention backends.
+        plain_joins: Whether chunks' edges are cut into tokens as in the whole prompt.
         step_tokens: Most tokens of an engine step.
         step_sequences: Most sequences of one; a pass of a blend has no more runs of neighbouring tokens.
         cost: None for a model that is not blended.
@@ -65,6 +66,7 @@ class VLLMDiagnosis:
     step_sequences: int
     blended: bool
     reason: str
+    plain_joins: bool | None
     gate_errors: dict[str, float]
     gate_limit: float | None
     cost: BlendCost | None
@@ -94,6 +96,7 @@ def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = N
         step_sequences=int(config.max_num_seqs),
         blended=engine.gate.passed,
         reason=engine.gate.reason,
+        plain_joins=None if engine.tokenizer is None else joins_are_plain(engine.tokenizer),
         gate_errors=engine.gate.errors,
         gate_limit=engine.gate.limit,
         cost=measure_blend(engine) if engine.gate.passed else None,
