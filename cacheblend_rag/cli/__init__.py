@@ -35,6 +35,7 @@ _COMMANDS = {
     "bench": "cacheblend_rag.lab.commands.bench:bench",
     "eval": "cacheblend_rag.lab.commands.eval:evaluate_command",
     "figures": "cacheblend_rag.lab.commands.eval:figures",
+    "learn": "cacheblend_rag.lab.commands.learn:learn_command",
     "realm": "cacheblend_rag.lab.commands.realm:realm",
     "tune-retriever": "cacheblend_rag.lab.commands.tune:tune_retriever",
 }

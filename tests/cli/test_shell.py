@@ -108,8 +108,9 @@ def test_every_command_that_prints_a_result_takes_json():
 def test_an_option_means_the_same_in_every_command():
     """One definition each: the help of two commands may not drift apart. What differs on purpose is named here."""
     # Defaults of their own, and what of an evaluation is drawn, written or changed; doctor measures a store beside the model;
-    # chunks are a prompt's, or those that are to be kept.
+    # chunks are a prompt's, or those that are to be kept; documents and questions are measured, tuned on, or learned from.
     own = {"--seed", "--out", "--output", "--ratio", "--store", "--chunks", "--chunk-tokens", "--max-tokens"}
+    own |= {"--documents", "--questions"}
     helps: dict[str, set[str]] = {}
     for name, command in commands():
         if name.startswith(("bench", "realm")) or name == "serve":

@@ -1,1 +1,1 @@
-"""Adds the lab's commands to the command line: `bench`, `eval`, `figures`, `tune-retriever`, `realm`."""
+"""Adds the lab's commands to the command line: `bench`, `eval`, `figures`, `learn`, `tune-retriever`, `realm`."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend_rag.engines.writer import describe
+from cacheblend_rag.engines.writer import FILE, describe
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ModelFingerprint
 
@@ -33,9 +33,11 @@ def writing_copy(model: nn.Module, rank: int, seed: int = 0) -> Any:
 
 
 def load_writing_copy(model: nn.Module, directory: Path) -> Any:
-    """Return a copy of a causal LM that writes as a saved writer does."""
+    """Return a copy of a causal LM that writes as a saved writer does; raises InputError where there is none."""
     from peft import PeftModel
 
+    if not (directory / FILE).is_file():
+        raise InputError(f"There is no writer in {directory}; give the directory that `cacheblend learn` has made.")
     return _cast_free(PeftModel.from_pretrained(_sharing(model), str(directory)).eval())
 
 

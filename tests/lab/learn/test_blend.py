@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,17 @@ from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.lab.doctor.compared import Scored
-from cacheblend_rag.lab.learn.adapter import weights_of, writing_copy
+from cacheblend_rag.lab.learn.adapter import load_writing_copy, save_writer, weights_of, writing_copy
 from cacheblend_rag.lab.learn.blend import BatchBlender, BatchLayout, PromptBatch, count_of, deviation, divergence
 from cacheblend_rag.lab.learn.lesson import Lesson
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
+from tests.blending.writers import fingerprint_of
 
 FAMILIES = [family for family in BLENDED if family != "llama4"]  # whose attention is cut at fixed places
 
@@ -93,6 +98,32 @@ def test_a_new_writer_writes_what_the_model_writes_and_the_model_stays_as_it_is(
     loss.backward()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert list(before) == list(model.state_dict()), "no LoRA is put into the model itself"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_what_a_writer_writes_is_blended_as_the_engine_with_that_writer_blends_it(family: str, tmp_path: Path) -> None:
+    model, scene = make_model(BLENDED[family]()), Scene()
+    fingerprint = fingerprint_of(model)
+    batch, blender = batch_of([scene]), BatchBlender(model)
+    writing = writing_copy(model, rank=2)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in weights_of(writing).values():
+            tensor.copy_((0.2 * torch.randn(tensor.shape, generator=generator)).bfloat16())
+        got = blender.blend(batch, blender.write(writing, batch))[0, -1]
+        plain = blender.blend(batch, blender.write(model, batch))[0, -1]
+    save_writer(writing, tmp_path, fingerprint, {})
+    with torch.no_grad():
+        read = blender.blend(batch, blender.write(load_writing_copy(model, tmp_path), batch))[0, -1]
+    engine = engine_for(model, scene, writer=tmp_path)
+    engine.precompute(scene.chunks)
+    request = engine.request(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.0))
+    target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
+    fuse(planned(engine, request), target, engine.profile.options(request.settings))
+    assert target.logits is not None
+    assert (got - target.logits).abs().max() < 1e-4
+    assert (read - target.logits).abs().max() < 1e-4
+    assert (got - plain).abs().max() > 1e-2, "the writer changes nothing: the test would prove nothing"
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
