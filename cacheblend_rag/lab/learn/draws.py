@@ -64,9 +64,11 @@ class Draws:
         read = (self._texts.pieces, self._texts.asked, self._corpus.headers, self._settings)
         return hashlib.sha256(repr(read).encode()).hexdigest()[:16]
 
-    def shrink(self, share: float) -> None:
-        """Make batches smaller from now on."""
+    def shrink(self, share: float) -> bool:
+        """Make batches smaller from now on; say whether each was a single prompt already."""
+        single = self.batch_tokens < self._settings.shortest
         self.batch_tokens = round(self.batch_tokens * share)
+        return single
 
     def batch(self, number: int) -> PromptBatch:
         """Return batch ``number``."""

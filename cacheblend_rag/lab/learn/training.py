@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import torch
 
-from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.errors import InputError, ModelError, StoreError
 from cacheblend_rag.lab.learn.adapter import weights_of
 from cacheblend_rag.lab.learn.draws import Draws
 from cacheblend_rag.lab.learn.lesson import Lesson
@@ -146,11 +148,7 @@ class Training:
         trained, how = self._trained, self._how
         self._began = self._saved = time.monotonic()
         while not trained.stopped and (share := self._share()) < 1:
-            try:
-                self._learn(share)
-            except torch.OutOfMemoryError:
-                self._shrink()
-                continue
+            self._fitting(partial(self._learn, share))
             if self._share() >= 1 or int(self._share() * how.checks) > len(trained.curve) - 1:
                 self._check()
             if time.monotonic() - self._saved > how.save_s:
@@ -188,24 +186,23 @@ class Training:
         if self._cuda and self._step % _SYNC == 0:
             torch.cuda.synchronize()
 
-    def _shrink(self) -> None:
-        """Go on with smaller batches: the device has no room for one of these."""
-        self._optimiser.zero_grad()
-        torch.cuda.empty_cache()
-        for draws in (self._train, self._held_out):
-            draws.shrink(_SMALLER)
-        self._say(f"out of memory: batches of {self._train.batch_tokens:,} tokens from now on")
+    def _fitting(self, work: Callable[[], None]) -> None:
+        """Work with batches as large as the device has room for."""
+        while True:
+            with suppress(torch.OutOfMemoryError):
+                work()
+                return
+            self._optimiser.zero_grad()
+            torch.cuda.empty_cache()
+            if self._train.shrink(_SMALLER):
+                raise ModelError("The device has no room for a single prompt; use a smaller model, or another device.")
+            self._say(f"out of memory: batches of {self._train.batch_tokens:,} tokens from now on")
 
     def _begin(self) -> Trained:
         """Say how long it will take, and how far the model's own KV is."""
+        self._fitting(lambda: self._try(1))  # the first one warms up
         begin = time.monotonic()
-        for number in range(_TRIED + 1):
-            if number == 1:
-                begin = time.monotonic()  # the first one warms up
-            torch.autograd.backward(self._lesson.loss(self._train.batch(number), self._how.ratio))
-            self._optimiser.zero_grad()
-            if self._cuda:
-                torch.cuda.synchronize()
+        self._fitting(lambda: self._try(_TRIED))
         each = (time.monotonic() - begin) / _TRIED
         steps = self._how.steps or round(60 * (self._how.minutes or 0) / each)
         self._say(f"about {steps:,} steps of {each:.2f} s: {steps * each / 60:.1f} min, and {self._how.checks} checks")
@@ -213,6 +210,14 @@ class Training:
         trained.curve.append(LearnPoint(0, 0.0, None, trained.before))
         self._say(f"held-out KL of the model's own KV: {_in_words(self._how.ratios, trained.before)}")
         return trained
+
+    def _try(self, steps: int) -> None:
+        """Take steps that change nothing."""
+        for number in range(steps):
+            torch.autograd.backward(self._lesson.loss(self._train.batch(number), self._how.ratio))
+            self._optimiser.zero_grad()
+        if self._cuda:
+            torch.cuda.synchronize()
 
     def _check(self) -> None:
         trained = self._trained

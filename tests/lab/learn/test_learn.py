@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.lab.learn import training
 from cacheblend_rag.lab.learn.learn import Sizes, learn
+from cacheblend_rag.lab.learn.lesson import Lesson
 from cacheblend_rag.lab.learn.training import LearnSettings, Training
 from tests.blending.families import _BASE, NOT_BLENDED, make_model
 from tests.conftest import byte_level
@@ -158,3 +159,35 @@ def test_too_little_text_an_old_output_and_a_model_that_is_not_blended_are_refus
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         LearnSettings(**wrong)
+
+
+def test_batches_get_smaller_where_the_device_has_no_room(
+    tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    loss = Lesson.loss
+
+    def small(self: Lesson, batch: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and len(batch.ids) > 1:
+            raise torch.OutOfMemoryError
+        return loss(self, batch, *arguments, **named)
+
+    monkeypatch.setattr(Lesson, "loss", small)
+    sizes = Sizes(prompt_tokens=420, batch_tokens=1700, answers=0, requests=8, looked=2)
+    settings = LearnSettings(steps=3, rank=2, checks=1)
+    trained, _ = learn(
+        output=tmp_path / "w", documents=[documents], settings=settings, sizes=sizes, say=said.append, **tiny()
+    )
+    assert trained.curve[-1].step == trained.prompts == 3
+    assert any(line.startswith("out of memory: batches of 1,190 tokens") for line in said)
+
+
+def test_a_device_without_room_for_one_prompt_is_an_error_that_says_what_to_do(
+    tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(self: Lesson, *arguments: Any, **named: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Lesson, "loss", none)
+    with pytest.raises(ModelError, match="no room for a single prompt"):
+        learn(output=tmp_path / "w", documents=[documents], settings=SETTINGS, sizes=SMALL, **tiny())
