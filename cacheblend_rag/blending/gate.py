@@ -3,16 +3,18 @@
 Every model passes it before it is blended. It compares logits with the model's own full prefill in three blends of a prompt of
 random tokens: one recomputed whole (ratio 1), and two whose stored KV is exact although it was computed at other positions, one
 reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree. They may
-differ by a few times what the model's own prefill differs by at other positions, where only rounding does. Where a layer has a
-short sliding window, a fourth blend is of a prompt longer than that. Where a tier stores KV by a codec that changes numbers, a
-blend of decoded KV must predict almost what one of exact KV predicts. The gate also reports the first-token KL divergence of an
-ordinary 15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
+differ by a few times what the model's own prefill differs by at other positions, where only rounding does; so may, layer by
+layer, the KV that these blends leave, since a deep model's logits hide what one layer does. Where a layer has a short sliding
+window, a fourth blend is of a prompt longer than that. Where a tier stores KV by a codec that changes numbers, a blend of
+decoded KV must predict almost what one of exact KV predicts. The gate also reports the first-token KL divergence of an ordinary
+15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
 from typing import Final, Protocol
 
@@ -25,14 +27,17 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import NotRotaryError, Rope
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.store.codec import is_lossy, through
-from cacheblend_rag.store.kv import ChunkKV
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
-# Largest logit difference that can count as equal, as a multiple of the logits' standard deviation: kernels may sum in another
+# Logit difference that can count as equal, as a multiple of the logits' standard deviation: kernels may sum in another
 # order for another shape, nothing more.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
-# Below it, as many times what rounding does to this model's logits, but not less than a quarter of it: that is one measurement.
-_ROUNDINGS, _LEAST = 6, 0.25
-_CHUNK, _CHUNKS, _GAP, _QUESTION = 16, 3, 2, 6
+# Instead, as many times what rounding does to this model's logits, but not less than a quarter of it, for that is one
+# measurement, nor more than twice: rounding may send tokens of a mixture of experts elsewhere.
+_ROUNDINGS, _LEAST, _MOST = 6, 0.25, 2
+# The same for the KV of a layer, as a share of its norm; another token's is off by more than 1.
+_KV_LEAST, _KV_MOST = 0.1, 0.5
+_CHUNK, _CHUNKS, _GAP, _QUESTION, _OFFSET = 16, 3, 2, 6, 37
 CODEC_LIMIT: Final = 0.01
 """Most KL divergence, in nats, between what a blend of exact KV predicts and one of decoded KV, in the median over questions."""
 # A token that a mixture of experts sends elsewhere moves one question far, and rounding does as much: hence the median.
@@ -66,6 +71,9 @@ class GateSubject(Protocol):
 
     def logits(self, target: BlendTarget) -> torch.Tensor:
         """Return the last token's logits ``[vocab]`` after a blend."""
+
+    def kv(self, target: BlendTarget) -> Sequence[LayerKV]:
+        """Return each layer's KV of the whole prompt, as a blend left it."""
 
     def decode(self, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
         """Append ``tokens`` to a blended prompt; return the logits ``[tokens, vocab]`` of what follows each."""
@@ -125,12 +133,12 @@ def check_codecs(subject: GateSubject, rope: Rope, codecs: Collection[str]) -> d
         return {}
     prompts = [_Prompt(subject, rope, _CHUNK, question) for question in range(_QUESTIONS)]
     exact = prompts[0].alone()  # the prompts differ in their questions alone
-    want = [prompt.blend(exact, "full-reuse", 0.0) for prompt in prompts]
+    want = [subject.logits(prompt.blend(exact, "full-reuse", 0.0)) for prompt in prompts]
     found = {}
     for name in lossy:
         kvs = [ChunkKV([through(name, layer) for layer in kv.layers], kv.start) for kv in exact]
         found[name] = median(
-            first_token_kl(logits, prompt.blend(kvs, "full-reuse", 0.0))
+            first_token_kl(logits, subject.logits(prompt.blend(kvs, "full-reuse", 0.0)))
             for prompt, logits in zip(prompts, want, strict=True)
         )
     return found
@@ -159,26 +167,59 @@ class _Prompt:
             self.ids[-_QUESTION:] = torch.randint(0, subject.vocab_size, (_QUESTION,), generator=generator).tolist()
         self._starts = [i * (chunk + _GAP) for i in range(_CHUNKS)]
 
-    def full(self) -> torch.Tensor:
-        """Return the logits of the model's own full prefill."""
-        return self._subject.full_prefill(self.ids)[0]
+    def asking(self, question: int) -> _Prompt:
+        """Return the same chunks with another question."""
+        return _Prompt(self._subject, self._rope, self._chunk, question)
+
+    @cached_property
+    def full(self) -> tuple[torch.Tensor, ChunkKV]:
+        """Return logits and KV of the model's own full prefill."""
+        return self._subject.full_prefill(self.ids)
+
+    @cached_property
+    def elsewhere(self) -> tuple[torch.Tensor, ChunkKV]:
+        """Return logits and KV of the full prefill at other positions."""
+        return self._subject.full_prefill(self.ids, _OFFSET)
 
     def alone(self) -> list[ChunkKV]:
         """Return each chunk's KV, computed by itself."""
         whole = [self._subject.full_prefill(self.ids[s : s + self._chunk])[1] for s in self._starts]
         return [cut(kv, 0, self._chunk) for kv in whole]
 
-    def in_context(self) -> tuple[torch.Tensor, list[ChunkKV]]:
-        """Return the logits of the full prefill at other positions, and each chunk's KV from there."""
-        logits, shifted = self._subject.full_prefill(self.ids, offset=37)
-        return logits, [cut(shifted, s, s + self._chunk, 37) for s in self._starts]
+    def in_context(self) -> list[ChunkKV]:
+        """Return each chunk's KV out of the full prefill at other positions."""
+        return [cut(self.elsewhere[1], s, s + self._chunk, _OFFSET) for s in self._starts]
 
-    def blend(self, kvs: Sequence[ChunkKV], name: str, ratio: float) -> torch.Tensor:
-        """Return the logits of a blend of ``kvs``."""
+    def blend(self, kvs: Sequence[ChunkKV], name: str, ratio: float) -> BlendTarget:
+        """Blend ``kvs``."""
         spans = tuple(StoredSpan(s, s + self._chunk, kv) for s, kv in zip(self._starts, kvs, strict=True))
         target = self._subject.target(self.ids, self._rope)
         fuse(BlendPlan(len(self.ids), (), spans, (), "gate"), target, FuseOptions(policy(name), ratio))
-        return self._subject.logits(target)
+        return target
+
+    def wrong_layer(self, got: Sequence[LayerKV]) -> str | None:
+        """Say which layer's KV is not that of the full prefill, if one is not.
+
+        A chunk's is off by what most of its tokens are off by: rounding sends a token to another expert now and then. Values
+        need no rotation, so that theirs at other positions show what rounding does to this layer.
+        """
+        least = _KV_LEAST * TOLERANCE[self._subject.dtype]
+        chunks = [slice(s, s + self._chunk) for s in self._starts]
+        inside = torch.zeros(len(self.ids), dtype=torch.bool)
+        for chunk in chunks:
+            inside[chunk] = True
+        parts: list[slice | torch.Tensor] = [*chunks, ~inside]
+        worst: tuple[float, str] = (0.0, "")
+        for layer, (want, moved, kv) in enumerate(zip(self.full[1].layers, self.elsewhere[1].layers, got, strict=True)):
+            rounding = _relative(moved.v, want.v)
+            errors = {name: _relative(getattr(kv, name[0]), getattr(want, name[0])) for name in ("keys", "values")}
+            for part in parts:
+                limit = min(_KV_MOST, max(_ROUNDINGS * float(rounding[part].median()), least))
+                for name, error in errors.items():
+                    off = float(error[part].median())
+                    if not off / limit <= max(1.0, worst[0]):
+                        worst = off / limit, f"{name} of layer {layer} off by {off:.2g} of their norm, not {limit:.2g}"
+        return worst[1] or None
 
 
 def prompt_tokens(chunk: int) -> int:
@@ -188,24 +229,32 @@ def prompt_tokens(chunk: int) -> int:
 
 def _compare(subject: GateSubject, rope: Rope) -> GateReport:
     prompt = _Prompt(subject, rope, _CHUNK)
-    want, alone, (elsewhere, in_context) = prompt.full(), prompt.alone(), prompt.in_context()
-    errors = {
-        "ratio 1 equals the full prefill": _error(prompt.blend(alone, "hkvd", 1.0), want),
-        "exact KV from other positions, reused": _error(prompt.blend(in_context, "full-reuse", 0.0), want),
-        "exact KV from other positions, blended": _error(prompt.blend(in_context, "hkvd", 0.3), want),
-    }
-    kl = first_token_kl(want, prompt.blend(alone, "hkvd", 0.15))
+    alone, errors, wrong = prompt.alone(), {}, {}
+    limit = TOLERANCE[subject.dtype]
+    limit *= min(_MOST, max(_ROUNDINGS * _error(prompt.elsewhere[0], prompt.full[0]) / limit, _LEAST))
+
+    def compare(name: str, prompt: _Prompt, kvs: Sequence[ChunkKV], policy_name: str, ratio: float) -> None:
+        done = prompt.blend(kvs, policy_name, ratio)
+        errors[name] = _error(subject.logits(done), prompt.full[0])
+        if (layer := prompt.wrong_layer(subject.kv(done))) is not None:
+            wrong[name] = layer
+        if not errors[name] <= limit:  # logits are the same on every rank, so all of them ask on, or none
+            others = [prompt.asking(question) for question in range(1, _QUESTIONS)]
+            more = [_error(subject.logits(each.blend(kvs, policy_name, ratio)), each.full[0]) for each in others]
+            errors[name] = float(torch.tensor([errors[name], *more]).median())  # no number, if one of them is none
+
+    compare("ratio 1 equals the full prefill", prompt, alone, "hkvd", 1.0)
+    compare("exact KV from other positions, reused", prompt, prompt.in_context(), "full-reuse", 0.0)
+    compare("exact KV from other positions, blended", prompt, prompt.in_context(), "hkvd", 0.3)
+    kl = first_token_kl(prompt.full[0], subject.logits(prompt.blend(alone, "hkvd", 0.15)))
     window = subject.window or 0
     chunk = window // _CHUNKS + _CHUNK  # so that the prompt is longer than the window by three of the chunks above
     # The prompt above looks past a window of less than half its length.
     if prompt_tokens(_CHUNK) <= 2 * window and window <= _WINDOW and subject.fits(prompt_tokens(chunk)):
         past = _Prompt(subject, rope, chunk)
-        errors["exact KV from other positions, past a window"] = _error(
-            past.blend(past.in_context()[1], "hkvd", 0.3), past.full()
-        )
-    limit = TOLERANCE[subject.dtype]
-    limit = min(limit, max(_ROUNDINGS * _error(elsewhere, want), _LEAST * limit))
+        compare("exact KV from other positions, past a window", past, past.in_context(), "hkvd", 0.3)
     failed = [f"{name}: off by {error:.2g} standard deviations" for name, error in errors.items() if not error <= limit]
+    failed += [f"{name}: {layer}" for name, layer in wrong.items()]
     return GateReport(not failed, "; ".join(failed), errors, kl, limit)
 
 
@@ -213,6 +262,14 @@ def first_token_kl(want: torch.Tensor, got: torch.Tensor) -> float:
     """Return KL(want ‖ got) in nats of two logit vectors ``[vocab]``."""
     p, q = want.double().log_softmax(-1), got.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum())
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return how far each token's ``[kv_heads, tokens, dim]`` are off, as a share of their norm, ``[tokens]`` in host memory."""
+    want = want.float().transpose(0, 1).flatten(1)
+    off = (got.float().transpose(0, 1).flatten(1) - want).norm(dim=1)
+    share: torch.Tensor = off / want.norm(dim=1).clamp_min(1e-6)
+    return share.cpu()
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -187,16 +187,18 @@ class ModelRunner:
             kinds = inspect.signature(module.forward).parameters
             for name in names:
                 extra = {"layer_type": name.removesuffix("_inv_freq")} if "layer_type" in kinds else {}
-                tables.append(self._table(module, extra))
+                tables.append(self._table(module, extra, len(getattr(module, name))))
         return tables
 
-    def _table(self, module: torch.nn.Module, extra: dict[str, str]) -> CosSin:
+    def _table(self, module: torch.nn.Module, extra: dict[str, str], frequencies: int) -> CosSin:
         def table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             like = torch.zeros(1, dtype=torch.float32, device=self.device)
             made = module(like, positions[None].to(self.device), **extra)
-            # DeepSeek-V2's are complex numbers, one for each pair of dimensions.
-            cos, sin = (torch.cat([x, x], -1) for x in (made.real, made.imag)) if torch.is_tensor(made) else made
-            return cos[0].float(), sin[0].float()
+            # DeepSeek-V2's are complex numbers. Those and gpt-oss's are there once for each pair of dimensions.
+            cos, sin = (x[0].float() for x in ((made.real, made.imag) if torch.is_tensor(made) else made))
+            if cos.shape[-1] == frequencies:
+                return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+            return cos, sin
 
         return table
 
@@ -330,6 +332,11 @@ class TransformersSubject:
         assert isinstance(target, TransformersTarget)
         assert target.logits is not None
         return target.logits
+
+    def kv(self, target: BlendTarget) -> list[LayerKV]:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        assert isinstance(target, TransformersTarget)
+        return [target.cache.view(layer, 0, 0, target.cache.length) for layer in range(self.num_layers)]
 
     def decode(self, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""

@@ -39,28 +39,28 @@ class PagedTarget:
 
     def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], pages: Pages):
         """Fill ``pages`` with the KV of ``token_ids``."""
-        self._paged, self.rope, self._pages = paged, rope, pages
-        self._ids = torch.tensor(token_ids)
+        self._paged, self.rope, self.pages = paged, rope, pages
+        self.ids = torch.tensor(token_ids)
         self.num_layers, self.device = paged.num_layers, paged.device
         self.hidden: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        slots = self._pages.on_device[self._paged.group_of[layer]]
+        slots = self.pages.on_device[self._paged.group_of[layer]]
         self._paged.place(layer, kv, move, slots[positions])
 
     def place_layers(self, stored: StoredLayers) -> Callable[[int], None] | None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         kernels = self._paged.kernels
-        if kernels is None or len(self._pages.on_device) > 1:  # groups of layers have pages of their own
+        if kernels is None or len(self.pages.on_device) > 1:  # groups of layers have pages of their own
             return None
-        return kernels.place_layers(stored, self._pages.on_device[0][stored.positions])
+        return kernels.place_layers(stored, self.pages.on_device[0][stored.positions])
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
-        result = self._paged.forward(self._ids[positions], positions, self._pages, before_layer, stop_layer)
+        result = self._paged.forward(self.ids[positions], positions, self.pages, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
         self.hidden = result
@@ -68,7 +68,7 @@ class PagedTarget:
 
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> WatchedPass:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`. Nothing is written: positions without blocks may be run."""
-        return WatchedPass(self._paged, self._ids, self._pages, before_layer, watch_from)
+        return WatchedPass(self._paged, self.ids, self.pages, before_layer, watch_from)
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
@@ -126,9 +126,16 @@ class PagedSubject:
             part = self._paged.segment(rest)
             hidden = self._paged.forward(ids[part], part, pages, _nothing, rotate_by=offset)
             rest = rest[len(part) :]
-        slots = [pages.between(group, 0, len(ids)) for group in range(len(self._paged.groups))]
-        layers = [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
-        return self._paged.logits(hidden), ChunkKV(layers, offset)
+        return self._paged.logits(hidden), ChunkKV(self._read(pages, len(ids)), offset)
+
+    def _read(self, pages: Pages, tokens: int) -> list[LayerKV]:
+        slots = [pages.between(group, 0, tokens) for group in range(len(self._paged.groups))]
+        return [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
+
+    def kv(self, target: Any) -> list[LayerKV]:
+        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+        assert isinstance(target, PagedTarget)
+        return self._read(target.pages, len(target.ids))
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
         """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""

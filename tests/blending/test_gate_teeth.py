@@ -1,0 +1,127 @@
+"""The parity gate in bfloat16 bites: it fails whatever blends wrongly, in whichever layer, and passes what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from cacheblend_rag.blending.gate import GateReport, run_gate
+from cacheblend_rag.blending.rope import Move, Rope
+from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject, TransformersTarget
+from cacheblend_rag.store.kv import LayerKV
+from tests.blending.families import _BASE, make_model
+
+pytestmark = pytest.mark.slow
+LAYERS, CHUNK = 5, 16
+_MOE = {"num_experts_per_tok": 2}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaConfig(**_BASE),
+    "llama, deep": lambda: hf.LlamaConfig(**{**_BASE, "num_hidden_layers": 16, "initializer_range": 0.06}),
+    "qwen3": lambda: hf.Qwen3Config(**_BASE, head_dim=16),
+    "mixtral": lambda: hf.MixtralConfig(**_BASE, **_MOE, num_local_experts=4),
+    "qwen3-moe": lambda: hf.Qwen3MoeConfig(**_BASE, **_MOE, head_dim=16, num_experts=8, moe_intermediate_size=48),
+    # Sinks, windows, and biases in every projection.
+    "gpt-oss": lambda: hf.GptOssConfig(**_BASE, **_MOE, head_dim=16, num_local_experts=4, sliding_window=24),
+}
+Place = Callable[[int, LayerKV, torch.Tensor, Move | None], tuple[LayerKV, torch.Tensor, Move | None] | None]
+
+
+def gate(name: str, mutated: type[TransformersTarget] = TransformersTarget, seed: int = 0) -> GateReport:
+    class Subject(TransformersSubject):
+        def target(self, token_ids: Any, rope: Rope) -> Any:
+            return mutated(self._runner, rope, token_ids)
+
+    return run_gate(Subject(ModelRunner(make_model(MODELS[name](), torch.bfloat16, seed))))[0]
+
+
+def placing(change: Place) -> type[TransformersTarget]:
+    """A target that places what ``change`` makes of a layer's KV, or nothing where that is None."""
+
+    class Placing(TransformersTarget):
+        def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
+            if (changed := change(layer, kv, positions, move)) is not None:
+                super().place(layer, changed[0], changed[1], changed[2])
+
+    return Placing
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", MODELS)
+def test_what_blends_rightly_passes(name: str, seed: int) -> None:
+    report = gate(name, seed=seed)
+    assert report.passed, report.reason
+
+
+@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kv_of_another_chunk_fails(name: str, chunk: int) -> None:
+    def swap(_: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> Any:
+        mine, others = slice(chunk * CHUNK, (chunk + 1) * CHUNK), (chunk + 1) % 3 * CHUNK
+        if kv.k.shape[1] < 3 * CHUNK:
+            return kv, positions, move
+        found = LayerKV(*(t.clone() for t in kv))
+        for whole, source in zip(found, kv, strict=True):
+            whole[:, mine] = source[:, others : others + CHUNK]
+        return found, positions, move
+
+    assert not gate(name, placing(swap)).passed
+
+
+@pytest.mark.parametrize("layer", [None, *range(LAYERS)])
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_that_are_turned_by_one_position_more_fail(name: str, layer: int | None) -> None:
+    def turned(at: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> Any:
+        if move is None or layer not in (None, at):
+            return kv, positions, move
+        cos, sin = move.rotation
+        frequency = 10000.0 ** -(torch.arange(cos.shape[-1]) / cos.shape[-1])
+        more = replace_rotation(
+            move, cos * frequency.cos() - sin * frequency.sin(), sin * frequency.cos() + cos * frequency.sin()
+        )
+        return kv, positions, more
+
+    assert not gate(name, placing(turned)).passed
+
+
+def replace_rotation(move: Move, cos: torch.Tensor, sin: torch.Tensor) -> Move:
+    return replace(move, rotation=type(move.rotation)(cos, sin))
+
+
+@pytest.mark.parametrize("layer", [None, *range(LAYERS)])
+@pytest.mark.parametrize("name", MODELS)
+def test_kv_that_is_placed_one_position_off_fails(name: str, layer: int | None) -> None:
+    def shifted(at: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> Any:
+        return kv, positions + (layer in (None, at)), move
+
+    assert not gate(name, placing(shifted)).passed
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_that_is_not_placed_fails(name: str, layer: int) -> None:
+    class Zeros(placing(lambda at, kv, positions, move: None if at == layer else (kv, positions, move))):  # type: ignore[misc]
+        def __init__(self, runner: ModelRunner, rope: Rope, token_ids: Any):
+            super().__init__(runner, rope, token_ids)
+            # What lies there is another prompt's, as in a paged cache: numbers, and none too large.
+            runner.append(torch.tensor([token_ids[::-1]]), self.cache)
+            self.cache.filled(0)
+
+    assert not gate(name, Zeros).passed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_that_are_computed_one_position_off_fail(name: str) -> None:
+    class Late(TransformersTarget):
+        def forward(self, positions: torch.Tensor, *more: Any) -> Any:
+            ids, self._ids = self._ids, torch.cat([self._ids[:1], self._ids])
+            try:
+                return super().forward(positions + 1, *more)
+            finally:
+                self._ids = ids
+
+    assert not gate(name, Late).passed
