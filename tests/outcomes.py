@@ -19,7 +19,13 @@ def filled() -> PromptOutcome:
     }
 
     def value(number: int, kind: str) -> Any:
-        new = {"str": f"text {number}", "float": number / 8, "int": number, "tuple[str, ...]": (f"chunk {number}",)}
+        new = {
+            "str": f"text {number}",
+            "float": number / 8,
+            "int": number,
+            "bool": True,
+            "tuple[str, ...]": (f"chunk {number}",),
+        }
         return known.get(kind) or new[kind.removesuffix(" | None")]
 
     return PromptOutcome(**{each.name: value(n, str(each.type)) for n, each in enumerate(fields(PromptOutcome), 1)})

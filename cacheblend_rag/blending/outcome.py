@@ -87,6 +87,7 @@ class PromptOutcome:
         prefill_s: Seconds that an ordinary prefill was expected to take, where its cost was measured (``store calibrate``).
         expected_s: Seconds to the first token that the loading controller expected; None where it decided nothing.
         fingerprint: Identity of the model that answered; empty where nobody said.
+        calibrated: Whether calibration has chosen how the model is blended; else nobody has looked how near a blend comes.
     """
 
     __pydantic_config__: ClassVar = _KNOWN
@@ -107,6 +108,7 @@ class PromptOutcome:
     prefill_s: float | None = None
     expected_s: float | None = None
     fingerprint: str = ""
+    calibrated: bool = False
 
     @property
     def facts(self) -> dict[str, Any]:

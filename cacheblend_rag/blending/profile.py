@@ -7,8 +7,10 @@ named by fingerprint. ``cacheblend doctor --calibrate`` writes the latter; every
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import WrittenBy
 
 _FILE = "cacheblend.json"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class ModelProfile:
         ResolvedSettings(self.ratio, self.policy, self.check_layers, self.reuse)
         if len(self.widths) != len(self.check_layers):
             raise InputError(f"A profile has {len(self.check_layers)} check layers and {len(self.widths)} widths.")
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether it was read from somewhere, and is not made of defaults."""
+        return bool(self.origin)
 
     def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> ResolvedSettings:
         """Return ``settings`` with nothing left open.
@@ -101,6 +109,15 @@ class ModelProfile:
         if check_layers is None or check_layers == self.check_layers:
             return BlendSchedule(self.check_layers, self.widths)
         return BlendSchedule(check_layers, tuple(1.25**i for i in reversed(range(len(check_layers)))))
+
+
+@cache
+def log_uncalibrated() -> None:
+    """Log once in this process that a model is blended by defaults."""
+    _log.warning(
+        "A model without a profile is blended by defaults: nobody has looked how near its answers are to a full prefill's, "
+        "and they say calibrated=false. `cacheblend doctor --calibrate` looks."
+    )
 
 
 def load_profile(

@@ -55,6 +55,7 @@ def reuse_line(answer: RagAnswer) -> str:
         return (
             f"blend: {usage.reused_tokens:,} tokens reused, {usage.recomputed_tokens:,} recomputed{_chosen(generation)}, "
             f"{usage.computed_tokens - usage.recomputed_tokens:,} new; first token {ttft}"
+            + ("" if generation.calibrated else "; not calibrated")
         )
     return f"prefill ({generation.reason}): {usage.computed_tokens:,} tokens computed; first token {ttft}"
 

@@ -87,7 +87,7 @@ def _numbers(done: Generation, retrieve_s: float) -> str:
         ("first token", seconds(done.timings.ttft_s)),
         ("prompt", f"{usage.prompt_tokens:,} tokens"),
         ("computed", f"{usage.computed_tokens:,} tokens"),
-        ("method", done.mode + chosen),
+        ("method", done.mode + chosen + ("" if done.calibrated else ", not calibrated")),
         ("search", seconds(retrieve_s)),
     ]
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows)

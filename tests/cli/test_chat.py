@@ -83,7 +83,9 @@ def test_the_end_of_input_ends_the_conversation(monkeypatch, capsys):
 
 
 def test_the_reuse_line_counts_every_prompt_token_once():
-    assert reuse_line(answer()) == "blend: 2,560 tokens reused, 384 recomputed, 24 new; first token 210 ms"
+    assert (
+        reuse_line(answer()) == "blend: 2,560 tokens reused, 384 recomputed, 24 new; first token 210 ms; not calibrated"
+    )
     assert reuse_line(answer("prefill")).startswith("prefill (stored KV for 6 of 6 chunks): 408 tokens computed")
 
 

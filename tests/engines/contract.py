@@ -82,7 +82,7 @@ class EngineContract:
 
     def test_ratio_1_gives_the_answer_of_the_full_prefill(self, engine, chunks, prompt) -> None:
         want = engine.generate(prompt, SHORT)
-        assert (want.mode, want.usage.reused_tokens) == ("prefill", 0)
+        assert (want.mode, want.usage.reused_tokens, want.calibrated) == ("prefill", 0, False)
         engine.precompute(chunks)
         got = engine.generate(prompt, SHORT, BlendSettings(ratio=1.0))
         assert got.mode == "blend"

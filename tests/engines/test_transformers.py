@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import transformers as hf
 
+from cacheblend_rag.blending.profile import ModelProfile, log_uncalibrated, save_profile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -59,6 +60,21 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
         assert TransformersEngine(copy, device="cpu").fingerprint == engine.fingerprint
         make_model(hf.Qwen3Config(**_CONFIG, head_dim=16), seed=1).save_pretrained(copy)
         assert TransformersEngine(copy, device="cpu").fingerprint != engine.fingerprint
+
+    def test_answers_say_whether_the_model_is_calibrated_and_the_log_once_that_it_is_not(
+        self, prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+        log_uncalibrated.cache_clear()
+        for _ in range(2):
+            with self.make(None) as engine:
+                assert engine.generate(prompt, SamplingParams(max_tokens=1)).calibrated is False
+        assert [record.getMessage()[:23] for record in caplog.records] == ["A model without a profi"]
+        save_profile(ModelProfile(ratio=0.2), engine.fingerprint.digest)
+        log_uncalibrated.cache_clear()
+        with self.make(None) as engine:
+            assert engine.generate(prompt, SamplingParams(max_tokens=1)).calibrated is True
+        assert len(caplog.records) == 1
 
     @pytest.mark.slow
     def test_answers_longer_than_the_room_kept_for_them_stay_right(self, engine, chunks, prompt) -> None:

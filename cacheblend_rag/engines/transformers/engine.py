@@ -123,6 +123,7 @@ class PromptRun:
             prefill_s=None if costs is None else costs.compute.seconds(tokens, tokens),
             expected_s=None if choice is None else choice.expected_s,
             fingerprint=model.fingerprint.digest,
+            calibrated=model.profile.is_calibrated,
         )
         return cache
 

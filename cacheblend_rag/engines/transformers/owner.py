@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from cacheblend_rag.blending.costs import MeasuredCost, load_costs
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.profile import load_profile
+from cacheblend_rag.blending.profile import load_profile, log_uncalibrated
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.base import BlendEngine
@@ -216,6 +216,8 @@ class ModelOwner(BlendEngine):
             self.gate = GateReport(False, refusal)
         else:
             self.gate, self.rope = run_gate(self.subject(), self.store.codecs)
+        if self.gate.passed and not self.profile.is_calibrated:
+            log_uncalibrated()
         self.snapshots = None if self.gate.passed else snapshots_of(self.runner)
         if not self.gate.passed and self.writer is not None:
             raise InputError(

@@ -21,7 +21,7 @@ from cacheblend_rag.blending.costs import load_costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.profile import load_profile
+from cacheblend_rag.blending.profile import load_profile, log_uncalibrated
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
@@ -87,6 +87,8 @@ class BlendClient:
         self.registry, self.namespace = ChunkRegistry(), DEFAULT
         self.writer, self._notice = launch.writer, WriterNotice()
         self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio, launch.writer)
+        if gate.passed and not self.profile.is_calibrated:
+            log_uncalibrated()
         config, model = llm.vllm_config, llm.model_config
         assert isinstance(model.dtype, torch.dtype)
         self.device, self.dtype = torch.device(config.device_config.device_type), model.dtype
@@ -200,6 +202,7 @@ class BlendClient:
             ),
             prefill_s=None if self.costs is None else self.costs.compute.seconds(prompt_tokens, prompt_tokens),
             fingerprint=self.fingerprint.digest,
+            calibrated=self.profile.is_calibrated,
         )
         return replace(report, outcome=outcome)
 

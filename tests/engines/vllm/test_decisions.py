@@ -21,6 +21,7 @@ from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.options import TextRatio
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.client import BlendClient
@@ -206,8 +207,9 @@ def test_every_fact_of_a_blend_reaches_the_client(tmp_path: Path) -> None:
     }  # the scheduler knows what was kept and decided
     client: Any = BlendClient.__new__(BlendClient)
     client.gate, client.costs, client.fingerprint = GateReport(True), scheduler.terms.costs, MODEL
+    client.profile = ModelProfile()
     done = client.report({PARAMS: report.to_params()}, 208, 200, 5, asked=True)
-    assert differing(done.outcome, report.outcome) == {"usage", "prefill_s", "fingerprint"}
+    assert differing(done.outcome, report.outcome) == {"usage", "prefill_s", "fingerprint", "calibrated"}
     counts, known = done.outcome.usage, outcome.usage
     assert (counts.prompt_tokens, counts.completion_tokens, counts.kept_tokens) == (208, 5, 0)
     assert counts.reused_tokens == 200 - known.computed_tokens == 208 - counts.computed_tokens
