@@ -33,7 +33,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.asking import ask_gate, ask_workers
 from cacheblend_rag.engines.vllm.client import BlendClient
-from cacheblend_rag.engines.vllm.starting import StartError
+from cacheblend_rag.engines.vllm.starting import StartError, spawn_if_forking_fails
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore, open_store
@@ -247,6 +247,7 @@ def _opened(where: Path | str, disk_budget: int | None) -> KVStore:
 
 async def _start(launch: Launch) -> tuple[AsyncLLM, GateReport]:
     """Start vLLM in this event loop; return its client and what the parity gate found in its workers."""
+    spawn_if_forking_fails()
     try:
         llm = _LLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
     except Exception as error:  # whatever vLLM raises

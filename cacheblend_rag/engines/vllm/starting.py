@@ -6,6 +6,7 @@ somewhere in the middle.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|
 _ECHO = re.compile(r"initialization failed|[Ss]ee root cause|failed to start|Failed core proc|cancelled")
 _NOISE = re.compile(r" \[type=\w+, input_value=.*|^ *For further information visit .*|^\d+ validation errors? for \w+$")
 _MOST_LINES: Final = 8
+_NOT_INITIALIZED: Final = 3  # as the CUDA driver numbers its errors
 _DRAIN_S: Final = 2.0
 _ADVICE: Final = (
     (r"greater than the derived max_model_len", "Give a smaller --max-model-len."),
@@ -51,6 +53,20 @@ def log_as_vllm() -> None:
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("cacheblend_rag")
     ours.handlers, ours.propagate = list(theirs.handlers), False
     ours.setLevel(theirs.level)
+
+
+def spawn_if_forking_fails() -> None:
+    """Have vLLM spawn its processes where this one has asked the CUDA driver for anything: one that is forked cannot use a GPU.
+
+    vLLM sees to that itself where torch knows of it. But torch asks for some things without taking notice, and transformers asks
+    for one of them in every forward pass, of a model on the CPU, too.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # there is none
+        return
+    if driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _NOT_INITIALIZED:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 class StartError(ModelError):

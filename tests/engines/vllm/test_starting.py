@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
-from cacheblend_rag.engines.vllm.starting import explain
+from cacheblend_rag.engines.vllm.starting import explain, spawn_if_forking_fails
 
 # As vLLM 0.32's processes write it, shortened in the middle.
 FAILED = """\
@@ -120,3 +123,19 @@ def test_vllm_is_not_shut_down_once_more_when_its_modules_are_gone(monkeypatch: 
     assert calls == []
     llm.__del__(ending=lambda: False)
     assert calls == ["shutdown"]
+
+
+@pytest.mark.parametrize(("answer", "method"), [(0, "spawn"), (3, None), (OSError("no such library"), None)])
+def test_processes_are_spawned_where_the_driver_has_been_asked_for_anything(monkeypatch, answer, method) -> None:
+    """0: there is a context, or could be; 3: the driver is not initialised."""
+
+    def load(name: str) -> SimpleNamespace:
+        if isinstance(answer, OSError):
+            raise answer
+        return SimpleNamespace(cuCtxGetCurrent=lambda context: answer)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+    spawn_if_forking_fails()
+    assert os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == method
