@@ -11,9 +11,17 @@ from typing import Any, Final
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.datasets import read_data_set
-from cacheblend_rag.prompts.chunk import make_chunk
-from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, answer_ids, header_ids, rag_header, rag_prompt
-from cacheblend_rag.prompts.templates import PROBE
+from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.prompt import (
+    DEFAULT_INSTRUCTION,
+    TokenizedPrompt,
+    answer_ids,
+    header_ids,
+    rag_header,
+    rag_prompt,
+    tokenize,
+)
+from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.retrieval.documents import Document, find_documents, load_document
 
@@ -196,18 +204,20 @@ class _Frame:
     """Holds what stands around chunks in this model's prompts, as token ids."""
 
     def __init__(self, tokenizer: Any):
-        self._encoder = encoder_for(tokenizer)
+        self._tokenizer, self._registry = tokenizer, ChunkRegistry()
         found = {header_ids(tokenizer, rag_header(tokenizer, instruction)): None for instruction in INSTRUCTIONS}
         self.headers = tuple(ids for ids in found if ids)
-        chunks = [make_chunk(text, tokenizer) for text in ("one", "two")]
-        segments = rag_prompt(tokenizer, chunks, PROBE).segments
-        texts = [segment for segment in segments if isinstance(segment, str)]
-        self._behind = texts[-1]
-        self.separator = tuple(self._encoder.template(texts[-2]))
+        self._chunk = make_chunk("some words", tokenizer)
+        prompt = self._prompt([self._chunk, self._chunk], "?")
+        self.separator = prompt.token_ids[prompt.spans[0].end : prompt.spans[1].start]
 
     def around(self, question: str) -> tuple[int, ...]:
-        before, _, behind = self._behind.partition(PROBE)
-        return tuple(self._encoder.template(f"{before}{question.strip()}{behind}"))
+        """Return what stands behind the chunks of a prompt that asks this."""
+        prompt = self._prompt([self._chunk], question.strip())
+        return prompt.token_ids[prompt.spans[0].end :]
+
+    def _prompt(self, chunks: list[Chunk], question: str) -> TokenizedPrompt:
+        return tokenize(rag_prompt(self._tokenizer, chunks, question), self._tokenizer, self._registry)
 
 
 def with_answers(texts: LearnTexts, answers: dict[int, tuple[int, ...]]) -> LearnTexts:
