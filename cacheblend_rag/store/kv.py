@@ -205,7 +205,7 @@ class ModelFingerprint:
         state = xxhash.xxh3_128()
         for key, tensor in sorted(module.state_dict().items()):
             state.update(key.encode())
-            state.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            state.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return cls(_digest(config, state.hexdigest(), dtype), name)
 
 

@@ -74,6 +74,9 @@ BLENDED: dict[str, Any] = {
     "gemma2": lambda: hf.Gemma2Config(**_BASE, head_dim=16, sliding_window=20),
     "gemma3": lambda: hf.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=20, layer_types=_HALF_WINDOWED),
     "mixtral": lambda: hf.MixtralConfig(**_BASE, num_local_experts=4),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **_BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=20
+    ),
     "glm": lambda: hf.GlmConfig(**_BASE, head_dim=16),
     "llama4": lambda: llama4(_BASE, 16),
     "deepseek_v2": lambda: hf.DeepseekV2Config(**_MLA, **_EXPERTS),

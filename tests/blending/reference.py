@@ -74,7 +74,12 @@ def _attention(
     window = kwargs.get("sliding_window")
     if window:
         hidden = hidden | (column <= row - window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if kwargs.get("s_aux") is not None:  # gpt-oss: one more key for each head, whose value is 0
+        sinks = kwargs["s_aux"].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     run.weights.append(weights[0])
     return (weights @ v.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
 

@@ -64,8 +64,8 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         ModelError: It cannot be loaded; the message says why.
     """
     if isinstance(model, PreTrainedModel):
-        model = model.to(device).eval()
         name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+        model = _on(device, model, name)
         fingerprint = ModelFingerprint.from_module(model, model.config.to_dict(), model.dtype, name)
         return LoadedModel(usable_attention(model), tokenizer, fingerprint, None)
     name = BUNDLED_MODEL if is_bundled(model) else str(model)
@@ -74,15 +74,17 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         config = AutoConfig.from_pretrained(directory)
         # A CPU without bf16 units is slower and less exact in bf16 than in fp32.
         dtype = dtype or (torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16)
-        loaded = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype)
+        # Quantised weights are made for the device that they will be on, and cannot be moved to another.
+        placed = {"device_map": {"": device}} if getattr(config, "quantization_config", None) else {}
+        loaded = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, **placed)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(
             f"Cannot load the model {name!r}: {_first_line(error)} Give a directory with a Hugging Face causal LM "
             "(config.json, weights, tokenizer), a GGUF file, a hub name, or a model that is known by name: "
             f"{BUNDLED_MODEL}, {SMOLLM2}."
         ) from error
-    loaded = loaded.to(device).eval()
+    loaded = _on(device, loaded, name)
     return LoadedModel(
         usable_attention(loaded), tokenizer, ModelFingerprint.from_directory(directory, dtype, name), directory
     )
@@ -104,12 +106,36 @@ def device_named(name: str | torch.device | None) -> torch.device:
     return device
 
 
+def _on(device: torch.device, model: Any, name: str) -> Any:
+    """Return ``model`` on ``device``; raises ModelError if it is spread over several, or cannot be moved there."""
+    places = sorted({str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(places) > 1:
+        raise ModelError(
+            f"The model {name!r} is spread over {', '.join(places)} (device_map). Blending needs it on one device: load it "
+            "with device_map={'': 0}, or in vLLM with tensor_parallel_size."
+        )
+    here = torch.device(model.device)
+    if getattr(model, "is_quantized", False) and here.type == device.type and device.index in (None, here.index):
+        return model.eval()  # some kinds refuse to be moved even to where they are
+    try:
+        return model.to(device).eval()
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"The model {name!r} cannot be moved to {device}: {_first_line(error)}") from error
+
+
 def usable_attention(model: Any) -> Any:
     """Return ``model`` with an attention that honours its config and takes an explicit mask."""
     config = model.config.get_text_config()
     # SDPA drops the soft cap on attention scores (Gemma-2) and learned sinks: there only eager computes what the config says.
     no_sdpa = getattr(config, "attn_logit_softcapping", None) or not getattr(model, "_supports_sdpa", True)
-    eager = no_sdpa or config._attn_implementation == "eager"
+    chosen = config._attn_implementation
+    eager = no_sdpa or chosen == "eager"
+    if chosen not in {None, "eager", "sdpa", attention.NAME}:
+        warnings.warn(
+            f"The model was to run with attention {chosen!r}; here it runs with {'eager' if eager else 'sdpa'}, and blends with "
+            "attention of their own: no other takes scattered positions.",
+            stacklevel=2,
+        )
     model.set_attn_implementation("eager" if eager else attention.NAME)
     return model
 
