@@ -65,27 +65,48 @@ class _Trial:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, kv_heads: int, dim: int):
         self._generator, self._device, self._dtype = torch.Generator().manual_seed(0), device, dtype
-        cache = torch.zeros(_PAGES, _SIZE, kv_heads, 2 * dim, dtype=dtype, device=device).transpose(1, 2)
-        self.keys, self.values = cache[..., :dim], cache[..., dim:]
+        self.layers = [self._pages(kv_heads, dim) for _ in range(2)]
+        self.keys, self.values = self.layers[0]
         self.kv = LayerKV(self.random(kv_heads, _TOKENS, dim), self.random(kv_heads, _TOKENS, dim))
         self.table = torch.randperm(_PAGES, generator=self._generator).to(device, torch.int32)
         self.at = torch.arange(_TOKENS, device=device)
         self.pages, self.rows = self.table[self.at // _SIZE].long(), self.at % _SIZE
+
+    def _pages(self, kv_heads: int, dim: int) -> LayerKV:
+        cache = torch.zeros(_PAGES, _SIZE, kv_heads, 2 * dim, dtype=self._dtype, device=self._device).transpose(1, 2)
+        return LayerKV(cache[..., :dim], cache[..., dim:])
+
+    def placed(self, layer: LayerKV, want: LayerKV) -> bool:
+        """Say whether ``layer`` holds ``want`` where the tokens belong."""
+        eps = 2 * torch.finfo(want.k.dtype).eps
+        return all(
+            torch.allclose(got[self.pages, :, self.rows].transpose(0, 1), side, rtol=eps)
+            for got, side in zip(layer, want, strict=True)
+        )
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
 
 
 def _placing_differs(trial: _Trial) -> str | None:
-    from cacheblend_rag.engines.kernels.place import place
+    from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place, place_layers
 
     angles = trial.random(_TOKENS - 10, trial.kv.k.shape[2] // 2).float()
-    move = Move(Rotation(angles.cos(), angles.sin()), "half", 10)
-    place(trial.kv, move, trial.pages * _SIZE + trial.rows, trial.keys, trial.values)
-    for got, want in zip((trial.keys, trial.values), moved(trial.kv, move), strict=True):
-        placed = got[trial.pages, :, trial.rows].transpose(0, 1)
-        if not torch.allclose(placed, want, rtol=2 * torch.finfo(want.dtype).eps):
-            return "it does not place keys and values as torch does"
+    move, slots = Move(Rotation(angles.cos(), angles.sin()), "half", 10), trial.pages * _SIZE + trial.rows
+    want = moved(trial.kv, move)
+    place(trial.kv, move, slots, trial.keys, trial.values)
+    if not trial.placed(trial.layers[0], want):
+        return "it does not place keys and values as torch does"
+    if (layers := Layers.of(trial.layers)) is None:
+        return None
+    trial.keys.zero_()
+    # One entry of two layers, the second the first's negative.
+    memory = torch.cat([sign * side.reshape(-1) for sign in (1, -1) for side in trial.kv])
+    table = TokenTable(torch.zeros_like(trial.at), trial.at, torch.full_like(trial.at, _TOKENS), slots)
+    place_layers(memory, table, move, layers)
+    other = moved(LayerKV(-trial.kv.k, -trial.kv.v), move)
+    if not (trial.placed(trial.layers[0], want) and trial.placed(trial.layers[1], other)):
+        return "it does not place several layers as torch does"
     return None
 
 

@@ -30,23 +30,27 @@ def both_work(device: str) -> tuple[bool, bool]:
     return placing_works(*where, 2, 32), attention_works(*where, 4, 2, 32)
 
 
-@pytest.mark.parametrize("fault", ["place", "attend"])
+@pytest.mark.parametrize(
+    "fault,says",
+    [("place", "does not place keys"), ("place_layers", "does not place several"), ("attend", "attention differs")],
+)
 def test_a_kernel_that_is_wrong_is_not_used_and_the_log_says_so(
-    device: str, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: str, fault: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cacheblend_rag.engines.kernels import attention, place
 
-    module: Any = {"place": place, "attend": attention}[fault]
+    module: Any = attention if fault == "attend" else place
     right = getattr(module, fault)
 
     def wrong(*args: Any) -> None:
         right(*args)
-        args[-2 if fault == "attend" else -1].mul_(1.5)
+        written = args[-2 if fault == "attend" else -1]
+        (written.values if fault == "place_layers" else written).mul_(1.5)
 
     monkeypatch.setattr(module, fault, wrong)
     with caplog.at_level(logging.WARNING):
-        assert both_work(device) == (fault != "place", fault != "attend")
-    assert ("does not place" if fault == "place" else "attention differs") in caplog.text
+        assert both_work(device) == (fault == "attend", fault != "attend")
+    assert says in caplog.text
 
 
 def test_a_kernel_that_does_not_compile_is_not_used_and_the_log_says_so(
