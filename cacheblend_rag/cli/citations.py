@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.console.output import seconds, size, table
+from cacheblend_rag.console.output import counted, seconds, size, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation
@@ -52,12 +52,15 @@ def reuse_line(answer: RagAnswer) -> str:
     generation = answer.generation
     usage, ttft = generation.usage, seconds(generation.timings.ttft_s)
     if generation.mode == "blend":
-        return (
+        line = (
             f"blend: {usage.reused_tokens:,} tokens reused, {usage.recomputed_tokens:,} recomputed{_chosen(generation)}, "
             f"{usage.computed_tokens - usage.recomputed_tokens:,} new; first token {ttft}"
             + ("" if generation.calibrated else "; not calibrated")
         )
-    return f"prefill ({generation.reason}): {usage.computed_tokens:,} tokens computed; first token {ttft}"
+    else:
+        line = f"prefill ({generation.reason}): {usage.computed_tokens:,} tokens computed; first token {ttft}"
+    lacked = len(generation.missing) + len(generation.unranked)
+    return f"{line}; {counted(lacked, 'chunk')} not ready before: the next answer may differ" if lacked else line
 
 
 def explain_lines(answer: RagAnswer) -> list[str]:

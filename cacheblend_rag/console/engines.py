@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,14 +30,15 @@ _Options = TypeVar("_Options", bound=ModelOptions)
 
 def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:
     """Load the model of a command."""
+    _leave_it_to_answers()
     with status("Loading the model"):
         import torch
-        from transformers.utils import logging
+        from transformers.utils.logging import disable_progress_bar
 
         from cacheblend_rag.engines.models import dtype_named
         from cacheblend_rag.engines.transformers import TransformersEngine
 
-        logging.disable_progress_bar()
+        disable_progress_bar()
         if chosen.threads is not None:
             torch.set_num_threads(chosen.threads)
         dtype = dtype_named(chosen.dtype) if chosen.dtype else None
@@ -60,6 +62,7 @@ def open_vllm(
             raise InputError(f"{name} does not go with --engine vllm, which chooses for itself.")
     # What a person wants to read is the answer; vLLM's own log is for servers.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    _leave_it_to_answers()
     with status("Starting vLLM"):
         from cacheblend_rag.engines.vllm import VLLMEngine
         from cacheblend_rag.engines.vllm.starting import StartError, StartLog
@@ -104,6 +107,11 @@ def open_server(chosen: EngineOptions) -> RemoteEngine:
         from cacheblend_rag.engines.remote import RemoteEngine
 
         return RemoteEngine(chosen.server, model=chosen.model)
+
+
+def _leave_it_to_answers() -> None:
+    """Keep off the terminal that a model is not calibrated: what commands print of answers says it."""
+    logging.getLogger("cacheblend_rag.blending.profile").setLevel(logging.ERROR)
 
 
 def open_any_engine(chosen: EngineOptions, store: Path, budgets: BudgetOptions) -> BlendEngine:

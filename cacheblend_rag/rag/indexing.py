@@ -17,6 +17,7 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.base import stats_of
 
 _BATCH = 64
+_FULL = 0.9
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class IndexReport:
 
     Attributes:
         added: Documents that are new.
-        changed: Documents replaced by a new version, or whose KV was not written by the engine's KV writer.
+        changed: Documents replaced by a new version, or whose KV is not in the store, or not written by the engine's KV writer.
         unchanged: Documents left as they are.
         removed: Documents whose files are gone or hold no text any more.
         skipped: Files left out, and why.
@@ -86,13 +87,12 @@ def index_documents(
 ) -> IndexReport:
     """Bring ``index`` and the engine's KV store up to date with the files that a search has found.
 
-    Unchanged documents are left alone; all others are read and cut first, so that ``progress`` can say how much there is to do. A
-    document enters the index in one step, after the KV of its last chunk is in the
-    store: an interrupted run loses nothing, and the next one goes on where it stopped. Where the engine has another KV writer
-    than the index, it writes the KV of all documents. Documents whose files have vanished
-    from one of the directories leave the index, and with them the KV that no other document needs. A file that cannot be
-    read for now keeps the version indexed before. What the search's patterns leave out is not looked at: documents indexed
-    before stay.
+    Unchanged documents whose KV is stored are left alone; all others are read and cut first, so that ``progress`` can say how
+    much there is to do. A document enters the index in one step, after the KV of its last chunk is in the store: an interrupted
+    run loses nothing, and the next one goes on where it stopped. Where the engine has another KV writer than the index, it
+    writes the KV of all documents. Documents whose files have vanished from one of the directories leave the index, and with
+    them the KV that no other document needs. A file that cannot be read for now keeps the version indexed before. What the
+    search's patterns leave out is not looked at: documents indexed before stay.
 
     Raises:
         ModelError: The embedding model cannot be loaded.
@@ -168,7 +168,7 @@ class _IndexRun:
             self.progress(at)
 
     def _read(self, file: str, known: str | None) -> None:
-        if known is not None and not self.rewrites and file_digest(file) == known:
+        if known is not None and not self.rewrites and file_digest(file) == known and not self._lost(file):
             self.report.unchanged.append(file)
             return
         document = load_document(file)
@@ -176,6 +176,17 @@ class _IndexRun:
             self.planner.cut(document)
         else:
             self._skip(document, known)
+
+    def _lost(self, file: str) -> bool:
+        """Say whether the store lacks KV of a document that it had room for: a full one would lose that of another for it."""
+        entries = self.engine.entries
+        if entries is None or not self.engine.gate.passed:
+            return False
+        lasting = entries.lasting()
+        budget = lasting.store.budget
+        if budget is not None and stats_of(lasting.store).nbytes > _FULL * budget:
+            return False
+        return any(not lasting.contains(chunk.token_ids) for chunk in self.index.chunks_of(file))
 
     def _skip(self, document: SkippedDocument, known: str | None) -> None:
         if known is not None:

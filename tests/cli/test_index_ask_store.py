@@ -39,6 +39,16 @@ def test_indexing_again_does_nothing_and_a_changed_file_alone_is_redone(run, mod
     assert changed["tokens"] > 0
 
 
+def test_indexing_again_stores_the_kv_that_the_store_has_lost(run, model_dir, documents, store):
+    shutil.rmtree(store / "kv")
+    command = ["index", documents, "--store", store, "--model", model_dir, "--json"]
+    again = as_json(run(*command))
+    assert len(again["changed"]) == 2 and again["tokens"] > 0
+    answer = as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2, "--json"))
+    assert (answer["mode"], answer["missing"]) == ("blend", [])
+    assert len(as_json(run(*command))["unchanged"]) == 2
+
+
 def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents, store, tmp_path):
     """Each put went well; the store made room for it by dropping what the same run had put before."""
     whole = as_json(run("index", documents, "--store", store, "--model", model_dir, "--json"))

@@ -191,6 +191,21 @@ class EngineContract:
         assert second.missing == ()
         assert engine.precompute(chunks).computed == 0
 
+    def test_once_its_chunks_are_ready_a_prompt_has_one_answer_and_before_that_answers_say_so(
+        self, engine, chunks, prompt
+    ) -> None:
+        for settings in (BlendSettings(ratio=0.3), BlendSettings(ratio=0.3, policy="static")):
+            answers = []
+            for _ in range(4):
+                answers.append(engine.generate(prompt, SHORT, settings))
+                engine.flush()
+            first, *rest = answers
+            assert first.missing or first.unranked
+            assert {(each.missing, each.unranked, each.in_place) for each in rest} == {((), (), ())}
+            assert len({each.token_ids for each in rest}) == 1
+            engine.reset_prefix_cache()
+            assert engine.generate(prompt, SHORT, settings).token_ids == rest[0].token_ids
+
     def test_stream_gives_the_same_text_piece_by_piece(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         whole = engine.generate(prompt, SHORT)

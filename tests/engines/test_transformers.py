@@ -65,6 +65,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
         self, prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+        caplog.set_level("WARNING", "cacheblend_rag.blending.profile")  # commands leave it out
         log_uncalibrated.cache_clear()
         for _ in range(2):
             with self.make(None) as engine:
