@@ -205,6 +205,22 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
 
 
 @pytest.mark.slow
+def test_an_answer_that_outgrows_the_graphs_memory_goes_on_without_them(replayed: Callable[[Any], Any]) -> None:
+    engine = replayed(engine_for(make_model(BLENDED["llama"]()), Scene()))
+    runner, token = engine.runner, torch.tensor([[5]])
+    cache = runner.prompt_cache(4)
+    runner.append(torch.tensor([[7, 8, 9, 10]]), cache)
+    for _ in range(3):
+        runner.append(token, cache)
+    assert runner.graphs.widths == [1]
+    cache.filled(cache.block.shape[3] - 1)
+    runner.append(token, cache)
+    assert cache.block is not None
+    runner.append(token, cache)
+    assert (cache.block, cache.length) == (None, 4097)
+
+
+@pytest.mark.slow
 def test_a_second_prompt_at_the_same_time_has_memory_of_its_own(replayed: Callable[[Any], Any]) -> None:
     scene = Scene()
     engine = replayed(engine_for(make_model(BLENDED["llama"]()), scene))

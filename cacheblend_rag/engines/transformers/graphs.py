@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -27,7 +27,6 @@ from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.kernels.place import Layers
-    from cacheblend_rag.engines.transformers.target import ModelRunner
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +37,40 @@ _LEAST_CAPACITY = 4096
 _SHARE = 1 / 8
 # Relative error up to which a graph gives what the pass gave that it was made of: products of more rows round otherwise.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+class Passes(Protocol):
+    """Runs what is captured; see :class:`~cacheblend_rag.engines.transformers.target.ModelRunner`."""
+
+    model: Any
+    num_layers: int
+    device: torch.device
+    dtype: torch.dtype
+    layer_shape: tuple[int, int] | None
+
+    def new_cache(self, num_tokens: int, room: int = ...) -> PositionedCache:
+        """Return an empty cache."""
+
+    def scatter(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: PositionedCache,
+        before_layer: Callable[[int], None],
+        stop_layer: int | None,
+    ) -> Any:
+        """Run tokens at positions."""
+
+    def scatter_at(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        at: torch.Tensor,
+        visible: int,
+        cache: PositionedCache,
+        before_layer: Callable[[int], None],
+    ) -> Any:
+        """Run tokens at positions that are on the device, too."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +100,7 @@ def total_memory(device: torch.device) -> int:
 class Graphs:
     """Keeps the captured passes of one model, and the memory that they read and write. Used under the model's lock."""
 
-    def __init__(self, runner: ModelRunner):
+    def __init__(self, runner: Passes):
         """Capture nothing yet: a pass is captured when one of its width is run a second time."""
         self._runner = weakref.proxy(runner)
         self._block: torch.Tensor | None = None
@@ -144,8 +177,11 @@ class Graphs:
         Returns:
             The last token's logits ``[vocab]``; None where there is no graph.
         """
-        width = _width(len(positions))
-        made = self._passes.get(width) if cache.block is not None and cache.block is self._block else None
+        made, block = None, cache.block
+        if (
+            block is not None and block is self._block and int(positions[-1]) < block.shape[3]
+        ):  # else the cache must grow
+            made = self._passes.get(_width(len(positions)))
         return None if made is None else self._replay(made, ids, positions)
 
     def ran(self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
