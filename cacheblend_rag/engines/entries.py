@@ -76,9 +76,9 @@ class Entries:
             return self
         return self._like(namespace=namespace)
 
-    def by_model(self) -> Entries:
-        """Return the entries that the model itself has written."""
-        return self if self.writer is None else self._like(writer=None)
+    def by(self, writer: WrittenBy | None) -> Entries:
+        """Return the entries that a KV writer has written, or, for None, the model itself."""
+        return self if self.writer == writer else self._like(writer=writer)
 
     def _like(self, **changed: Any) -> Entries:
         like = {"store": self.store, "namespace": self.namespace, "writer": self.writer, **changed}
@@ -98,7 +98,7 @@ class Entries:
 
     def for_reuse(self, reuse: Reuse) -> Entries:
         """Return the entries that a prompt may read: prefix caching changes nothing, so those of the model itself."""
-        return self.by_model() if reuse == "prefix" else self
+        return self.by(None) if reuse == "prefix" else self
 
     def lasting(self) -> Entries:
         """Return the same entries as the tiers alone have them that outlast the process; of RAM alone, as RAM has them."""
@@ -188,8 +188,9 @@ class Entries:
         return found is not None and found.static_deviation() is not None
 
     def delete(self, token_ids: Sequence[int]) -> int:
-        """Delete an entry, every rank's shard of it; return how many of its parts were stored."""
-        return sum(self.store.delete(key) for key in self.keys(token_ids))
+        """Delete an entry, every rank's shard of it, and beside a KV writer's the model's own; return how many parts it had."""
+        keys = dict.fromkeys([*self.keys(token_ids), *self.by(None).keys(token_ids)])
+        return sum(self.store.delete(key) for key in keys)
 
     def warm(self, token_ids: Sequence[int]) -> None:
         """Move an entry into the fastest tier (blocking); one that is not stored is left out."""

@@ -143,7 +143,7 @@ class WriterNotice:
         """Look whether chunks that are ``missing`` among an engine's ``entries`` are there as the model has written them."""
         if self._given or entries.writer is None:
             return
-        own = entries.by_model()
+        own = entries.by(None)
         if any(own.contains(chunk.token_ids) for chunk in missing):
             self._given = True
             warnings.warn(

@@ -104,6 +104,15 @@ def index_documents(
         return _IndexRun(engine, index, progress).run(found)
 
 
+def forget(engine: BlendEngine, index: ChunkIndex, chunks: Sequence[Chunk]) -> None:
+    """Have an engine forget chunks that an index holds no more, with all of their KV, whoever has written it."""
+    engine.forget(chunks)
+    entries, noted = engine.entries, index.config.writer
+    if entries is not None and noted not in (None, engine.writer):
+        for chunk in chunks:
+            entries.by(noted).delete(chunk.token_ids)
+
+
 class _IndexRun:
     def __init__(
         self, engine: BlendEngine, index: ChunkIndex, progress: Callable[[IndexProgress], None] | None
@@ -243,7 +252,7 @@ class _IndexRun:
     def _forget(self, chunks: Sequence[Chunk]) -> None:
         """Drop chunks that no document holds any more from the engine and its store."""
         self.engine.registry.follow()  # what was indexed is the index's from now on, and not kept in memory
-        self.engine.forget(chunks)
+        forget(self.engine, self.index, chunks)
 
 
 def _vanished(candidates: Iterable[str], roots: Sequence[Path]) -> list[str]:

@@ -211,7 +211,8 @@ class Inventory:
             held = {chunk.id for chunk in index.chunks_of(path)}
             orphans = index.delete(path)
             own, stored = self._entries(index), self._stored()
-            parts = [part for chunk in orphans for part in self._parts(own.own_key(chunk.token_ids), stored)]
+            keys = {each.own_key(chunk.token_ids) for chunk in orphans for each in (own, own.by(None))}
+            parts = [part for key in keys for part in self._parts(key, stored)]
             freed = sum(part.nbytes for part in parts if self.store.delete(part.key))
         return RemovedDocument(path, len(held), len(orphans), freed)
 

@@ -18,7 +18,7 @@ from cacheblend_rag.engines.results import StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, rag_prompt
-from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, index_documents
+from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, forget, index_documents
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.config import IndexConfig
@@ -113,7 +113,7 @@ class RagPipeline:
             InputError: It is not in the index.
             StoreError: The index cannot be written.
         """
-        self.engine.forget(self.chunks.delete(str(path)))
+        forget(self.engine, self.chunks, self.chunks.delete(str(path)))
 
     def retrieve(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         """Return the chunks for a question, best first, each once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,22 @@ def test_the_chunks_of_a_store_are_listed_and_removed_with_the_kv_that_the_write
     assert len(listed) == len(chunks) + 1  # the header's own
 
 
+def test_with_a_document_goes_its_kv_of_every_hand_also_without_the_writer(
+    run, model_dir, documents, tmp_path, writers
+):
+    store, model = tmp_path / "store", ["--model", model_dir]
+    for more in ([], ["--writer", writers[0]]):
+        assert run("index", documents, "--store", store, *model, *more).exit_code == 0
+    before = as_json(run("store", "ls", "--store", store, "--json"))
+    assert run("documents", "rm", documents / "ships.txt", "--store", store).exit_code == 0
+    (documents / "ships.txt").unlink()
+    (documents / "observatory.md").unlink()
+    assert run("index", documents, "--store", store, *model).exit_code in (0, 2)
+    left = as_json(run("store", "ls", "--store", store, "--json"))
+    assert len(before) > 3
+    assert [item["tokens"] for item in left] == [0]  # the header's own
+
+
 def test_a_writer_that_cannot_be_used_is_named_before_anything_is_indexed(run, model_dir, documents, tmp_path):
     result = run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--writer", tmp_path / "none")
     assert result.exit_code == 2
@@ -90,3 +107,21 @@ def test_a_benchmark_times_what_the_writer_writes(run, model_dir, writers):
     timed = run("bench", "ttft", "--model", model_dir, "--writer", writers[0], "--chunks", 2, "--chunk-tokens", 20,
                 "--repeat", 1, "--json")  # fmt: skip
     assert as_json(timed)["settings"]["kv"] == "ram"
+
+
+def test_calibration_with_a_writer_is_kept_for_that_writer_or_beside_it(run, model_dir, home, tmp_path, writers):
+    lines = [
+        {"question": f"Who is {name}?", "chunks": [f"{name} keeps the light.", "It was founded in 1911."]}
+        for name in ("Ada", "Mira")
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    model = ["--model", model_dir]
+    calibrate = ["doctor", "--calibrate", *model, "--prompts", tmp_path / "prompts.jsonl", "--agreement", 0.5,
+                 "--confidence", 0.5, "--json"]  # fmt: skip
+    beside = as_json(run(*calibrate, "--writer", writers[1], "--output", writers[1]))["file"]
+    own = as_json(run(*calibrate, "--writer", writers[0]))["file"]
+    assert (Path(own).parent, Path(beside)) == (home / "profiles", writers[1] / "cacheblend.json")
+    origins = [as_json(run("doctor", *model, "--json", *more))["profile_origin"] for more in (
+        ["--writer", writers[0]], ["--writer", writers[1]], [])]  # fmt: skip
+    assert origins[:2] == [own, beside]
+    assert origins[2].startswith("defaults")

@@ -154,7 +154,7 @@ def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(direc
         again = engine.generate(SCENE.prompt, ONE, BlendSettings(ratio=0.5))
         assert (again.mode, again.missing) == ("blend", ())
         assert all(engine.entries.contains(chunk.token_ids) for chunk in SCENE.chunks)
-        assert not any(engine.entries.by_model().contains(chunk.token_ids) for chunk in SCENE.chunks)
+        assert not any(engine.entries.by(None).contains(chunk.token_ids) for chunk in SCENE.chunks)
 
 
 def test_a_writer_acts_only_while_no_prompt_runs(directory: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_what_a_prompt_found_missing_the_writer_writes_back(engine: Any, case: C
     engine.generate(SCENE.prompt)
     engine.flush()
     assert all(engine.entries.contains(chunk.token_ids) for chunk in SCENE.chunks)
-    assert not any(engine.entries.by_model().contains(chunk.token_ids) for chunk in SCENE.chunks)
+    assert not any(engine.entries.by(None).contains(chunk.token_ids) for chunk in SCENE.chunks)
     assert engine.generate(SCENE.prompt, settings=BlendSettings(ratio=0.5)).mode == "blend"
 
 
