@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from cacheblend_rag.store.kv import LayerKV
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
+from tests.blending.writers import write_writer
 from tests.device import simulated
 from tests.device.conftest import NO_CUDA
 from tests.engines.kernels.interpreter import interpret
@@ -218,6 +220,41 @@ def test_an_answer_that_outgrows_the_graphs_memory_goes_on_without_them(replayed
     assert cache.block is not None
     runner.append(token, cache)
     assert (cache.block, cache.length) == (None, 4097)
+
+
+@pytest.mark.slow
+def test_a_model_whose_layers_differ_answers_without_graphs(replayed: Callable[[Any], Any]) -> None:
+    scene, model = Scene(), make_model(BLENDED["deepseek_v3"]())
+    want = engine_for(model, scene).generate(scene.prompt, ANSWER).token_ids
+    engine = replayed(engine_for(model, scene))
+    assert engine.generate(scene.prompt, ANSWER).token_ids == want
+    assert engine.runner.graphs.widths == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_what_a_kv_writer_computes_goes_through_no_graph(
+    replayed: Callable[[Any], Any], tmp_path: Path, family: str
+) -> None:
+    scene, target = (
+        Scene(header=1, chunk_tokens=(24, 1, 31, 1)),
+        ["q_proj" if family == "llama" else "q_b_proj", "o_proj"],
+    )
+    write_writer(tmp_path, BLENDED[family](), target_modules=target)
+    model = make_model(BLENDED[family]())
+    plain = engine_for(model, scene, writer=tmp_path, ranking="off")
+    engine = replayed(engine_for(model, scene, writer=tmp_path, ranking="off"))
+    for _ in range(2):
+        for chunk in scene.chunks:
+            for each in (plain, engine):
+                each.precompute([chunk])
+        found = [each.generate(scene.prompt, ANSWER, BlendSettings(ratio=0.3)) for each in (plain, engine)]
+        assert found[0].token_ids == found[1].token_ids
+        for chunk in scene.chunks:
+            ours, theirs = (each.entries.get(chunk.token_ids, each.num_layers) for each in (engine, plain))
+            assert torch.equal(ours.layer(4).v, theirs.layer(4).v)
+        for each in (plain, engine):
+            each.forget(scene.chunks)
 
 
 @pytest.mark.slow

@@ -187,7 +187,8 @@ class Graphs:
     def ran(self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
         """Take note of a pass that :meth:`run` had no graph for, and what it gave; make one of it when it comes again."""
         width = _width(len(positions))
-        if self._refused or not width or width in self._passes or cache.block is not self._block:
+        block = cache.block
+        if self._refused or not width or width in self._passes or block is None or block is not self._block:
             return
         if width not in self._met:
             self._met.add(width)
