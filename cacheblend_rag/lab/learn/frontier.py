@@ -29,7 +29,8 @@ from cacheblend_rag.lab.learn.lesson import Lesson
 from cacheblend_rag.lab.stats.intervals import mean_interval
 
 RATIOS: Final = (0.0, 0.05, 0.15, 0.3, 0.5)
-PLAIN, WRITTEN = "as it is", "written"
+POLICIES: Final = ("static", "query", "static-query")
+PLAIN, WRITTEN, FIRST_EXACT = "as it is", "written", "written, first chunk exact"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Measured:
     Attributes:
         data: The data set.
         group: The prompt's.
-        written: :data:`PLAIN` or :data:`WRITTEN`.
+        written: :data:`PLAIN`, :data:`WRITTEN` or :data:`FIRST_EXACT`.
         policy: What chose the tokens.
         ratio: Share of the stale tokens that was recomputed.
         kl: Mean KL over the answer's tokens, in nats.
@@ -108,10 +109,13 @@ def measure_frontier(
     ends: frozenset[int],
     batch_tokens: int,
     progress: Callable[[int], None] | None = None,
+    ratios: Sequence[float] = RATIOS,
+    policies: Sequence[str] = POLICIES,
 ) -> list[Measured]:
     """Blend every prompt at every ratio with each policy, with the writer and without.
 
-    Without a writer the first chunk is exact, as the engines have it; with one every chunk is stale.
+    Without a writer the first chunk is exact, as the engines have it; with one every chunk is stale. Beside it stands what it
+    would be if the first chunk were stored as the model writes it, too.
 
     Args:
         lesson: Model and writer; without a writer (None) only the model's own KV is measured.
@@ -120,20 +124,33 @@ def measure_frontier(
         ends: Tokens that end an answer.
         batch_tokens: Most tokens of prompts that are answered at once.
         progress: Told how many prompts are done.
+        ratios: Shares of the stale tokens to recompute; 0 is measured in any case.
+        policies: Of :data:`POLICIES`.
     """
+    some = [ratio for ratio in ratios if ratio]
     answers = greedy(lesson.blender.model, [each.ids for each in prompts], ANSWER_TOKENS, ends, batch_tokens)
     found: list[Measured] = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         with lesson.autocast():
-            found += _FrontierRun(lesson, prompt, answer, probe).measure()
+            found += _FrontierRun(lesson, prompt, answer, probe, some, policies).measure()
         if progress is not None:
             progress(number + 1)
     return found
 
 
 class _FrontierRun:
-    def __init__(self, lesson: Lesson, prompt: FrontierPrompt, answer: Sequence[int], probe: Sequence[int]):
+    def __init__(
+        self,
+        lesson: Lesson,
+        prompt: FrontierPrompt,
+        answer: Sequence[int],
+        probe: Sequence[int],
+        ratios: Sequence[float],
+        policies: Sequence[str],
+    ):
         self._lesson, self._prompt, self._probe = lesson, prompt, probe
+        self._ratios, self._policies = ratios, policies
+        self._ranks = bool(ratios) and any("static" in name for name in policies)
         self._blender: BatchBlender = lesson.blender
         self._ids = torch.tensor([[*prompt.ids, *answer[:-1]]], device=self._blender.device)
         self._watched = len(answer)
@@ -147,33 +164,40 @@ class _FrontierRun:
 
     def measure(self) -> Iterator[Measured]:
         model, writing = self._blender.model, self._lesson.writing
-        behind = self._blender.write(model, self._batch(0), self._probe)
         # Chunks that do not start behind the header have no exact first one.
         exact = int(self._prompt.spans[0][0] == len(self._prompt.header))
-        plain = self._blender.write(model, self._batch(0))
-        yield from self._blends(PLAIN, exact, plain, {"static": self._static(plain, behind)})
+        plain, static = self._written_by(model)
+        yield from self._blends(PLAIN, exact, plain, static)
         if writing is None:
             return
-        written = self._blender.write(writing, self._batch(0))
-        ranked = self._static(written, self._blender.write(writing, self._batch(0), self._probe))
-        rankings = {"static": ranked, "static (against the model's)": self._static(written, behind)}
-        yield from self._blends(WRITTEN, 0, written, rankings)
+        written, ranked = self._written_by(writing)
+        yield from self._blends(WRITTEN, 0, written, ranked)
+        if exact:
+            width = len(plain.positions) // len(self._prompt.spans)
+            sides = [
+                [torch.cat([one[:, :, :width], other[:, :, width:]], 2) for one, other in zip(*pair, strict=True)]
+                for pair in zip(plain[:2], written[:2], strict=True)
+            ]
+            mixed = StoredBatch(sides[0], sides[1], plain.positions)
+            yield from self._blends(FIRST_EXACT, exact, mixed, ranked)
 
-    def _static(self, alone: StoredBatch, behind: StoredBatch) -> torch.Tensor:
-        return deviation(alone, behind, len(self._prompt.spans))
+    def _written_by(self, model: Any) -> tuple[StoredBatch, torch.Tensor]:
+        """Return what a model writes, and its static deviation, ``[1, stored]``: 0 where that is not asked for."""
+        alone = self._blender.write(model, self._batch(0))
+        if not self._ranks:
+            return alone, torch.zeros(1, len(alone.positions), device=self._ids.device)
+        behind = self._blender.write(model, self._batch(0), self._probe)
+        return alone, deviation(alone, behind, len(self._prompt.spans))
 
-    def _blends(
-        self, written: str, exact: int, stored: StoredBatch, static: dict[str, torch.Tensor]
-    ) -> Iterator[Measured]:
+    def _blends(self, written: str, exact: int, stored: StoredBatch, static: torch.Tensor) -> Iterator[Measured]:
         reused, attention = self._reuse(exact, stored)
         layout = self._batch(exact).layout
         forced = len(self._prompt.ids) - len(layout.header) - sum(end - start for start, end in layout.spans)
         yield self._measured(written, "none", 0.0, reused[0], forced)
-        scores = {"query": attention}
-        for name, values in static.items():
-            scores[name] = values
-            scores[name.replace("static", "static-query", 1)] = values.sqrt() * attention
-        runs = [(name, ratio) for name in scores for ratio in RATIOS[1:]]
+        scores = {"static": static, "query": attention, "static-query": static.sqrt() * attention}
+        runs = [(name, ratio) for name in self._policies for ratio in self._ratios]
+        if not runs:
+            return
         counts = [count_of(layout, ratio) for _, ratio in runs]
         rows = torch.cat([scores[name] for name, _ in runs])
         logits = self._blender.blend(self._batch(exact, len(runs)), stored, rows, counts)

@@ -20,6 +20,8 @@ from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.learn.adapter import load_writing_copy
 from cacheblend_rag.lab.learn.blend import BatchBlender
 from cacheblend_rag.lab.learn.frontier import (
+    POLICIES,
+    RATIOS,
     FrontierPrompt,
     measure_frontier,
     read_prompts,
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--device")
     run.add_argument("--dtype")
     run.add_argument("--threads", type=int)
+    run.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
+    run.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     run.add_argument("--out", type=Path, help="where to write all numbers, as JSON")
     run.set_defaults(job=_run)
     for job, usual in ((prepare, 200), (run, None)):
@@ -103,7 +107,9 @@ def _run(o: argparse.Namespace) -> None:
             _say(f"{done} of {len(prompts)} prompts, {time.monotonic() - begin:.0f} s")
 
     batch_tokens = 65536 if device.type == "cuda" else 4096
-    found = measure_frontier(Lesson(blender, writing), prompts, probe, ends, batch_tokens, progress)
+    found = measure_frontier(
+        Lesson(blender, writing), prompts, probe, ends, batch_tokens, progress, o.ratios, o.policies
+    )
     rows = summarise(found)
     sys.stdout.write(table_of(rows) + "\n")
     if o.out is not None:
