@@ -45,6 +45,7 @@ def attend(
     scale: float,
     soft_cap: float = 0.0,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the attention of ``query`` to ``out``.
 
@@ -58,6 +59,7 @@ def attend(
         scale: Of the scores.
         soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
         window: How many keys a query sees at the most, its own included; None for all.
+        sinks: ``[heads]``: the score of one more key that each query sees, whose value is 0 (gpt-oss); None for none.
     """
     count, heads, dim = query.shape
     assert query.stride(2) == out.stride(2) == 1
@@ -70,6 +72,7 @@ def attend(
         values,
         positions,
         positions if table is None else table,
+        positions if sinks is None else sinks.contiguous(),
         out,
         count,
         float(scale),
@@ -86,6 +89,7 @@ def attend(
         KEYS=step,
         CAPPED=soft_cap > 0,
         WINDOW=window or 0,
+        SINKS=sinks is not None,
         # Left to itself, Triton would round fp32 to 10 bits for the tensor cores.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=warps,
@@ -100,6 +104,7 @@ def _attend(
     values,
     positions,
     table,
+    sinks,
     out,
     count,
     scale,
@@ -124,6 +129,7 @@ def _attend(
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend from ``ROWS // GROUP`` queries with the ``GROUP`` heads of one KV head."""
@@ -147,6 +153,9 @@ def _attend(
     values += kv_head * values_head
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # a key that adds nothing but its weight
+        top = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     joined = tl.zeros([ROWS, DIM_UP], tl.float32)
 
     # All queries see the keys up to the nearest one's position; a window hides some of them from some.

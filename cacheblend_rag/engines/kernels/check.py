@@ -23,9 +23,11 @@ def placing_works(device: torch.device, dtype: torch.dtype, kv_heads: int, head_
     return _at_home(device, dtype) and _placing_tried(device, dtype, kv_heads, head_dim)
 
 
-def attention_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+def attention_works(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sinks: bool = False
+) -> bool:
     """Return whether the attention of scattered queries serves this shape on ``device``; where it fails, the log says how."""
-    return _at_home(device, dtype) and _attention_tried(device, dtype, heads, kv_heads, head_dim)
+    return _at_home(device, dtype) and _attention_tried(device, dtype, heads, kv_heads, head_dim, sinks)
 
 
 def forget_trials() -> None:
@@ -46,8 +48,10 @@ def _placing_tried(device: torch.device, dtype: torch.dtype, kv_heads: int, head
 
 
 @cache
-def _attention_tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    return _passes(lambda: _attention_differs(_Trial(device, dtype, kv_heads, head_dim), heads))
+def _attention_tried(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sinks: bool
+) -> bool:
+    return _passes(lambda: _attention_differs(_Trial(device, dtype, kv_heads, head_dim), heads, sinks))
 
 
 def _passes(trial: Callable[[], str | None]) -> bool:
@@ -110,7 +114,7 @@ def _placing_differs(trial: _Trial) -> str | None:
     return None
 
 
-def _attention_differs(trial: _Trial, heads: int) -> str | None:
+def _attention_differs(trial: _Trial, heads: int, with_sinks: bool) -> str | None:
     from cacheblend_rag.engines.kernels.attention import attend
 
     for side, memory in zip(trial.kv, (trial.keys, trial.values), strict=True):
@@ -118,9 +122,13 @@ def _attention_differs(trial: _Trial, heads: int) -> str | None:
     positions = trial.at[::3]
     query = trial.random(len(positions), heads, trial.kv.k.shape[2])
     out = torch.empty_like(query)
-    attend(query, trial.keys, trial.values, positions, trial.table, out, query.shape[2] ** -0.5)
+    sinks = trial.random(heads) if with_sinks else None
+    attend(query, trial.keys, trial.values, positions, trial.table, out, query.shape[2] ** -0.5, sinks=sinks)
     k, v = (x.float().repeat_interleave(heads // x.shape[0], 0) for x in trial.kv)
     scores = query.float().transpose(0, 1) @ k.mT * query.shape[2] ** -0.5
-    weights = scores.masked_fill(trial.at > positions[:, None], float("-inf")).softmax(-1)
+    scores = scores.masked_fill(trial.at > positions[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(positions), 1)], -1)
+    weights = scores.softmax(-1)[..., :_TOKENS]
     error = float((out.float() - (weights @ v).transpose(0, 1)).abs().max())
     return None if error < _TOLERANCE[query.dtype] else f"its attention differs from torch's by {error:.2g}"

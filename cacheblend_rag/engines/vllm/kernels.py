@@ -52,10 +52,13 @@ def kernels_for(layers: Sequence[Any], pages: Sequence[LayerKV], config: VllmCon
     fused = config.compilation_config.pass_config.fuse_attn_quant
     if not plain or fused or not all(_serves(layer) for layer in layers):
         return None
-    shapes = {(int(x.num_heads), int(x.num_kv_heads), int(x.head_size)) for x in layers}
+    shapes = {(int(x.num_heads), int(x.num_kv_heads), int(x.head_size), _sinks(x) is not None) for x in layers}
     memory = pages[0].k
     where = memory.device, memory.dtype
-    work = all(placing_works(*where, *shape[1:]) and attention_works(*where, *shape) for shape in sorted(shapes))
+    work = all(
+        placing_works(*where, kv_heads, dim) and attention_works(*where, heads, kv_heads, dim, sinks)
+        for heads, kv_heads, dim, sinks in sorted(shapes)
+    )
     return Kernels(layers, pages) if work else None
 
 
@@ -64,9 +67,13 @@ def _serves(layer: Any) -> bool:
     return (
         layer.get_attn_backend().get_name() in _BACKENDS
         and layer.head_size == getattr(layer, "head_size_v", layer.head_size)
-        and all(getattr(impl, name, None) is None for name in ("sinks", "alibi_slopes", "kv_sharing_target_layer_name"))
+        and all(getattr(impl, name, None) is None for name in ("alibi_slopes", "kv_sharing_target_layer_name"))
         and getattr(impl, "chunk_lookback", -1) < 0
     )
+
+
+def _sinks(layer: Any) -> torch.Tensor | None:
+    return getattr(layer.impl, "sinks", None)
 
 
 class Kernels:
@@ -142,5 +149,6 @@ class Kernels:
             layer.impl.scale,
             getattr(layer.impl, "logits_soft_cap", None) or 0.0,
             layer.sliding_window,
+            _sinks(layer),
         )
         return output

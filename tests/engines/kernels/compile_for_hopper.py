@@ -26,12 +26,18 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     return compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", 90, 32), options)
 
 
-def attend(dtype: str, torch_dtype: Any) -> Any:
+def attend(dtype: str, torch_dtype: Any, sinks: bool = False, window: int = 0) -> Any:
     rows, keys, warps = attention.tile(torch_dtype, GROUP, DIM)
-    types = dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")
+    types = dict.fromkeys(("query", "keys", "values", "sinks", "out"), f"*{dtype}")
     types |= {"positions": "*i64", "table": "*i32", "scale": "fp32", "soft_cap": "fp32"}
     constants = {"PAGE": 16, "DIM": DIM, "DIM_UP": DIM, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "CAPPED": False}
-    constants |= {"WINDOW": 0, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "keys_dim": 1, "values_dim": 1}
+    constants |= {
+        "WINDOW": window,
+        "SINKS": sinks,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        "keys_dim": 1,
+        "values_dim": 1,
+    }
     aligned = set(attention._attend.arg_names) - set(constants) - {"count", "scale", "soft_cap"}
     return compiled(attention._attend, types, constants, aligned, num_warps=warps, num_stages=2)
 
@@ -72,6 +78,8 @@ def main() -> None:
     half = attend("bf16", torch.bfloat16)
     assert "wgmma" in half.asm["ptx"], "the tensor cores of Hopper are not used"
     assert stack(half) == stack(attend("fp32", torch.float32)) == 0, "a tile is too large for the registers"
+    for window in (0, 128):
+        assert stack(attend("bf16", torch.bfloat16, sinks=True, window=window)) == 0
     for dtype in ("bf16", "fp32"):
         for move in (placed(dtype), placed_in_bulk(dtype)):
             assert "fma" not in move.asm["ptx"], "a product is not rounded"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tests.engines.kernels.pages import ORDERS, columns_first, paged_cache, scattered
 
@@ -18,6 +21,7 @@ def dense(
     scale: float,
     soft_cap: float = 0.0,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, ``[queries, heads, head_dim]``, with keys and values ``[kv_heads, tokens, head_dim]``: one mask."""
     groups = query.shape[1] // keys.shape[0]
@@ -27,7 +31,10 @@ def dense(
         scores = (scores / soft_cap).tanh() * soft_cap
     behind = positions[:, None] - torch.arange(keys.shape[1])
     hidden = (behind < 0) | (behind >= (window or keys.shape[1]))
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values).transpose(0, 1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.cpu().double()[:, None, None].expand(-1, len(positions), 1)], -1)
+    return (scores.softmax(-1)[..., : keys.shape[1]] @ values).transpose(0, 1)
 
 
 class Sequence:
@@ -52,7 +59,7 @@ class Sequence:
             memory[pages, :, rows] = x.transpose(0, 1).to(memory.device)
         return cache
 
-    def check(self, cache: tuple[torch.Tensor, torch.Tensor], paged: bool = True, **options: float) -> None:
+    def check(self, cache: tuple[torch.Tensor, torch.Tensor], paged: bool = True, **options: Any) -> None:
         from cacheblend_rag.engines.kernels.attention import attend
 
         query, positions, table = (x.to(self.device) for x in (self.query, self.positions, self.table))
@@ -96,6 +103,26 @@ def test_pages_before_every_window_may_be_gone(device: str) -> None:
     sequence.positions, sequence.query = sequence.positions[late], sequence.query[late]
     sequence.table[: (120 + 1 - 20) // 16] = 1_000_000
     sequence.check(cache, window=20)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("level", [-40.0, 0.0, 3.0, 300.0])
+def test_sinks_take_their_share(device: str, dtype: torch.dtype, window: int | None, level: float) -> None:
+    sequence = Sequence(device, 150, 2, 3, 16, dtype)
+    cache = sequence.write(paged_cache("NHD", sequence.pages, 2, 16, 16, dtype, device))
+    sinks = (level + torch.randn(6, generator=torch.Generator().manual_seed(0))).to(device, dtype)
+    sequence.check(cache, window=window, sinks=sinks)
+
+
+def test_sinks_are_what_transformers_calls_by_that_name() -> None:
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks, module.training = 3, torch.randn(6), False
+    query, keys, values = torch.randn(1, 6, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    hidden = torch.full((40, 40), float("-inf")).triu(1)[None, None]
+    want = eager_attention_forward(module, query, keys, values, hidden, 0.2)[0][0]
+    got = dense(query[0].transpose(0, 1), keys[0], values[0], torch.arange(40), 0.2, sinks=module.sinks)
+    assert (got - want).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("soft_cap", [2.0, 50.0])

@@ -23,6 +23,7 @@ def _afresh() -> Iterator[None]:
 def test_they_are_found_right(device: str, dtype: torch.dtype) -> None:
     assert placing_works(torch.device(device), dtype, 2, 64)
     assert attention_works(torch.device(device), dtype, 8, 2, 64)
+    assert attention_works(torch.device(device), dtype, 8, 2, 64, sinks=True)
 
 
 def both_work(device: str) -> tuple[bool, bool]:
@@ -42,8 +43,8 @@ def test_a_kernel_that_is_wrong_is_not_used_and_the_log_says_so(
     module: Any = attention if fault == "attend" else place
     right = getattr(module, fault)
 
-    def wrong(*args: Any) -> None:
-        right(*args)
+    def wrong(*args: Any, **named: Any) -> None:
+        right(*args, **named)
         written = args[-2 if fault == "attend" else -1]
         (written.values if fault == "place_layers" else written).mul_(1.5)
 
@@ -58,7 +59,7 @@ def test_a_kernel_that_does_not_compile_is_not_used_and_the_log_says_so(
 ) -> None:
     from cacheblend_rag.engines.kernels import attention
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(attention, "attend", fail)

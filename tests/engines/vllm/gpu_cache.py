@@ -108,7 +108,9 @@ def paged_model(
     monkeypatch.setattr(paged, "set_current_vllm_config", lambda _: nullcontext())
     groups, caches = allocate(layout, dtype)
     config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=dtype, get_vocab_size=lambda: 10),
+        model_config=SimpleNamespace(
+            dtype=dtype, get_vocab_size=lambda: 10, supports_multimodal_inputs=False, enable_prompt_embeds=False
+        ),
         cache_config=SimpleNamespace(block_size=BLOCK),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
         compilation_config=SimpleNamespace(

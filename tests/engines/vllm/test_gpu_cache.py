@@ -65,11 +65,12 @@ def test_a_layout_that_is_not_the_one_we_know_is_noticed(monkeypatch: pytest.Mon
     assert not model.layout_is_known()
 
 
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 3, HEADS)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_the_kernels_place_and_attend_in_every_layout(
-    monkeypatch: pytest.MonkeyPatch, interpreted: None, layout: Any
+    monkeypatch: pytest.MonkeyPatch, interpreted: None, layout: Any, sinks: torch.Tensor | None
 ) -> None:
-    model = paged_model(monkeypatch, "FLASH_ATTN", layout)
+    model = paged_model(monkeypatch, "FLASH_ATTN", layout, sinks=sinks)
     kernels = model.find_kernels()
     assert kernels is not None
     positions = torch.arange(60)
@@ -89,7 +90,7 @@ def test_the_kernels_place_and_attend_in_every_layout(
             attention.impl.forward(
                 attention, query, None, None, attention.kv_cache, metadata, output=out, output_scale=None
             )
-        want = dense(query, *moved(kv, move), asked, 0.2)
+        want = dense(query, *moved(kv, move), asked, 0.2, sinks=sinks)
         assert (out - want).abs().max() < 1e-5
 
 
@@ -118,7 +119,7 @@ def test_vllms_own_attention_is_back_when_a_pass_ends_or_fails(
     assert [layer.impl.forward for layer in model.attention] == own
 
 
-@pytest.mark.parametrize("impl", [{"sinks": torch.zeros(4)}, {"alibi_slopes": [1.0]}, {"chunk_lookback": 1}])
+@pytest.mark.parametrize("impl", [{"alibi_slopes": [1.0]}, {"chunk_lookback": 1}])
 def test_attention_that_does_more_than_the_kernel_stays_vllms(
     monkeypatch: pytest.MonkeyPatch, interpreted: None, impl: dict[str, Any]
 ) -> None:
