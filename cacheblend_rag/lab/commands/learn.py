@@ -23,7 +23,7 @@ class LearningOptions:
         int | None, typer.Option(min=1, help="Train for so many steps instead; a run can then be repeated exactly.")
     ] = None
     rank: Annotated[int, typer.Option(min=1, help="Of the LoRA.")] = 16
-    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3
+    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-4
     recomputed: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the steps that blend at 15%, as the writer will be used.")
     ] = 0.5

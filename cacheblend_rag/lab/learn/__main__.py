@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--note", default="")
     for name, usual in (("rank", 16), ("checks", 12), ("patience", 5), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=usual)
-    for name, usual_rate in (("rate", 1e-3), ("recomputed", 0.5), ("ratio", 0.15)):
+    for name, usual_rate in (("rate", 5e-4), ("recomputed", 0.5), ("ratio", 0.15)):
         parser.add_argument(f"--{name}", type=float, default=usual_rate)
     for name in ("prompt-tokens", "batch-tokens", "answers", "requests", "looked"):
         parser.add_argument(f"--{name}", type=int)

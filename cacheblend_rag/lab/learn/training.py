@@ -47,7 +47,7 @@ class LearnSettings:
     minutes: float | None = None
     steps: int | None = None
     rank: int = 16
-    rate: float = 1e-3
+    rate: float = 5e-4
     recomputed: float = 0.5
     ratio: float = 0.15
     checks: int = 12
