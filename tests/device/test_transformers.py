@@ -15,6 +15,7 @@ from tests.blending import reference
 from tests.blending.families import BLENDED, NOT_BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
+from tests.blending.writers import write_writer
 from tests.device import simulated
 
 pytestmark = pytest.mark.slow
@@ -101,6 +102,21 @@ def test_what_a_device_stored_serves_a_cpu_and_the_reverse(device: str, tmp_path
         assert not done.missing
         answers.append(done.token_ids)
     assert answers[0] == answers[1]
+
+
+def test_a_kv_writer_writes_on_the_device_what_it_writes_on_the_cpu(device: str, tmp_path: Path) -> None:
+    scene = Scene()
+    write_writer(tmp_path, BLENDED["llama"]())
+    there, here = (engine_on(where, "llama", scene, writer=tmp_path, ranking="now") for where in (device, "cpu"))
+    for engine in (there, here):
+        engine.precompute(scene.chunks)
+    for chunk in scene.chunks:
+        got, want = (each.entries.get(chunk.token_ids, each.num_layers) for each in (there, here))
+        assert torch.allclose(got.static_deviation(), want.static_deviation(), rtol=1e-3)
+        for layer in range(here.num_layers):
+            assert all(
+                torch.allclose(a, b, atol=1e-4) for a, b in zip(got.layer(layer), want.layer(layer), strict=True)
+            )
 
 
 def test_a_missing_chunk_is_written_back_from_the_device(device: str) -> None:
