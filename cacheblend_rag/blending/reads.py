@@ -172,7 +172,9 @@ class _DeviceReads:
         self._tokens = sum(span.kv.num_tokens for span in every)
         self.in_place = all(span.kv.tier == "ram" and span.kv.layer(0).k.is_pinned() for span in every)
         threads = max(_DEVICE_THREADS, _at_once(every))
-        self._pool = None if self.in_place else ThreadPoolExecutor(threads, thread_name_prefix="cacheblend-load")
+        self._pool = (
+            None if self.in_place else ThreadPoolExecutor(threads, "cacheblend-load", initializer=transfer.enter_thread)
+        )
         nbytes = sum(span.kv.nbytes for span in every) // num_layers
         self._slots = [Slot() for _ in range(min(max(2, AHEAD_BYTES // max(nbytes, 1)), num_layers))]
         self._pending: dict[int, tuple[Slot, Future[Staged]]] = {}

@@ -84,6 +84,10 @@ class Transfer:
         self._lock = threading.Lock()
         self._in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()
 
+    def enter_thread(self) -> None:
+        """Make the device this thread's own: a new thread has the first one, and would open it, too, for a rank on another."""
+        self._module.set_device(self._device)
+
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return memory to read into before :meth:`stage`, as a :data:`~cacheblend_rag.store.kv.Take` (blocking).
 

@@ -7,6 +7,7 @@
 - A tensor that was allocated on one stream may be used on another only once it is recorded there: PyTorch's allocator would
   hand its memory to somebody else as soon as the first stream has let go of it.
 - Memory that nobody wrote holds NaN.
+- Threads that load must have set their device before they use a stream: CUDA would open the first one for them, too.
 - It counts how often the host waits for it: numbers read one by one, copies to the host and copies to it that do not say
   ``non_blocking``, indices that it must count first.
 """
@@ -119,8 +120,14 @@ def current_stream(device: object = None) -> Stream:
     return found
 
 
+def set_device(device: object) -> None:
+    _local.device = device
+
+
 @contextmanager
 def stream(chosen: Stream) -> Iterator[None]:
+    if threading.current_thread().name.startswith("cacheblend-load") and not hasattr(_local, "device"):
+        raise RuntimeError("a thread that has not set its device would open the first one, too")
     before = current_stream()
     _local.stream = chosen
     try:
@@ -337,6 +344,7 @@ class _Module:
 
     Stream, Event = Stream, Event
     current_stream, stream = staticmethod(current_stream), staticmethod(stream)
+    set_device = staticmethod(set_device)
 
     @staticmethod
     def default_stream(device: object = None) -> Stream:

@@ -56,6 +56,7 @@ class WorkerSide:
         self._paged: PagedModel | None = None
         self._rope: Rope | None = None
         self._blends: BlendQueue | None = None
+        self._page_lock: Callable[[], None] | None = None
         self._refused: dict[str, str] = {}
         self._step = StepMeta()
         self._prefill: tuple[int, float, Any] | None = None
@@ -95,7 +96,7 @@ class WorkerSide:
     def _begin(self, device: torch.device) -> None:
         assert self._paged is not None and self._rope is not None
         self.saver.bind(self._paged, self._rope)
-        page_lock_for(self._entries.store, device)
+        self._page_lock = partial(page_lock_for, self._entries.store, device)
         hand, writer = None, self._entries.writer
         if writer is not None:
             writing = writing_on(self._paged.model, writer, self._paged.dtype, device)
@@ -110,6 +111,9 @@ class WorkerSide:
     def take(self, step: StepMeta) -> None:
         """Take in what this step brings: its blends go on when it has been computed (:meth:`blend`)."""
         self._step = step
+        if self._page_lock is not None:  # a thread that page-locks while vLLM captures its graphs would break them
+            page_lock, self._page_lock = self._page_lock, None
+            page_lock()
         for load in step.loads:
             if self._blends is not None:
                 self._blends.add(load)
