@@ -1,7 +1,7 @@
 """A device that behaves as CUDA does where it matters, made of CPU tensors: `pytest -m device`.
 
 - Its tensors refuse to meet CPU tensors, except in copies, as indices, and as single numbers.
-- Only CPU memory can be pinned; copies to and from pinned memory on a side stream finish late: until an event behind them is
+- Only CPU memory can be pinned; copies to and from pinned memory, on whatever stream, finish late: until an event behind them is
   waited for, the target holds NaN, and what the source holds then is what arrives.
 - What one stream wrote another may use, and overwrite what another used, only behind an event of it, or once the host has waited.
 - A tensor that was allocated on one stream may be used on another only once it is recorded there: PyTorch's allocator would
@@ -319,7 +319,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     if up:
         SimulatedTensor.copies += 1
         SimulatedTensor.unpinned += not source.is_pinned()
-    if non_blocking and here is not DEFAULT and ((up and source.is_pinned()) or (down and target.is_pinned())):
+    if non_blocking and ((up and source.is_pinned()) or (down and target.is_pinned())):
         if down and here not in source.allocation.streams:  # type: ignore[attr-defined]
             raise RuntimeError("copy_: the source of a late copy needs record_stream; its memory may be gone")
         SimulatedTensor.late_fetches += down

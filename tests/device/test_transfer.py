@@ -197,3 +197,26 @@ def test_views_on_the_simulated_device_share_memory(sim: str) -> None:
     whole.transpose(0, 1)[1] = 5.0
     assert whole.tolist() == [[0.0, 5.0, 0.0]] * 2
     assert not whole.transpose(0, 1).is_contiguous()
+
+
+def test_a_late_copy_on_the_default_stream_has_arrived_when_it_is_waited_for_and_not_before(sim: str) -> None:
+    values, there = torch.arange(4.0).to(sim), torch.zeros(4).pin_memory()
+    there.copy_(values, non_blocking=True)
+    assert there.isnan().all()
+    behind = simulated.Event()
+    behind.record()
+    behind.synchronize()
+    assert torch.equal(there, torch.arange(4.0))
+
+
+def test_whoever_does_not_wait_for_what_is_fetched_reads_nothing(sim: str) -> None:
+    fetched = module.Fetch(torch.arange(4.0).to(sim))
+    fetched._arrived = None  # the fault
+    assert fetched.result().isnan().all()
+
+
+def test_what_a_page_locked_source_holds_when_it_is_copied_is_what_arrives(sim: str) -> None:
+    source, values = torch.ones(4).pin_memory(), torch.empty(4, device=sim)
+    values.copy_(source, non_blocking=True)
+    source.fill_(9.0)  # the fault
+    assert values.cpu().tolist() == [9.0] * 4
