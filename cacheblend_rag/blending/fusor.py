@@ -119,12 +119,15 @@ def fuse_stepwise(
     """
     fusor = _Fusor(plan, target, options)
     with fusor.loader:
-        if options.whole:
-            yield Segment("load", awaited=fusor.loader)
-        yield from fusor.watch_question()
-        for layer, width in fusor.checks:
-            yield from fusor.check(layer, width)
-        yield from fusor.recompute()
+        try:
+            if options.whole:
+                yield Segment("load", awaited=fusor.loader)
+            yield from fusor.watch_question()
+            for layer, width in fusor.checks:
+                yield from fusor.check(layer, width)
+            yield from fusor.recompute()
+        finally:  # where it was given up, what comes next may be given its memory
+            fusor.settle()
     return fusor.result()
 
 
@@ -251,6 +254,10 @@ class _Fusor:
         self._placer.before_layer(self._target.num_layers - 1)
         self._computed = len(positions)
 
+    def settle(self) -> None:
+        """Let whatever the device is given from now on come behind the KV that is on its way."""
+        self._placer.settle()
+
     @property
     def _recomputed(self) -> torch.Tensor:
         return self._candidates.positions[self._keep]
@@ -301,6 +308,10 @@ class _Placer:
         if self._await is not None:
             self._loader.brought(stored)
             self._next = self._target.num_layers
+
+    def settle(self) -> None:
+        if self._await is not None:
+            self._await(self._target.num_layers - 1)
 
     def before_layer(self, layer: int) -> None:
         if self._await is not None:

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.bulk import Arrivals
+from cacheblend_rag.blending.fusor import fuse_stepwise
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine, graphs
+from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.engines.transformers.graphs import Graphs
+from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.kv import LayerKV
 from tests.blending.families import BLENDED, make_model
@@ -155,6 +158,23 @@ def test_a_group_that_was_not_waited_for_would_be_noticed(
     monkeypatch.setattr(Arrivals, "wait", lambda self, layer: None)
     with pytest.raises(RuntimeError, match="another stream may still be using"):
         blended_logits(engine, scene, STATIC)
+
+
+@pytest.mark.device
+def test_a_blend_that_is_given_up_leaves_no_copies_behind_that_others_could_meet(
+    sim: str, at_once: Callable[[Any], Any]
+) -> None:
+    scene = Scene()
+    engine = at_once(on(sim, scene, store=open_store(None, ram_budget=1 << 22)))
+    engine.precompute(scene.chunks)
+    request = engine.request(scene.prompt, ANSWER, STATIC)
+    target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
+    steps = fuse_stepwise(planned(engine, request), target, engine.profile.options(request.settings))
+    assert next(steps).kind == "sparse"  # all that is stored is on its way
+    steps.close()
+    for layer in range(engine.num_layers):  # what another request would do with the memory
+        for side in range(2):
+            target.cache.block[side, layer, None].zero_()
 
 
 @pytest.fixture

@@ -177,12 +177,11 @@ class Graphs:
         Returns:
             The last token's logits ``[vocab]``; None where there is no graph.
         """
-        made, block = None, cache.block
-        if (
-            block is not None and block is self._block and int(positions[-1]) < block.shape[3]
-        ):  # else the cache must grow
-            made = self._passes.get(_width(len(positions)))
-        return None if made is None else self._replay(made, ids, positions)
+        made, block = self._passes.get(_width(len(positions))), cache.block
+        # Behind the end of the block the cache must grow, and has it no more.
+        if made is None or block is None or block is not self._block or int(positions[-1]) >= block.shape[3]:
+            return None
+        return self._replay(made, ids, positions)
 
     def ran(self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
         """Take note of a pass that :meth:`run` had no graph for, and what it gave; make one of it when it comes again."""
