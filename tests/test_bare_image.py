@@ -68,6 +68,7 @@ def test_bench_measures_there(bare, kv):
 def test_what_measures_trains_and_stores_is_imported_there(bare):
     folders = ("blending", "prompts", "engines/transformers", "engines/kernels", "lab/bench", "lab/doctor", "lab/learn")
     files = [file for folder in folders for file in (ROOT / "cacheblend_rag" / folder).glob("*.py")]
+    files.remove(ROOT / "cacheblend_rag/lab/doctor/vllm_weights.py")  # vLLM's workers import it
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
     names += ["cacheblend_rag.store.opening", "cacheblend_rag.store.tiered"]
     run(bare, "-c", f"import importlib\nfor name in {names}: importlib.import_module(name)")

@@ -240,6 +240,7 @@ def blend_client(server: Server, store_kv: Callable[[Any], Any]) -> Any:
     client: Any = BlendClient.__new__(BlendClient)
     client.registry, client._entries, client.namespace = server.registry, server.client.entries, DEFAULT
     client._write_back, client.ranking, client._background, client.costs = True, "off", set(), None
+    client.writer = None
     client.store_kv = store_kv
     return client
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -23,7 +23,6 @@ from cacheblend_rag.prompts.prompt import (
 )
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.tokens import encoder_for
-from cacheblend_rag.retrieval.documents import Document, find_documents, load_document
 
 LEAST_TOKENS: Final = 20_000
 """So much text is needed at least: less would be learned by heart."""
@@ -129,14 +128,9 @@ def read_corpus(
     frame = _Frame(tokenizer)
     pieces: list[tuple[str, tuple[int, ...]]] = []
     files: dict[str, int] = {}
-    found = find_documents(documents)
-    for path in found.files:
-        loaded = load_document(path)
-        if not isinstance(loaded, Document):
-            say(f"{loaded.path} was skipped: {loaded.reason}")
-            continue
-        made = [(text, tuple(encoder.document(text))) for text in cut_up(loaded.text)]
-        files[path.name] = sum(len(ids) for _, ids in made)
+    for name, stretches in _read_documents(documents, say):
+        made = [(text, tuple(encoder.document(text))) for text in stretches]
+        files[name] = sum(len(ids) for _, ids in made)
         pieces += made
     asked: list[AskedText] = []
     for file in questions:
@@ -164,6 +158,18 @@ def read_corpus(
     about = {"files": files, "tokens": train.tokens + held_out.tokens, "questions": len(asked)}
     say(f"{about['tokens']:,} tokens of text, {len(asked):,} questions")
     return LearnCorpus(train, held_out, frame.headers, frame.separator, about)
+
+
+def _read_documents(documents: Iterable[Path | str], say: Callable[[str], None]) -> Iterator[tuple[str, list[str]]]:
+    """Return the name and the stretches of each document that can be read."""
+    from cacheblend_rag.retrieval.documents import Document, find_documents, load_document
+
+    for path in find_documents(documents).files:
+        loaded = load_document(path)
+        if isinstance(loaded, Document):
+            yield path.name, cut_up(loaded.text)
+        else:
+            say(f"{loaded.path} was skipped: {loaded.reason}")
 
 
 def cut_up(text: str) -> list[str]:

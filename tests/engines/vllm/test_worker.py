@@ -111,7 +111,7 @@ class Client:
 
     async def generate(self, *_: Any) -> Any:
         self.prompts += 1
-        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length")])
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length")], kv_transfer_params=None)
 
     async def collective_rpc(self, _: str) -> list[dict[str, str]]:
         key = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ()).own_key((1, 2, 3))
