@@ -111,8 +111,8 @@ async def test_a_prompt_is_tokenised_once(
     model: Any, way: str, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder, texts, prompts = encoder_for(engine.tokenizer), [], []
-    encode, tokenize = encoder.template, engine.tokenize
-    monkeypatch.setattr(encoder, "template", lambda text: texts.append(text) or encode(text))
+    encode, tokenize = encoder.between, engine.tokenize
+    monkeypatch.setattr(encoder, "between", lambda *given: texts.append(given) or encode(*given))
     monkeypatch.setattr(engine, "tokenize", lambda prompt: prompts.append(prompt) or tokenize(prompt))
     await ask(model(engine=engine, max_tokens=1), way)
     assert len(texts) == 1

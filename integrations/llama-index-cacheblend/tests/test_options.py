@@ -130,8 +130,8 @@ async def ask(llm: CacheBlendLLM, way: str) -> None:
 @pytest.mark.parametrize("way", ["chat", "complete", "stream_chat", "achat", "astream_complete"])
 async def test_a_prompt_is_tokenised_once(way: str, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, texts, prompts = encoder_for(engine.tokenizer), [], []
-    encode, tokenize = encoder.template, engine.tokenize
-    monkeypatch.setattr(encoder, "template", lambda text: texts.append(text) or encode(text))
+    encode, tokenize = encoder.between, engine.tokenize
+    monkeypatch.setattr(encoder, "between", lambda *given: texts.append(given) or encode(*given))
     monkeypatch.setattr(engine, "tokenize", lambda prompt: prompts.append(prompt) or tokenize(prompt))
     await ask(CacheBlendLLM(engine=engine, max_tokens=1), way)
     assert len(texts) == 1
