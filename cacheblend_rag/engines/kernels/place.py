@@ -81,8 +81,7 @@ def place_layers(memory: torch.Tensor, staged: TokenTable, move: Move | None, la
     _, heads, size, dim = keys.shape
     tokens = len(staged.slots)
     assert memory.dtype == keys.dtype == values.dtype
-    half = 0 if move is None else move.rotation.cos.shape[1]
-    cos, sin = (memory, memory) if move is None else (move.rotation.cos.contiguous(), move.rotation.sin.contiguous())
+    cos, sin = _turn(move, memory)
     _place_layers[triton.cdiv(tokens, _TOKENS), heads, len(offsets)](
         memory,
         *staged,
@@ -97,16 +96,30 @@ def place_layers(memory: torch.Tensor, staged: TokenTable, move: Move | None, la
         *values.stride(),
         PAGE=size if keys.shape[0] > 1 else 0,
         HEADS=heads,
-        DIM=dim,
-        DIM_UP=triton.next_power_of_2(dim),
-        HALF=half,
-        HALF_UP=triton.next_power_of_2(max(half, 1)),
-        REST_UP=triton.next_power_of_2(max(dim - 2 * half, 1)),
-        INTERLEAVED=move is not None and move.layout == "interleaved",
-        TOKENS=_TOKENS,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,  # as below
+        **_constants(move, dim),
     )
+
+
+def _turn(move: Move | None, instead: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin of a move; ``instead``, which is not read, where there is none."""
+    return (instead, instead) if move is None else (move.rotation.cos.contiguous(), move.rotation.sin.contiguous())
+
+
+def _constants(move: Move | None, dim: int) -> dict[str, int | bool]:
+    """Return what both kernels are compiled for: heads of ``dim``, and how a move turns them."""
+    half = 0 if move is None else move.rotation.cos.shape[1]
+    return {
+        "DIM": dim,
+        "DIM_UP": triton.next_power_of_2(dim),
+        "HALF": half,
+        "HALF_UP": triton.next_power_of_2(max(half, 1)),
+        "REST_UP": triton.next_power_of_2(max(dim - 2 * half, 1)),
+        "INTERLEAVED": move is not None and move.layout == "interleaved",
+        "TOKENS": _TOKENS,
+        "num_warps": _WARPS,
+        # A fused multiply-add would skip the rounding of one product.
+        "enable_fp_fusion": False,
+    }
 
 
 def place(kv: LayerKV, move: Move | None, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -122,8 +135,7 @@ def place(kv: LayerKV, move: Move | None, slots: torch.Tensor, keys: torch.Tenso
     heads, tokens, dim = kv.k.shape
     assert kv.k.stride(2) == kv.v.stride(2) == 1
     assert kv.k.dtype == keys.dtype == values.dtype
-    half = 0 if move is None else move.rotation.cos.shape[1]
-    cos, sin = (kv.k, kv.k) if move is None else (move.rotation.cos.contiguous(), move.rotation.sin.contiguous())
+    cos, sin = _turn(move, kv.k)
     _place[triton.cdiv(tokens, _TOKENS), heads](
         kv.k,
         kv.v,
@@ -139,16 +151,7 @@ def place(kv: LayerKV, move: Move | None, slots: torch.Tensor, keys: torch.Tenso
         *keys.stride(),
         *values.stride(),
         PAGE=keys.shape[2] if keys.shape[0] > 1 else 0,
-        DIM=dim,
-        DIM_UP=triton.next_power_of_2(dim),
-        HALF=half,
-        HALF_UP=triton.next_power_of_2(max(half, 1)),
-        REST_UP=triton.next_power_of_2(max(dim - 2 * half, 1)),
-        INTERLEAVED=move is not None and move.layout == "interleaved",
-        TOKENS=_TOKENS,
-        num_warps=_WARPS,
-        # A fused multiply-add would skip the rounding of one product.
-        enable_fp_fusion=False,
+        **_constants(move, dim),
     )
 
 

@@ -51,16 +51,6 @@ class Passes(Protocol):
     def new_cache(self, num_tokens: int, room: int = ...) -> PositionedCache:
         """Return an empty cache."""
 
-    def scatter(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache: PositionedCache,
-        before_layer: Callable[[int], None],
-        stop_layer: int | None,
-    ) -> Any:
-        """Run tokens at positions."""
-
     def scatter_at(
         self,
         ids: torch.Tensor,
@@ -70,7 +60,7 @@ class Passes(Protocol):
         cache: PositionedCache,
         before_layer: Callable[[int], None],
     ) -> Any:
-        """Run tokens at positions that are on the device, too."""
+        """Run tokens at positions, which are on the device, too."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +210,7 @@ class Graphs:
         anywhere = torch.arange(width)
         positions = anywhere.to(block.device)
         # What is compiled and allocated at first use must not be captured.
-        runner.scatter(ids, anywhere, runner.new_cache(width), lambda layer: None, None)
+        runner.scatter_at(ids, anywhere, positions, width, runner.new_cache(width), lambda layer: None)
         capacity = block.shape[3]
         cache = PositionedCache(runner.num_layers, capacity, block=block)
         self._placed.record()  # an event that never was is not waited for, nor will be
