@@ -50,6 +50,10 @@ def learn_command(
         list[Path] | None, typer.Option(help="Files of questions with their passages, as `eval` reads them.")
     ] = None,
     how: LearningOptions,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="A writer of this model to go on from, with these documents say (default: none)."),
+    ] = None,
     note: Annotated[str, typer.Option(help="What the writer's card says of the texts, such as their licences.")] = "",
     model: options.Model = None,
     device: options.Device = None,
@@ -76,6 +80,7 @@ def learn_command(
         Sizes(batch_tokens=how.batch_tokens, answers=how.own_answers),
         device=device,
         dtype=dtype_named(dtype) if dtype else None,
+        start=start,
         note=note,
         say=lambda line: typer.echo(line, err=True),
     )

@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--device")
     parser.add_argument("--dtype")
+    parser.add_argument("--start", type=Path)
     parser.add_argument("--note", default="")
     for name, usual in (("rank", 16), ("checks", 12), ("patience", 5), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=usual)
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes,
         device=o.device,
         dtype=dtype_named(o.dtype) if o.dtype else None,
+        start=o.start,
         note=o.note,
         say=say,
     )

@@ -32,13 +32,14 @@ def writing_copy(model: nn.Module, rank: int, seed: int = 0) -> Any:
     return _cast_free(get_peft_model(_sharing(model), config))
 
 
-def load_writing_copy(model: nn.Module, directory: Path) -> Any:
-    """Return a copy of a causal LM that writes as a saved writer does; raises InputError where there is none."""
+def load_writing_copy(model: nn.Module, directory: Path, learns: bool = False) -> Any:
+    """Return a copy of a causal LM that writes as a saved writer does, and ``learns`` on; raises InputError if there is none."""
     from peft import PeftModel
 
     if not (directory / FILE).is_file():
         raise InputError(f"There is no writer in {directory}; give the directory that `cacheblend learn` has made.")
-    return _cast_free(PeftModel.from_pretrained(_sharing(model), str(directory)).eval())
+    writing = PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=learns)
+    return _cast_free(writing if learns else writing.eval())
 
 
 def _sharing(model: nn.Module) -> nn.Module:

@@ -96,7 +96,7 @@ class BatchBlender:
         return self._run(self.model, batch.ids, cache, batch.layout.watched), cache
 
     def write(self, model: Any, batch: PromptBatch, probe: Sequence[int] = ()) -> StoredBatch:
-        """Compute the KV of every chunk behind the header, and move it to its place.
+        """Compute the KV of every stale chunk behind the header, and move it to its place.
 
         Args:
             model: This blender's own, or one that writes in its place.
@@ -104,10 +104,10 @@ class BatchBlender:
             probe: Token ids that stand between header and chunk.
         """
         layout = batch.layout
-        h = len(layout.header) + len(probe)
-        starts = torch.tensor([start for start, _ in layout.spans], device=self.device)[:, None]
-        ends = torch.tensor([end for _, end in layout.spans], device=self.device)[:, None]
-        width = max(end - start for start, end in layout.spans)
+        h, spans = len(layout.header) + len(probe), layout.spans[layout.exact :]
+        starts = torch.tensor([start for start, _ in spans], device=self.device)[:, None]
+        ends = torch.tensor([end for _, end in spans], device=self.device)[:, None]
+        width = max(end - start for start, end in spans)
         offsets = torch.arange(width, device=self.device)
         target = starts + offsets
         # Padding stands behind each chunk, where causal attention never looks from: any tokens will do.
@@ -121,12 +121,24 @@ class BatchBlender:
         positions = torch.where(target < ends, target, _NOWHERE).flatten()
         return StoredBatch(keys, values, positions)
 
-    def in_context(self, cache: DynamicCache, stored: StoredBatch) -> StoredBatch:
-        """Return a full prefill's KV of the same tokens."""
-        at = torch.where(stored.positions == _NOWHERE, 0, stored.positions)
+    def in_context(self, cache: DynamicCache, positions: torch.Tensor) -> StoredBatch:
+        """Return a full prefill's KV of the tokens at ``positions``, ``[stored]``."""
+        at = torch.where(positions == _NOWHERE, 0, positions)
         sides = zip(*(self._pair(layer) for layer in cache.layers), strict=True)
         keys, values = ([part[:, :, at] for part in side] for side in sides)
-        return StoredBatch(keys, values, stored.positions)
+        return StoredBatch(keys, values, positions)
+
+    def behind_exact(self, layout: BatchLayout, cache: DynamicCache, stale: StoredBatch) -> StoredBatch:
+        """Return the KV of all chunks: the exact ones as a full prefill has them, behind them what :meth:`write` returned."""
+        inside = [torch.arange(*span, device=self.device) for span in layout.spans[: layout.exact]]
+        if not inside:
+            return stale
+        exact = self.in_context(cache, torch.cat(inside))
+        sides = [
+            [torch.cat(pair, 2) for pair in zip(*sides, strict=True)]
+            for sides in zip(exact[:2], stale[:2], strict=True)
+        ]
+        return StoredBatch(sides[0], sides[1], torch.cat([exact.positions, stale.positions]))
 
     def blend(
         self,

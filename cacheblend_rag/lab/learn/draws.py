@@ -1,4 +1,7 @@
-"""Draws batches of prompts: chunks of any number, length and order, cut anywhere, and behind them a question or what follows."""
+"""Draws batches of prompts: chunks of any number, length and order, cut anywhere, and behind them a question or what follows.
+
+The first chunk stands right behind the header, where engines have it as the model itself writes it: exact.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ class Draws:
             padding = [0] * (watched - len(tail))
             prompts.append([*prompt, *tail, *padding])
             weights.append([*counts, *padding])
-        layout = BatchLayout(header, tuple(spans), total + watched, watched)
+        layout = BatchLayout(header, tuple(spans), total + watched, watched, exact=1)
         ids = torch.tensor(prompts)
         weight = torch.tensor(weights, dtype=torch.float32)
         if self._device.type == "cuda":

@@ -15,9 +15,10 @@ from cacheblend_rag import __version__
 from cacheblend_rag.blending.rope import NotRotaryError
 from cacheblend_rag.engines.models import end_tokens, why_not_blendable
 from cacheblend_rag.engines.transformers.owner import LoadedModel, device_named, load_model
+from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.doctor.measure import describe_machine
-from cacheblend_rag.lab.learn.adapter import save_writer, writing_copy
+from cacheblend_rag.lab.learn.adapter import load_writing_copy, save_writer, writing_copy
 from cacheblend_rag.lab.learn.answers import greedy
 from cacheblend_rag.lab.learn.blend import BatchBlender
 from cacheblend_rag.lab.learn.corpus import LearnCorpus, LearnTexts, read_corpus, with_answers
@@ -69,6 +70,7 @@ def learn(
     tokenizer: Any = None,
     device: str | None = None,
     dtype: torch.dtype | None = None,
+    start: Path | None = None,
     note: str = "",
     say: Say | None = None,
 ) -> tuple[Trained, Path | None]:
@@ -84,6 +86,7 @@ def learn(
         tokenizer: Of a loaded model.
         device: As torch names it.
         dtype: What the model computes in; None: bf16 on a GPU, fp32 on a CPU.
+        start: Directory of a writer of this model to go on from; None begins with one that changes nothing.
         note: What the card is to say of the texts, such as their licences.
         say: Told how it goes, in lines.
 
@@ -91,21 +94,19 @@ def learn(
         What came of it, and the directory; None if the writer is not better, and so not saved.
 
     Raises:
-        InputError: There is too little text, the output is there already, or the settings are off.
+        InputError: There is too little text, the output is there already, the settings are off, or no writer to start from.
         ModelError: The model cannot be loaded or blended.
     """
     settings, say = settings or LearnSettings(minutes=30), say or (lambda line: None)
-    output = output.expanduser()
-    check_free(output)
+    check_free(output := output.expanduser())
     place = device_named(device)
     loaded = load_model(model, tokenizer, place, dtype or (torch.bfloat16 if place.type == "cuda" else None))
-    blender = _blender(loaded)
+    lesson, settings = _lesson(loaded, start, settings)
     prompt_tokens, batch_tokens, answers, requests, looked = (sizes or Sizes()).on(place)
     window = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
     draw = DrawSettings(min(prompt_tokens, window), batch_tokens, seed=settings.seed)
     corpus = read_corpus(loaded.tokenizer, documents, questions, settings.seed, requests, say)
     corpus = _answered(loaded, corpus, answers, batch_tokens, settings.seed, say)
-    lesson = Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed))
     drawn = [Draws(corpus, draw, place, held_out) for held_out in (False, True)]
     state = output.with_name(f"{output.name}.training.pt")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def learn(
     better = trained.best is not None and trained.share(trained.best) < 1
     if better:
         with unfinished(output) as directory:
-            card = card_of(loaded, corpus, settings, draw, trained, place, note)
+            card = card_of(loaded, corpus, settings, draw, trained, place, note, start)
             save_writer(lesson.writing, directory, loaded.fingerprint, card)
             put_in_place(directory, output)
     state.unlink(missing_ok=True)
@@ -128,6 +129,16 @@ def _blender(loaded: LoadedModel) -> BatchBlender:
     except NotRotaryError as error:
         why = str(error)
     raise ModelError(f"{loaded.fingerprint.name} cannot be blended, so there is no writer for it: {why}.")
+
+
+def _lesson(loaded: LoadedModel, start: Path | None, settings: LearnSettings) -> tuple[Lesson, LearnSettings]:
+    """Return what is to be learned, and the settings with the rank of the writer that learns on, if there is one."""
+    blender = _blender(loaded)
+    if start is None:
+        return Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed)), settings
+    KVWriter.read(start, loaded.fingerprint, loaded.directory)
+    writing = load_writing_copy(loaded.model, start.expanduser(), learns=True)
+    return Lesson(blender, writing), replace(settings, rank=writing.peft_config["default"].r)
 
 
 def _answered(
@@ -175,6 +186,7 @@ def card_of(
     trained: Trained,
     device: torch.device,
     note: str,
+    start: Path | None,
 ) -> dict[str, Any]:
     """Return what `writer.json` says of how the writer was made."""
     best = trained.best
@@ -196,4 +208,5 @@ def card_of(
         "settings": {**asdict(settings), **asdict(draw)},
         "machine": describe_machine(device),
         "versions": {"cacheblend-rag": __version__, "peft": version("peft")},
+        **({} if start is None else {"started_from": KVWriter.read(start).card}),
     }

@@ -8,8 +8,17 @@ from typing import Any, Final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 
-from cacheblend_rag.lab.learn.blend import BatchBlender, PromptBatch, StoredBatch, count_of, deviation, divergence
+from cacheblend_rag.lab.learn.blend import (
+    BatchBlender,
+    BatchLayout,
+    PromptBatch,
+    StoredBatch,
+    count_of,
+    deviation,
+    divergence,
+)
 
 _KERNELS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -30,16 +39,22 @@ class Lesson:
             plain: Let the model itself write.
         """
         with self.autocast():
-            teacher, cache = self.blender.prefill(batch, keep_kv=ratio > 0)
-            stored = self.blender.write(self.blender.model if plain else self.writing, batch)
-            scores = None if cache is None else self._deviation(batch, stored, cache)
+            layout = batch.layout
+            teacher, cache = self.blender.prefill(batch, keep_kv=True)
+            assert cache is not None
+            stale = self.blender.write(self.blender.model if plain else self.writing, batch)
+            stored = self.blender.behind_exact(layout, cache, stale)
+            scores = self._scores(layout, stale, cache) if ratio > 0 else None
             del cache
-            counts = [count_of(batch.layout, ratio)] * len(batch.ids)
+            counts = [count_of(layout, ratio)] * len(batch.ids)
             student = self.blender.blend(batch, stored, scores, counts)
         return divergence(teacher, student, batch.weights)
 
-    def _deviation(self, batch: PromptBatch, stored: StoredBatch, cache: Any) -> torch.Tensor:
-        return deviation(stored, self.blender.in_context(cache, stored), len(batch.layout.spans))
+    def _scores(self, layout: BatchLayout, stale: StoredBatch, cache: Any) -> torch.Tensor:
+        """Return the KV deviation of all that is stored: none of the exact chunks."""
+        fresh = self.blender.in_context(cache, stale.positions)
+        found = deviation(stale, fresh, len(layout.spans) - layout.exact)
+        return pad(found, (sum(end - start for start, end in layout.spans[: layout.exact]), 0))
 
     @contextmanager
     def autocast(self) -> Iterator[None]:

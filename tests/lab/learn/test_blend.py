@@ -61,8 +61,10 @@ def test_a_blend_of_a_batch_equals_the_engines(family: str, ratio: float) -> Non
         assert target.logits is not None
         want.append(target.logits)
     blender = BatchBlender(model)
+    _, cache = blender.prefill(batch, keep_kv=True)
+    assert cache is not None
     with torch.no_grad():
-        stored = blender.write(model, batch)
+        stored = blender.behind_exact(batch.layout, cache, blender.write(model, batch))
         placed = torch.zeros(2, len(stored.positions))
         for column, position in enumerate(stored.positions.tolist()):
             at = (inside == position).nonzero().flatten()
@@ -85,6 +87,26 @@ def test_prompts_of_a_batch_may_recompute_different_numbers_of_tokens() -> None:
             alone = blender.blend(batch, stored, scores, [count] * 3)
             assert (together[row] - alone[row]).abs().max() < 1e-4
         assert (together[2] - blender.prefill(batch)[0][2]).abs().max() < 1e-4, "ratio 1 is the full prefill"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_the_exact_first_chunk_is_as_the_model_writes_it_and_the_others_as_the_writer_does(family: str) -> None:
+    model = make_model(BLENDED[family]())
+    writing, blender = writing_copy(model, rank=2), BatchBlender(model)
+    generator = torch.Generator().manual_seed(0)
+    batch = batch_of([Scene(), like(Scene(), 1)], exact=1)
+    _, cache = blender.prefill(batch, keep_kv=True)
+    assert cache is not None
+    with torch.no_grad():
+        for tensor in weights_of(writing).values():
+            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+        joined = blender.behind_exact(batch.layout, cache, blender.write(writing, batch))
+        every = batch_of([Scene(), like(Scene(), 1)])
+        plain, written = blender.write(model, every), blender.write(writing, every)
+    for start, end, want in [(*span, written if number else plain) for number, span in enumerate(batch.layout.spans)]:
+        for got, side in zip(joined[:2], want[:2], strict=True):
+            mine, theirs = ((each.positions >= start) & (each.positions < end) for each in (joined, want))
+            assert all((a[:, :, mine] - b[:, :, theirs]).abs().max() < 1e-4 for a, b in zip(got, side, strict=True))
 
 
 def test_a_new_writer_writes_what_the_model_writes_and_the_model_stays_as_it_is() -> None:
@@ -172,7 +194,7 @@ def test_kv_that_is_exact_does_not_deviate_and_other_does() -> None:
     _, cache = blender.prefill(batch, keep_kv=True)
     with torch.no_grad():
         stored = blender.write(model, batch)
-    found: Any = deviation(stored, blender.in_context(cache, stored), len(batch.layout.spans))[0]
+    found: Any = deviation(stored, blender.in_context(cache, stored.positions), len(batch.layout.spans))[0]
     first = stored.positions < batch.layout.spans[0][1]
     later = (stored.positions > batch.layout.spans[0][1]) & (stored.positions < batch.layout.length)
     assert found[first].max() < 1e-6, "behind the header alone a chunk is exact"

@@ -16,7 +16,7 @@ from cacheblend_rag.lab.learn import training
 from cacheblend_rag.lab.learn.learn import Sizes, learn
 from cacheblend_rag.lab.learn.lesson import Lesson
 from cacheblend_rag.lab.learn.training import LearnSettings, Training
-from tests.blending.families import _BASE, NOT_BLENDED, make_model
+from tests.blending.families import _BASE, BLENDED, NOT_BLENDED, make_model
 from tests.conftest import byte_level
 
 SMALL = Sizes(prompt_tokens=420, batch_tokens=420, answers=4, requests=8, looked=2)
@@ -71,6 +71,28 @@ def test_a_better_writer_is_saved_with_its_card_in_pefts_format(tmp_path: Path, 
     assert {tensor.dtype for tensor in weights(saved).values()} == {torch.bfloat16}
     assert not list(tmp_path.glob("*.pt"))
     assert any("min" in line and "steps" in line for line in said[:5]), "it says first how long it will take"
+
+
+def test_a_writer_learns_on_from_another_of_the_same_model(tmp_path: Path, documents: Path) -> None:
+    def run(name: str, **more: Any) -> Path | None:
+        return learn(
+            output=tmp_path / name, documents=[documents], sizes=SMALL, **{"settings": SETTINGS, **tiny(), **more}
+        )[1]
+
+    first = run("first")
+    assert first is not None
+    still = LearnSettings(steps=1, rank=4, checks=1, rate=1e-12)
+    on = run("on", settings=still, start=first)
+    assert on is not None
+    one, other = weights(first), weights(on)
+    assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one), "its rank is that of the first"
+    card = json.loads((on / "writer.json").read_text())["card"]
+    assert card["started_from"]["steps"] == 6
+    assert card["settings"]["rank"] == 2
+    with pytest.raises(InputError, match="another model"):
+        run("other", start=first, model=make_model(BLENDED["qwen3"]()))
+    with pytest.raises(InputError, match="cannot be used"):
+        run("none", start=tmp_path / "missing")
 
 
 @pytest.mark.slow
