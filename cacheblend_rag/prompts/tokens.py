@@ -100,12 +100,11 @@ class TextEncoder:
         document's, spell.
         """
         encoding = _encode(self._template, before + text + after, False)
-        found = _within(encoding.offsets, len(before), len(before) + len(text))
-        if found is None or any(
-            encoding.ids[at] in self._special and encoding.offsets[at][0] < len(before) + data for at in found
-        ):
+        ids, offsets = encoding.ids, encoding.offsets  # each reading of them copies all
+        found = _within(offsets, len(before), len(before) + len(text))
+        if found is None or any(ids[at] in self._special and offsets[at][0] < len(before) + data for at in found):
             return None
-        return [encoding.ids[at] for at in found]
+        return [ids[at] for at in found]
 
     def chunk(self, text: str) -> tuple[list[int], list[int]]:
         """Return the tokens of a chunk, and the characters that they start at, as they are behind a line's end.
@@ -113,13 +112,12 @@ class TextEncoder:
         Tokens that reach over the chunk's end, where a blank line follows, are left out: what they begin with (:meth:`tail`) is
         tokenised with what follows it in a prompt. A chunk whose edges the tokenizer cuts otherwise is tokenised on its own.
         """
-        ids = self.document(text)
         encoding = _encode(self._document, _BEHIND + text + _BEFORE, False)
-        begin = len(_BEHIND)
-        found = _within(encoding.offsets, begin, begin + len(text) - self._longest_tail(text))
-        if not found or self._spelled(encoding.ids, text):
-            return ids, self.document_starts(text)
-        return [encoding.ids[at] for at in found], [encoding.offsets[at][0] - begin for at in found]
+        begin, ids, offsets = len(_BEHIND), encoding.ids, encoding.offsets  # each reading of them copies all
+        found = _within(offsets, begin, begin + len(text) - self._longest_tail(text))
+        if not found or self._spelled(ids, text):
+            return self.document(text), self.document_starts(text)
+        return [ids[at] for at in found], [offsets[at][0] - begin for at in found]
 
     def tail(self, text: str, token_ids: Sequence[int]) -> str:
         """Return the end of a chunk's text that its tokens leave out."""
