@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: hf.LlamaConfig(**SHAPE),
         {"enforce_eager": False, "enable_prompt_embeds": True},
     ),
+    "mixtral": (lambda: hf.MixtralConfig(**SHAPE, num_local_experts=4), {}),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}),
 }
 SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)

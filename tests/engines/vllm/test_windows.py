@@ -43,6 +43,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: hf.Gemma2Config(**SHAPE, **_SHORT),
         {"disable_hybrid_kv_cache_manager": True},
     ),
+    # vLLM has a window in every other layer of it, whatever the config says.
+    "gpt-oss, sinks and experts": (
+        lambda: hf.GptOssConfig(**SHAPE, **_SHORT | {"layer_types": None}, num_local_experts=4, num_experts_per_tok=2),
+        {},
+    ),
     "mistral, window longer than a chunk": (lambda: hf.MistralConfig(**SHAPE, sliding_window=200), {}),
 }
 
