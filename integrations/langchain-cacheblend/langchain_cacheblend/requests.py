@@ -136,7 +136,8 @@ class EngineFields(Serializable):
         if not isinstance(values, Mapping):
             return values
         given = with_usual_names(values)
-        engine = given["given_engine"] = given.pop("engine", None)
+        # A copy that LangChain makes (`configurable_fields`) gives fields by their own names.
+        engine = given["given_engine"] = given.pop("engine", given.get("given_engine"))
         names = {field.alias or name for name, field in cls.model_fields.items()} | set(cls.model_fields)
         if unknown := sorted(set(given) - names):
             known = ", ".join(sorted({"engine", *EngineFields.model_fields} - {"given_engine"}))

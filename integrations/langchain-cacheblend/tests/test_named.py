@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from langchain_core.load import dumps, loads
 from langchain_core.prompts import ChatPromptTemplate, HumanMessagePromptTemplate, PromptTemplate
-from langchain_core.runnables import RunnableLambda, RunnableSequence
+from langchain_core.runnables import ConfigurableField, RunnableLambda, RunnableSequence
 
 from cacheblend_rag import InputError, ServerError, TransformersEngine
 from langchain_cacheblend import CacheBlendLLM, CacheBlendRetriever, ChatCacheBlend
@@ -59,6 +59,38 @@ def test_an_engine_and_the_name_of_one_do_not_go_together(scripted: ScriptedEngi
         ChatCacheBlend(engine=scripted, timeout=3.0, max_retries=1)
     with pytest.raises(InputError, match="'tensorrt'"):
         ChatCacheBlend(engine="tensorrt", model="bundled")
+
+
+@pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM])
+def test_every_copy_that_langchain_makes_asks_the_engine_of_its_original(
+    kind: Any, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_MODEL", "bundled")  # what a copy without an engine would ask, without a word
+    llm = kind(engine=scripted, max_tokens=5)
+    tokens = ConfigurableField(id="tokens")
+    failing = RunnableLambda(lambda _: 1 / 0)
+    copies = {
+        "configurable_fields": (llm.configurable_fields(max_tokens=tokens).with_config(configurable={"tokens": 7}), 7),
+        "configured by the call": (llm.configurable_fields(max_tokens=tokens), 5),
+        "configurable_alternatives": (
+            llm.configurable_alternatives(
+                ConfigurableField(id="which"), short=llm.model_copy(update={"max_tokens": 3})
+            ).with_config(configurable={"which": "short"}),
+            3,
+        ),
+        "bind": (llm.bind(max_tokens=6), 6),
+        "with_config": (llm.with_config(tags=["x"]), 5),
+        "with_retry": (llm.with_retry(), 5),
+        "with_fallbacks": (failing.with_fallbacks([llm]), 5),
+        "model_copy": (llm.model_copy(deep=True), 5),
+        "copy": (copy.copy(llm), 5),
+    }
+    for made, (model, max_tokens) in copies.items():
+        model.invoke("Who?")
+        assert scripted.requests.pop().sampling.max_tokens == max_tokens, made
+        assert not scripted.requests, made
+    llm.configurable_fields(max_tokens=tokens).invoke("Who?", {"configurable": {"tokens": 9}})
+    assert scripted.requests.pop().sampling.max_tokens == 9
 
 
 def test_what_names_a_model_can_be_sent_to_another_process_and_what_holds_one_says_why_not(
