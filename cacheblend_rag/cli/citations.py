@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.results import RagAnswer, Source
 
 _WIDTH = 100
-_SENTENCE = re.compile(r"[^\n.!?]+(?:[.!?]+(?=\s|$)|\.(?=\S)|\n|$)+")
+# Where a sentence or a line ends: a full stop within a number, a name or a path ends none.
+_END = re.compile(r"(?<=[.!?])\s+|\n\s*")
 _WORD = re.compile(r"\w{3,}|\d+")
 
 
@@ -30,11 +31,17 @@ def cite(source: Source) -> str:
 
 
 def snippet(text: str, about: str, width: int = _WIDTH) -> str:
-    """Return the part of ``text``, at most ``width`` characters in one line, that shares most words with ``about``."""
-    wanted = set(_WORD.findall(about.lower()))
-    sentences = [match[0].strip() for match in _SENTENCE.finditer(text)] or [text]
-    best = max(range(len(sentences)), key=lambda n: (len(wanted & set(_WORD.findall(sentences[n].lower()))), -n))
-    shown = " ".join(" ".join(sentences[best:]).split())
+    """Return the part of ``text``, at most ``width`` characters, that shares most words with ``about``.
+
+    It is quoted as it stands there, but for white space: it becomes one line.
+    """
+    wanted, text = set(_WORD.findall(about.lower())), text.strip()
+    starts = [0, *(end.end() for end in _END.finditer(text))]
+    shared = [
+        len(wanted & set(_WORD.findall(text[a:b].lower()))) for a, b in zip(starts, [*starts[1:], None], strict=True)
+    ]
+    best = starts[shared.index(max(shared))]
+    shown = " ".join(text[best:].split())
     if len(shown) > width:
         shown = shown[: width - 1].rsplit(" ", 1)[0] + "…"
     return f"“{'… ' if best else ''}{shown}”"

@@ -122,3 +122,14 @@ def test_a_snippet_is_the_sentence_that_shares_most_words_cut_between_words():
     found = snippet(text, "Who approves travel above 500 euros?", 60)
     assert found == "“… Travel above 500 euros is approved by the head of the…”"
     assert snippet("One line\nand another.", "") == "“One line and another.”"
+
+
+def test_a_snippet_quotes_the_characters_of_its_source():
+    text = 'Set out in the notes.  Install 2.37.1 from ../docs/a.md, e.g. with pip!\nThen "ask" ... or not?  Yes.'
+    assert snippet(text, "install pip", 200) == (
+        '“… Install 2.37.1 from ../docs/a.md, e.g. with pip! Then "ask" ... or not? Yes.”'
+    )
+    for about in ("", "notes", "2.37.1 docs", "ask", "yes"):
+        quoted = snippet(text, about, 200).strip("“”").removeprefix("… ")
+        assert quoted in " ".join(text.split()), about
+    assert snippet(" \n ", "x") == "“”"
