@@ -29,6 +29,7 @@ from llama_index.core.utils import set_global_tokenizer
 
 from cacheblend_rag import BlendEngine, Chunk, Generation, InputError, StreamEvent
 from cacheblend_rag.frameworks import (
+    CALL_OPTIONS,
     Asked,
     CallsRead,
     EngineName,
@@ -41,7 +42,7 @@ from cacheblend_rag.frameworks import (
     sampling_of,
     with_usual_names,
 )
-from llama_index_cacheblend.handles import engine_for, named_engine, refuse_unpicklable
+from llama_index_cacheblend.handles import named_engine, refuse_unpicklable
 from llama_index_cacheblend.requests import (
     Build,
     answer_tokens,
@@ -56,6 +57,9 @@ from llama_index_cacheblend.watch import Inbox, watch_for, watch_retrievals
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
+
+LLM_OPTIONS = (*CALL_OPTIONS, "on_miss", "context_window", "is_chat_model")
+"""Names of the options that our query and chat engines and synthesizers take for their LLM."""
 
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 _Make = Callable[[str, str | None, dict[str, Any] | None], _Response]
@@ -216,6 +220,19 @@ class CacheBlendLLM(FunctionCallingLLM):
     def tokenizer(self) -> Callable[[str], list[int]]:
         """Return the model's tokenizer as LlamaIndex wants one: text to token ids, none special. Thread-safe."""
         return encoder_for(self.engine.tokenizer).document
+
+    def with_options(self, **options: Any) -> Self:
+        """Return a copy with these in place of its own :data:`LLM_OPTIONS`; the others stay.
+
+        Raises:
+            InputError: A value of a wrong type or outside its range.
+        """
+        options = with_usual_names(options)
+        check_given({"on_miss": self.on_miss, **options_of(self), **options})
+        copy = self.model_copy(update=options)
+        sampling_of(options_of(copy), room=1)
+        copy._check_window()
+        return copy
 
     def holding(self, chunks: Sequence[Chunk], record: list[dict[str, Any]] | None = None) -> Self:
         """Return a copy for prompts that hold exactly these chunks: they are looked for before all others.
@@ -394,17 +411,6 @@ def _with_calls(response: _Response, calls: CallsRead | None) -> _Response:
     if calls is not None and isinstance(response, ChatResponse):
         with_calls(response, calls)
     return response
-
-
-def llm_for(engine: BlendEngine | None, llm: CacheBlendLLM | None, owner: str, **options: Any) -> CacheBlendLLM:
-    """Return ``llm``, else a new one of ``engine``, else one of the engine of `Settings.llm`.
-
-    Raises:
-        InputError: There is none of them, or the LLM has another engine.
-    """
-    if llm is not None and engine is not None and llm.engine is not engine:
-        raise InputError("The LLM has another engine; give the engine or the LLM, not two that differ.")
-    return llm or CacheBlendLLM(engine=engine_for(engine, owner), **options)
 
 
 def _is_default(tokenizer: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import PrivateAttr
@@ -61,9 +61,14 @@ class ChunkPreservingPromptHelper(PromptHelper):
         self._template_tokens = _template_tokens(engine)
 
     @classmethod
+    def of(cls, llm: Any) -> Self:
+        """Pack for a `CacheBlendLLM`: for its context window, and with room for its answers."""
+        return cls(llm.engine, llm.metadata.num_output, context_window=llm.metadata.context_window)
+
+    @classmethod
     def from_llm_metadata(cls, llm_metadata: LLMMetadata, *args: Any, **kwargs: Any) -> PromptHelper:
         """Refuse: metadata knows neither tokenizer nor chunks."""
-        raise InputError(f"{cls.__name__} needs the engine: {cls.__name__}(engine, llm.metadata.num_output).")
+        raise InputError(f"{cls.__name__} needs the engine: {cls.__name__}.of(llm).")
 
     @classmethod
     def class_name(cls) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine import CondensePlusContextChatEngine
+from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.ingestion import run_transformations
 from llama_index.core.node_parser import SentenceSplitter
@@ -21,15 +24,18 @@ from llama_index.core.settings import Settings
 
 from cacheblend_rag import BlendEngine, InputError
 from cacheblend_rag.frameworks import DEFAULT_CHUNK_TOKENS, DEFAULT_INSTRUCTION
+from llama_index_cacheblend.defaults import llm_for, other_options
 from llama_index_cacheblend.embedding import BundledEmbedding
-from llama_index_cacheblend.llm import CacheBlendLLM, llm_for
+from llama_index_cacheblend.llm import CacheBlendLLM
 from llama_index_cacheblend.nodes import precompute_nodes
 from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
+from llama_index_cacheblend.requests import listed
 from llama_index_cacheblend.retriever import CacheBlendRetriever
-from llama_index_cacheblend.synthesizer import CacheBlendSynthesizer
+from llama_index_cacheblend.synthesizer import USAGE_KEY, CacheBlendSynthesizer
 from llama_index_cacheblend.templates import qa_template
 
 _TOP_K = 6
+_Response = TypeVar("_Response", AgentChatResponse, StreamingAgentChatResponse)
 
 
 class CacheBlendQueryEngine(RetrieverQueryEngine):
@@ -63,9 +69,9 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
             chunk_size: Most tokens of a chunk, metadata included.
             precompute: Compute all KV now; otherwise each chunk's is computed with the first prompt that needs it.
             show_progress: Show LlamaIndex's progress bars.
-            options: As of :meth:`from_index` (``similarity_top_k``, ``response_mode``...).
+            options: As of :meth:`from_index` (``similarity_top_k``, ``response_mode``, ``max_tokens``...).
         """
-        own = llm_for(engine, llm, cls.__name__, watch_retrieval=False)
+        own = llm_for(engine, llm, cls.__name__, options, watch=False)
         if transformations is None:
             transformations = [SentenceSplitter(chunk_size=chunk_size, chunk_overlap=0, tokenizer=own.tokenizer)]
         nodes = run_transformations(list(documents), transformations, show_progress=show_progress)
@@ -75,7 +81,7 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
             precompute_nodes(own.engine, nodes)
         embedding = embed_model or Settings._embed_model or BundledEmbedding()
         index = VectorStoreIndex(list(nodes), embed_model=embedding, show_progress=show_progress)
-        return cls.from_index(index, llm=own, **options)
+        return cls.from_index(index, llm=own, **other_options(options))
 
     @classmethod
     def from_index(
@@ -96,11 +102,11 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
         Args:
             index: Any LlamaIndex index.
             engine: The model; None takes the LLM's, else that of `Settings.llm`.
-            llm: An LLM of that engine, if you want other than its defaults.
+            llm: As of :class:`CacheBlendSynthesizer`, as are ``options``.
             similarity_top_k: Chunks retrieved for a question.
             retriever_kwargs: For ``index.as_retriever`` (filters, modes...).
             node_postprocessors: LlamaIndex's.
-            options: As of :class:`CacheBlendSynthesizer` (``response_mode``, ``streaming``, ``text_qa_template``...).
+            options: ``response_mode``, ``streaming``, ``text_qa_template``..., and the LLM's: ``max_tokens``, ``ratio``...
         """
         synthesizer = CacheBlendSynthesizer(engine, llm=llm, **options)
         base = index.as_retriever(**{"similarity_top_k": similarity_top_k, **(retriever_kwargs or {})})
@@ -134,10 +140,15 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
         Args:
             retriever: Any retriever.
             engine: The model, unless an LLM is given.
-            llm: None makes one of ``engine``, else of that of `Settings.llm`.
-            options: As of LlamaIndex's `from_defaults`.
+            llm: None takes `Settings.llm` where it has that engine or none is given, else makes one of ``engine``.
+            options: As of LlamaIndex's `from_defaults`, and the LLM's (``max_tokens``, ``ratio``...), which go before its own.
+
+        Raises:
+            InputError: No engine, an LLM of another engine, or an option that does not exist or is out of range.
         """
-        own = llm_for(engine, llm, cls.__name__)
+        own, options = llm_for(engine, llm, cls.__name__, options), other_options(options)
+        if unknown := set(options) - set(inspect.signature(cls.from_defaults).parameters):  # it would drop them
+            raise InputError(f"{cls.__name__} takes no {listed(unknown)}.")
         made = cls.from_defaults(CacheBlendRetriever(retriever, own.engine), own, **options)
         assert isinstance(made, cls)
         made._chunks_last = options.get("context_prompt") is None
@@ -154,5 +165,50 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
             instruction = "\n\n".join([DEFAULT_INSTRUCTION, *([self._system_prompt] if self._system_prompt else [])])
             synthesizer.update_prompts({"text_qa_template": qa_template(instruction, chat_history)})
         if isinstance(self._llm, CacheBlendLLM):
-            synthesizer._prompt_helper = ChunkPreservingPromptHelper(self._llm.engine, self._llm.metadata.num_output)
+            synthesizer._prompt_helper = ChunkPreservingPromptHelper.of(self._llm)
         return synthesizer
+
+    def _recorded(self, calls: list[dict[str, Any]]) -> Self:
+        """Return this chat, memory and all, with an LLM that notes in ``calls`` what it reports of each call."""
+        recorded = copy.copy(self)
+        if isinstance(self._llm, CacheBlendLLM):
+            recorded._llm = self._llm.holding((), calls)
+        return recorded
+
+    def chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
+        """Answer; ``metadata["cacheblend"]`` has the `raw` of each LLM call, in order, that of condensing included."""
+        calls: list[dict[str, Any]] = []
+        answer: AgentChatResponse = super(CacheBlendChatEngine, self._recorded(calls)).chat(message, chat_history)
+        return _with_usage(answer, calls)
+
+    async def achat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
+        """Async twin of :meth:`chat`."""
+        calls: list[dict[str, Any]] = []
+        answer: AgentChatResponse = await super(CacheBlendChatEngine, self._recorded(calls)).achat(
+            message, chat_history
+        )
+        return _with_usage(answer, calls)
+
+    def stream_chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> StreamingAgentChatResponse:
+        """Answer piece by piece; ``metadata`` is that of :meth:`chat` once it has been read."""
+        calls: list[dict[str, Any]] = []
+        answer: StreamingAgentChatResponse = super(CacheBlendChatEngine, self._recorded(calls)).stream_chat(
+            message, chat_history
+        )
+        return _with_usage(answer, calls)
+
+    async def astream_chat(
+        self, message: str, chat_history: list[ChatMessage] | None = None
+    ) -> StreamingAgentChatResponse:
+        """Async twin of :meth:`stream_chat`."""
+        calls: list[dict[str, Any]] = []
+        recorded = self._recorded(calls)
+        answer: StreamingAgentChatResponse = await super(CacheBlendChatEngine, recorded).astream_chat(
+            message, chat_history
+        )
+        return _with_usage(answer, calls)
+
+
+def _with_usage(response: _Response, calls: list[dict[str, Any]]) -> _Response:
+    vars(response)["metadata"] = {USAGE_KEY: calls}  # LlamaIndex's streamed response has no such field
+    return response

@@ -14,7 +14,8 @@ from llama_index.core.schema import NodeWithScore, QueryType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from cacheblend_rag import BlendEngine
-from llama_index_cacheblend.llm import CacheBlendLLM, llm_for
+from llama_index_cacheblend.defaults import llm_for, other_options
+from llama_index_cacheblend.llm import CacheBlendLLM
 from llama_index_cacheblend.nodes import register_nodes
 from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
 from llama_index_cacheblend.templates import qa_template
@@ -56,21 +57,23 @@ class CacheBlendSynthesizer(BaseSynthesizer):
 
         Args:
             engine: The model; None takes the LLM's, else that of `Settings.llm`.
-            llm: An LLM of that engine, if you want other than its defaults.
+            llm: An LLM of that engine; None takes `Settings.llm` where it has that engine, else one with the defaults.
             response_mode: One of LlamaIndex's.
             text_qa_template: None takes :func:`qa_template`, not LlamaIndex's, which puts other text before the first chunk.
             summary_template: For `tree_summarize`; None takes :func:`qa_template`, too.
             prompt_helper: None takes :class:`ChunkPreservingPromptHelper`.
             callback_manager: LlamaIndex's.
             streaming: Whether responses are streamed.
-            options: What else LlamaIndex's `get_response_synthesizer` takes (``refine_template``, ``output_cls``...).
+            options: What else LlamaIndex's `get_response_synthesizer` takes (``refine_template``, ``output_cls``...), and
+                options of the LLM (``max_tokens``, ``ratio``...), which go before its own.
 
         Raises:
-            InputError: No engine, or an LLM of another engine.
+            InputError: No engine, an LLM of another engine, or an option of the LLM out of range.
         """
         # The nodes are registered here, so nothing need be overheard.
-        self._own = llm_for(engine, llm, type(self).__name__, watch_retrieval=False)
-        helper = prompt_helper or ChunkPreservingPromptHelper(self._own.engine, self._own.metadata.num_output)
+        self._own = llm_for(engine, llm, type(self).__name__, options, watch=False)
+        options = other_options(options)
+        helper = prompt_helper or ChunkPreservingPromptHelper.of(self._own)
         self._options: dict[str, Any] = {
             "response_mode": ResponseMode(response_mode),
             "text_qa_template": text_qa_template or qa_template(),

@@ -69,7 +69,7 @@ class ScriptedEngine(BlendEngine):
         outcome = PromptOutcome("blend", "scripted", usage)
         done = Generation.of(outcome, self.answer, (1, 2), "stop", Timings(0.1, 0.2))
         half = len(self.answer) // 2
-        return iter([StreamEvent(self.answer[:half]), StreamEvent(self.answer[half:], done)])
+        return (event for event in (StreamEvent(self.answer[:half]), StreamEvent(self.answer[half:], done)))
 
     def close(self) -> None:
         pass

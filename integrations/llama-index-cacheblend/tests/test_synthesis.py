@@ -23,6 +23,7 @@ from llama_index_cacheblend import (
     collect_usage,
     node_text,
     qa_template,
+    use_engine,
 )
 
 QUESTION, FOLLOW_UP = (question.question for question in bundled_questions()[:2])
@@ -184,3 +185,45 @@ class TestEngines:
         found = [span.chunk for request in scripted.asked for span in request.prompt.spans]
         assert len(scripted.asked) > 1
         assert len(found) == 6
+
+    def test_options_of_the_llm_go_before_those_of_its_defaults(
+        self, scripted: ScriptedEngine, index: VectorStoreIndex
+    ) -> None:
+        def asked(made: CacheBlendQueryEngine | CacheBlendChatEngine) -> tuple[int, float | str | None]:
+            made.query(QUESTION) if isinstance(made, CacheBlendQueryEngine) else made.chat(QUESTION)
+            return scripted.asked[-1].sampling.max_tokens, scripted.asked[-1].settings.ratio
+
+        use_engine(scripted, max_tokens=20, ratio=0.5)
+        for kind in (CacheBlendQueryEngine, CacheBlendChatEngine):
+            assert asked(kind.from_index(index, engine=scripted)) == (20, 0.5)
+            assert asked(kind.from_index(index)) == (20, 0.5)
+            assert asked(kind.from_index(index, engine=scripted, max_tokens=16)) == (16, 0.5)
+            other = CacheBlendLLM(engine=scripted, max_tokens=7)
+            assert asked(kind.from_index(index, llm=other, ratio=0.3)) == (7, 0.3)
+            assert (other.ratio, asked(kind.from_index(index, llm=other))[0]) == (None, 7)
+            with pytest.raises(InputError, match="max_tokens"):
+                kind.from_index(index, engine=scripted, max_tokens=0)
+        with pytest.raises(InputError, match="'max_token'"):
+            CacheBlendChatEngine.from_index(index, engine=scripted, max_token=16)
+
+    def test_prompts_are_packed_for_the_llms_window(self, scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
+        for kind in (CacheBlendQueryEngine, CacheBlendChatEngine):
+            made = kind.from_index(index, engine=scripted, similarity_top_k=6, context_window=1150)
+            scripted.asked.clear()
+            made.query(QUESTION) if isinstance(made, CacheBlendQueryEngine) else made.chat(QUESTION)
+            assert len(scripted.asked) > 1
+
+    async def test_every_answer_of_a_chat_says_what_its_calls_reused(
+        self, scripted: ScriptedEngine, index: VectorStoreIndex
+    ) -> None:
+        chat = CacheBlendChatEngine.from_index(index, engine=scripted, similarity_top_k=2)
+        first = chat.chat(QUESTION)
+        assert [call["reason"] for call in first.metadata["cacheblend"]] == ["scripted"]
+        assert first.metadata["cacheblend"][0]["usage"]["completion_tokens"] == 2
+        assert len((await chat.achat(FOLLOW_UP)).metadata["cacheblend"]) == 2, "the question is condensed first"
+        streamed = chat.stream_chat(FOLLOW_UP)
+        assert "".join(streamed.response_gen) == "fine"
+        assert len(streamed.metadata["cacheblend"]) == 2
+        streamed = await chat.astream_chat(FOLLOW_UP)
+        assert "".join([piece async for piece in streamed.async_response_gen()]) == "fine"
+        assert len(streamed.metadata["cacheblend"]) == 2
