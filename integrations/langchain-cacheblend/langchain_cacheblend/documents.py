@@ -57,6 +57,14 @@ class BundledEmbeddings(Embeddings):
         self._embedder: Embedder | None = None
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what names the model: who unpickles it loads its own."""
+        return {"name": self.name, "query_encoder": self.query_encoder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set it up from that."""
+        self.__init__(**state)  # type: ignore[misc]
+
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return a unit vector for each text."""
         return text_vectors(self._model(), texts)

@@ -11,8 +11,7 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
-from langchain_core.retrievers import BaseRetriever, RetrieverLike
-from langchain_core.runnables import RunnableConfig
+from langchain_core.retrievers import BaseRetriever, LangSmithRetrieverParams, RetrieverLike
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field
 
@@ -20,6 +19,9 @@ from cacheblend_rag import BlendEngine, InputError, PrecomputeReport
 from cacheblend_rag.frameworks import read_ahead, uses_of
 from langchain_cacheblend.documents import BundledEmbeddings
 from langchain_cacheblend.precompute import precompute
+
+_RUNS = ("invoke", "ainvoke")
+"""Where a retriever has these of its own, they do more than ask it."""
 
 
 class CacheBlendRetriever(BaseRetriever):
@@ -91,17 +93,33 @@ class CacheBlendRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        config: RunnableConfig = {"callbacks": run_manager.get_child()}
-        passed = self._base_arguments(kwargs, "_get_relevant_documents")
-        return self._register(self.base_retriever.invoke(query, config, **passed), kwargs)
+        passed, base = self._base_arguments(kwargs, "_get_relevant_documents"), self._same_run()
+        if base is not None:
+            found = base._get_relevant_documents(query, run_manager=run_manager, **_taken(base, passed))
+        else:
+            found = self.base_retriever.invoke(query, {"callbacks": run_manager.get_child()}, **passed)
+        return self._register(found, kwargs)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        config: RunnableConfig = {"callbacks": run_manager.get_child()}
-        passed = self._base_arguments(kwargs, "_aget_relevant_documents")
-        found = await self.base_retriever.ainvoke(query, config, **passed)
+        passed, base = self._base_arguments(kwargs, "_aget_relevant_documents"), self._same_run()
+        if base is not None:
+            found = await base._aget_relevant_documents(query, run_manager=run_manager, **_taken(base, passed))
+        else:
+            found = await self.base_retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **passed)
         return await asyncio.to_thread(self._register, found, kwargs)
+
+    def _same_run(self) -> BaseRetriever | None:
+        """Return the base where it can work within this retriever's run: as one of its own, callbacks would see it twice."""
+        base = self.base_retriever
+        if not isinstance(base, BaseRetriever) or not base._new_arg_supported:
+            return None
+        return base if all(getattr(type(base), name) is getattr(BaseRetriever, name) for name in _RUNS) else None
+
+    def _get_ls_params(self, **kwargs: Any) -> LangSmithRetrieverParams:
+        base = self._same_run()  # a trace that has one run for both says which store was searched
+        return super()._get_ls_params(**kwargs) if base is None else base._get_ls_params(**kwargs)
 
     def _base_arguments(self, kwargs: dict[str, Any], method: str) -> dict[str, Any]:
         """Return what to pass on: everything, and ``k`` where the base has use for it."""
@@ -115,6 +133,10 @@ class CacheBlendRetriever(BaseRetriever):
         if self.prefetch:
             read_ahead(self.engine, chunks)
         return documents
+
+
+def _taken(base: BaseRetriever, arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments if base._expects_other_args else {}
 
 
 def _texts(documents: Sequence[Document]) -> list[str]:

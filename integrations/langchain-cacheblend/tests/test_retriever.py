@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -88,17 +90,46 @@ async def test_k_is_passed_on_where_the_base_takes_it_and_kept_where_not(scripte
         CacheBlendRetriever(base_retriever=Fixed(), engine=scripted, k=0)
 
 
-def test_callbacks_see_the_base_as_a_child(scripted: ScriptedEngine) -> None:
+async def test_callbacks_see_one_retrieval_and_what_happens_within_it(scripted: ScriptedEngine) -> None:
     class Handler(BaseCallbackHandler):
         def __init__(self) -> None:
-            self.runs: list[tuple[Any, Any]] = []
+            self.started: list[tuple[str, Any]] = []
+            self.found: list[int] = []
 
-        def on_retriever_start(self, *args: Any, run_id: Any, parent_run_id: Any = None, **kwargs: Any) -> None:
-            self.runs.append((run_id, parent_run_id))
+        def on_retriever_start(self, *args: Any, name: str, parent_run_id: Any = None, **kwargs: Any) -> None:
+            self.started.append((name, parent_run_id))
 
-    handler = Handler()
-    CacheBlendRetriever(base_retriever=Fixed(), engine=scripted).invoke("x", config={"callbacks": [handler]})
-    assert [parent for _, parent in handler.runs] == [None, handler.runs[0][0]]
+        def on_retriever_end(self, documents: Any, **kwargs: Any) -> None:
+            self.found.append(len(documents))
+
+        def on_chain_start(self, *args: Any, name: str, parent_run_id: Any = None, **kwargs: Any) -> None:
+            self.started.append((name, parent_run_id is None))
+
+    class Thinking(BaseRetriever):
+        """Asks another runnable first."""
+
+        def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+            RunnableLambda(str.lower, name="rewriting").invoke(query, {"callbacks": run_manager.get_child()})
+            return DOCUMENTS
+
+    class Counting(Fixed):
+        """Does something of its own around a retrieval."""
+
+        def invoke(self, *args: Any, **kwargs: Any) -> list[Document]:
+            return [*super().invoke(*args, **kwargs), DOCUMENTS[0]]
+
+    wrapped = CacheBlendRetriever(base_retriever=Thinking(), engine=scripted)
+    for search in (wrapped.invoke, wrapped.ainvoke):
+        handler = Handler()
+        found = search("x", config={"callbacks": [handler]})
+        assert (found if isinstance(found, list) else await found) == DOCUMENTS
+        assert handler.started == [("CacheBlendRetriever", None), ("rewriting", False)]
+        assert handler.found == [len(DOCUMENTS)]
+    events = [e async for e in CacheBlendRetriever(base_retriever=Fixed(), engine=scripted).astream_events("x")]
+    assert [e["event"] for e in events] == ["on_retriever_start", "on_retriever_end"]
+    searched = [e async for e in CacheBlendRetriever.from_vectorstore(store(), scripted).astream_events("x")]
+    assert {e["metadata"]["ls_vector_store_provider"] for e in searched} == {"InMemoryVectorStore"}
+    assert len(CacheBlendRetriever(base_retriever=Counting(), engine=scripted).invoke("x")) == len(DOCUMENTS) + 1
 
 
 def test_from_documents_computes_the_kv(scripted: ScriptedEngine) -> None:
@@ -146,6 +177,18 @@ def test_the_splitter_cuts_by_the_engines_tokens_and_keeps_metadata(scripted: Sc
         assert len(scripted.tokenizer(piece.page_content).input_ids) <= 40
         start = piece.metadata["start_index"]
         assert piece.metadata["source"] == "a" and text[start:].startswith(piece.page_content)
+
+
+def test_the_bundled_embeddings_can_be_sent_to_another_process(embedding: BundledEmbeddings) -> None:
+    vector = embedding.embed_query("a harbour")
+    for copied in (pickle.loads(pickle.dumps(embedding)), copy.deepcopy(embedding)):
+        assert copied.embed_query("a harbour") == pytest.approx(vector, abs=1e-6)
+    named = ChatCacheBlend(model="bundled").engine
+    retriever = CacheBlendRetriever.from_documents(DOCUMENTS[:2], named, embedding=embedding, k=1)
+    sent = pickle.loads(pickle.dumps(retriever))
+    assert sent.engine is named
+    assert sent.invoke("number 1") == retriever.invoke("number 1")
+    named.close()
 
 
 def test_the_bundled_embeddings_find_what_is_asked_for(embedding: BundledEmbeddings) -> None:

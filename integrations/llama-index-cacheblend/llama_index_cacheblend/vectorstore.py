@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_index.core import StorageContext
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.schema import BaseNode
+from llama_index.core.schema import BaseNode, Document
 from llama_index.core.storage.docstore.types import BaseDocumentStore
 from llama_index.core.vector_stores import (
     MetadataFilter,
@@ -272,13 +272,16 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         """Return all nodes: of a base that keeps their text, else of the docstore."""
         if self.base.stores_text and (found := self._asked_of_base(None, None)):
             return found
+        # A pipeline's docstore keeps the documents that went in, not the nodes made of them, which no prompt will hold whole.
+        named = getattr(getattr(self.base, "data", None), "embedding_dict", None)  # SimpleVectorStore's
         kept = {} if self.docstore is None else self.docstore.docs
-        if not kept:
+        nodes = [n for n in kept.values() if (not isinstance(n, Document) if named is None else n.node_id in named)]
+        if not nodes:
             raise InputError(
-                f"Neither {type(self.base).__name__} nor the docstore can list the nodes; give docstore= to "
-                "CacheBlendVectorStore, or the nodes: nodes=..."
+                f"Neither {type(self.base).__name__} nor the docstore can list the nodes (a pipeline's docstore has its "
+                "documents, not their nodes); give the index's docstore= to CacheBlendVectorStore, or the nodes: nodes=..."
             )
-        return list(kept.values())
+        return nodes
 
     def _compute(self, nodes: Sequence[BaseNode]) -> PrecomputeReport:
         self._hold(nodes)

@@ -8,6 +8,9 @@ from tempfile import mkdtemp
 
 import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 
 from cacheblend_rag import InputError, TransformersEngine, make_chunk
@@ -74,6 +77,24 @@ def test_where_nobody_can_list_the_nodes_they_are_to_be_given(
         with pytest.raises(InputError, match=r"SimpleVectorStore.*nodes="):
             run()
     assert store.precompute_existing(storage.docstore.docs.values()).computed == len(TEXTS)
+
+
+def test_a_pipelines_documents_are_not_taken_for_the_nodes_made_of_them(
+    engine: TransformersEngine, embedding: BundledEmbedding
+) -> None:
+    docstore, base = SimpleDocumentStore(), SimpleVectorStore()
+    store = CacheBlendVectorStore(base, engine, docstore, precompute=False)
+    steps = [SentenceSplitter(chunk_size=30, chunk_overlap=0, include_metadata=False), embedding]
+    nodes = IngestionPipeline(transformations=steps, vector_store=store, docstore=docstore).run(
+        documents=[Document(text=" ".join(TEXTS), id_="all")]
+    )
+    assert len(nodes) > 2
+    for run in (store.estimate_existing, store.precompute_existing):
+        with pytest.raises(InputError, match=r"pipeline's docstore.*nodes="):
+            run()
+    assert store.estimate_existing(nodes).chunks == len(nodes)
+    docstore.add_documents(nodes)
+    assert store.estimate_existing().chunks == len(nodes)
 
 
 def test_postgres_lists_its_nodes_too(engine: TransformersEngine, embedding: BundledEmbedding) -> None:
