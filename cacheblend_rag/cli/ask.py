@@ -35,7 +35,9 @@ def ask(
 ) -> None:
     """Answer one question from the indexed documents."""
     from cacheblend_rag.engines.spans import traced
+    from cacheblend_rag.rag.pipeline import check_question
 
+    check_question(question)  # before a model is loaded for it
     sampling, settings = how.sampling.params(), how.blend.settings()
     opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever, namespace=namespace)
     with opened as pipeline, traced(pipeline.engine, trace):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,11 +81,10 @@ def index(
         embedding=embedding,
         namespace=namespace,
     )
-    report = _index(found, home, opened, ranking)
-    for skipped in report.skipped:
-        typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
-    print_json(asdict(report)) if as_json else _print_report(report)
-    if report.skipped and not (report.added or report.changed or report.unchanged or report.removed):
+    looks = partial(_unchanged, chosen, budgets, found, root, namespace, chunk_tokens, overlap, embedding)
+    report = _index(found, home, opened, ranking, looks)
+    _print_report(report, as_json)
+    if not (report.added or report.changed or report.unchanged or report.removed):
         raise typer.Exit(2)
 
 
@@ -100,18 +100,48 @@ def _with_model(given: EngineOptions, home: Path, found: FoundDocuments) -> Engi
     return chosen
 
 
+def _unchanged(
+    chosen: EngineOptions,
+    budgets: BudgetOptions,
+    found: FoundDocuments,
+    root: Path,
+    namespace: str,
+    chunk_tokens: int | None,
+    overlap: int | None,
+    embedding: str | None,
+) -> IndexReport | None:
+    """Return the report of a run that has nothing to do, as far as that can be told before a model is loaded."""
+    from cacheblend_rag.rag.indexing import nothing_to_read
+    from cacheblend_rag.rag.inventory import Inventory
+    from cacheblend_rag.retrieval.index import ChunkIndex
+
+    if budgets.given or chosen != EngineOptions(chosen.model, threads=chosen.threads):
+        return None
+    if not ChunkIndex.exists(options.index_directory(root, namespace)):
+        return nothing_to_read(found, {})
+    with Inventory(root, namespace) as inventory:
+        return inventory.unchanged(found, chosen.model, chunk_tokens, overlap, embedding)
+
+
 def _index(
-    found: FoundDocuments, directory: Path, opened: AbstractContextManager[RagPipeline], ranking: Ranking | None
+    found: FoundDocuments,
+    directory: Path,
+    opened: AbstractContextManager[RagPipeline],
+    ranking: Ranking | None,
+    looks: Callable[[], IndexReport | None],
 ) -> IndexReport:
     from cacheblend_rag.rag.locking import indexing_into
 
     shown = _Shown()
     try:
-        with indexing_into(directory), opened as pipeline, progress("Indexing") as show:
-            shown.show = show
-            if ranking is not None:
-                pipeline.engine.ranking = ranking
-            return pipeline.index(found, shown)
+        with indexing_into(directory):
+            if (report := looks()) is not None:
+                return report
+            with opened as pipeline, progress("Indexing") as show:
+                shown.show = show
+                if ranking is not None:
+                    pipeline.engine.ranking = ranking
+                return pipeline.index(found, shown)
     except KeyboardInterrupt:
         typer.echo(f"\n{shown.interrupted()}", err=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
@@ -171,7 +201,12 @@ def _room_line(plan: IndexPlan, expected: int) -> str:
     )
 
 
-def _print_report(report: IndexReport) -> None:
+def _print_report(report: IndexReport, as_json: bool) -> None:
+    for skipped in report.skipped:
+        typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
+    if as_json:
+        print_json(asdict(report))
+        return
     counts = {
         "added": len(report.added),
         "changed": len(report.changed),

@@ -47,5 +47,5 @@ def ui(
         sampling=how.sampling.params(),
         settings=how.blend.settings(),
     )
-    typer.echo(f"Opening http://127.0.0.1:{port} (Ctrl-C ends it)", err=True)
+    typer.echo(f"{'The page is at' if no_browser else 'Opening'} http://127.0.0.1:{port} (Ctrl-C ends it)", err=True)
     serve(chosen, port, browser=not no_browser)

@@ -133,13 +133,13 @@ class BudgetOptions:
         return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
     def note(self, directory: Path) -> None:
-        """Note in a store where its KV, and its keys, are from now on, if that was given; say on stderr if that is another place.
+        """Note in a store where its KV and its keys are from now on, and its budgets; say on stderr if that is another place.
 
         Raises:
             InputError: It cannot be used, or does not go with the other options.
             StoreError: It cannot be noted, or the KV that is there is not encrypted with these keys.
         """
-        if self.kv is None and self.encrypt is None:
+        if not self.given:
             return
         from cacheblend_rag.errors import InputError
         from cacheblend_rag.store import record_tiers, recorded_tiers
@@ -148,7 +148,10 @@ class BudgetOptions:
         if self.kv is not None and others:
             raise InputError(f"{', '.join(others)} does not go with --kv: each address takes a budget, as ram://8GiB.")
         before = recorded_tiers(directory)
-        record_tiers(directory, self.kv, self.encrypt)
+        budgets = {"ram": self.ram_budget, "file": self.disk_budget}
+        record_tiers(
+            directory, self.kv, self.encrypt, {tier: size for tier, size in budgets.items() if size is not None}
+        )
         if self.kv is not None and before not in (None, recorded_tiers(directory)):
             typer.echo(
                 f"The KV of {directory} is kept in {self.kv} from now on. What lies in {before} is not moved.", err=True

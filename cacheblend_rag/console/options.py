@@ -122,11 +122,17 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing el
 
 RamBudget = Annotated[
     str | None,
-    typer.Option(help="KV to hold in RAM, as 4GiB (default: a quarter of the memory).", rich_help_panel=_BLEND),
+    typer.Option(
+        help="KV to hold in RAM, as 4GiB. Noted in the store (default: what is noted, else a quarter of the memory).",
+        rich_help_panel=_BLEND,
+    ),
 ]
 DiskBudget = Annotated[
     str | None,
-    typer.Option(help="KV to hold on disk, as 100GiB (default: half of what is free).", rich_help_panel=_BLEND),
+    typer.Option(
+        help="KV to hold on disk, as 100GiB. Noted in the store (default: what is noted, else half of what is free).",
+        rich_help_panel=_BLEND,
+    ),
 ]
 
 KV = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -104,6 +104,30 @@ def index_documents(
         return _IndexRun(engine, index, progress).run(found)
 
 
+def nothing_to_read(found: FoundDocuments, known: Mapping[str, str]) -> IndexReport | None:
+    """Return the report of a run over files that are unchanged, or no documents; None where one is to be read, or left out.
+
+    Args:
+        found: The files.
+        known: The digest of each indexed document, by path.
+    """
+    report = IndexReport()
+    for link in found.skipped:
+        if link.path in known:
+            return None
+        report.skipped.append(link)
+    for file in map(str, found.files):
+        if file in known:
+            if file_digest(file) != known[file]:
+                return None
+            report.unchanged.append(file)
+        elif isinstance(document := load_document(file), SkippedDocument):
+            report.skipped.append(document)
+        else:
+            return None
+    return report
+
+
 def forget(engine: BlendEngine, index: ChunkIndex, chunks: Sequence[Chunk]) -> None:
     """Have an engine forget chunks that an index holds no more, with all of their KV, whoever has written it."""
     engine.forget(chunks)
@@ -144,7 +168,7 @@ class _IndexRun:
                 )
             )
             self._put(document, known.get(document.path))
-        for path in _vanished(known.keys() - set(files), found.roots):
+        for path in vanished(known.keys() - set(files), found.roots):
             self._remove(path)
         if files:
             self._tell(replace(self.at, path=files[-1], documents_done=len(files), documents=len(files)))
@@ -255,7 +279,7 @@ class _IndexRun:
         forget(self.engine, self.index, chunks)
 
 
-def _vanished(candidates: Iterable[str], roots: Sequence[Path]) -> list[str]:
+def vanished(candidates: Iterable[str], roots: Sequence[Path]) -> list[str]:
     """Return the documents below the given directories whose files are certainly gone."""
     directories = [root for root in roots if root.is_dir()]
     gone = []

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError, UnknownChunkError
+from cacheblend_rag.rag.indexing import IndexReport, nothing_to_read, vanished
 from cacheblend_rag.rag.locking import indexing_alone
+from cacheblend_rag.retrieval.documents import FoundDocuments
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
 from cacheblend_rag.store.base import EntryInfo, Evicting
@@ -110,6 +112,41 @@ class Inventory:
                 f"There is no store in {self.directory}. Make one with `cacheblend index FILES --store DIR`."
             )
         self.store = open_store(self.directory, ram_budget=0)
+
+    def unchanged(
+        self,
+        found: FoundDocuments,
+        model: str | None,
+        chunk_tokens: int | None = None,
+        overlap: int | None = None,
+        embedding: str | None = None,
+    ) -> IndexReport | None:
+        """Return the report of indexing files again, where that has nothing to do; None where it has, or only a model can tell.
+
+        Args:
+            found: The files.
+            model: Name of the model that would do it.
+            chunk_tokens: As of the run, as are ``overlap`` and ``embedding``; None for the index's own.
+            overlap: See there.
+            embedding: See there.
+        """
+        with self._index() as index:
+            if index is None or index.config.writer is not None:
+                return None
+            made = index.config
+            settings = (made.model.name, model), (made.chunk_tokens, chunk_tokens), (made.overlap, overlap)
+            if any(asked not in (None, own) for own, asked in (*settings, (made.embedding, embedding))):
+                return None
+            known = {document.path: document.digest for document in index.documents()}
+            report = nothing_to_read(found, known)
+            if report is None or vanished(known.keys() - set(report.unchanged), found.roots):
+                return None
+            own, stats = self._entries(index).lasting(), self.store.stats()
+            chunks = (chunk for path in report.unchanged for chunk in index.chunks_of(path))
+            if not all(own.contains(chunk.token_ids) for chunk in chunks):
+                return None
+        report.kv_bytes = max((tier.nbytes for tier in stats.tiers), default=stats.nbytes)
+        return report
 
     def items(self) -> list[InventoryItem]:
         """List every chunk of the index in document order, then, of the default namespace, every stored entry without one."""

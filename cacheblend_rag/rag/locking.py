@@ -13,10 +13,11 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.retrieval.database import FILE_NAME
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.files import file_mode, make_root
+from cacheblend_rag.store.opening import RECORD
 
 LOCK_NAME = "indexing.lock"
 # What stands in the directory of a store that nothing was put into, beside the index.
-_OURS = frozenset({LOCK_NAME, "kv", "tmp"})
+_OURS = frozenset({LOCK_NAME, RECORD, "kv", "tmp"})
 
 
 @contextmanager

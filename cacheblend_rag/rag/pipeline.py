@@ -125,8 +125,7 @@ class RagPipeline:
         Raises:
             InputError: An empty question.
         """
-        if not question.strip():
-            raise InputError("The question is empty.")
+        check_question(question)
         begin = time.perf_counter()
         chosen: dict[str, Hit] = {}
         alone = self.chunks.search(question, self._k)
@@ -302,6 +301,16 @@ class RagPipeline:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def check_question(question: str) -> None:
+    """Refuse an empty question.
+
+    Raises:
+        InputError: It is one.
+    """
+    if not question.strip():
+        raise InputError("The question is empty.")
 
 
 def _event(event: StreamEvent, shown: Retrieved, notes: tuple[str, ...]) -> RagEvent:

@@ -16,6 +16,9 @@ from pypdf import PdfReader
 from pypdf.errors import DependencyError, FileNotDecryptedError
 
 _log = logging.getLogger(__name__)
+# What pypdf has to say of a file comes without its name, before our own message; who has set a level wants to read it.
+if logging.getLogger("pypdf").level == logging.NOTSET:
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL + 1)
 
 _BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
     (codecs.BOM_UTF8, "utf-8-sig"),

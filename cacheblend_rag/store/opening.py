@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -41,12 +41,14 @@ def parse_size(text: str) -> int:
     """Return a size in bytes: ``2GiB`` is 2 * 1024³ bytes, ``2GB`` 2 * 1000³, ``2G`` as ``2GiB``.
 
     Raises:
-        InputError: It is no size.
+        InputError: It is no size, or one below 1 MiB without a unit.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{text!r} is not a size; write 2GiB, 500MB or 0.")
     number, unit, binary = match.groups()
+    if text.strip() == number and 0 < float(number) < 1 << 20:  # meant as more than it says
+        raise InputError(f"{text} is {text} bytes; add a unit, as {text}GiB, {text}MB or, if it is meant, {text}B.")
     decimal = not binary and text.strip().upper().endswith("B")
     return int(float(number) * (1000 if decimal else 1024) ** " KMGT".index(unit.upper() or " "))
 
@@ -109,7 +111,7 @@ def parse_tiers(urls: str) -> tuple[TierURL, ...]:
     Raises:
         InputError: One is malformed, or there are two of RAM.
     """
-    found = tuple(_parse(url.strip()) for url in urls.split(",") if url.strip())
+    found = tuple(map(_parse, _each(urls)))
     if not found:
         raise InputError(f"{urls!r} names no tier; {_EXAMPLE}.")
     if sum(tier.scheme == "ram" for tier in found) > 1:
@@ -176,9 +178,28 @@ def with_keys(urls: str, keys: Path) -> str:
     """Return addresses with the directory of keys that all tiers but RAM are encrypted with."""
     option = urlencode({"encrypt": str(keys)}, safe="/")
     return ",".join(
-        url if urlsplit(url).scheme == "ram" else f"{url}{'&' if '?' in url else '?'}{option}"
-        for url in (_without(url.strip(), "encrypt") for url in urls.split(",") if url.strip())
+        url if urlsplit(url).scheme == "ram" else _with(url, option)
+        for url in (_without(url, "encrypt") for url in _each(urls))
     )
+
+
+def with_budgets(urls: str, budgets: Mapping[str, str]) -> str:
+    """Return addresses with other budgets: of the tiers of each scheme, as text."""
+    found = []
+    for url in _each(urls):
+        size = budgets.get(scheme := urlsplit(url).scheme)
+        if size is not None:
+            url = f"ram://{size}" if scheme == "ram" else _with(_without(url, "budget"), f"budget={size}")  # noqa: PLW2901
+        found.append(url)
+    return ",".join(found)
+
+
+def _each(urls: str) -> list[str]:
+    return [url.strip() for url in urls.split(",") if url.strip()]
+
+
+def _with(url: str, option: str) -> str:
+    return f"{url}{'&' if '?' in url else '?'}{option}"
 
 
 def _without(url: str, option: str) -> str:
@@ -192,7 +213,8 @@ def password_in(urls: str) -> bool:
     return any(urlsplit(url).password or "password=" in urlsplit(url).query for url in urls.split(","))
 
 
-_RECORD = "tiers"
+RECORD = "tiers"
+"""File of a store's directory in which its tiers are noted."""
 _USUAL = "ram://,file://"
 
 
@@ -319,13 +341,16 @@ def _open_plugged_in(tier: TierURL, options: TierOptions) -> KVStore:
     return store
 
 
-def record_tiers(directory: Path, urls: str | None, encrypt: Path | None = None) -> None:
+def record_tiers(
+    directory: Path, urls: str | None, encrypt: Path | None = None, budgets: Mapping[str, str] | None = None
+) -> None:
     """Note in a store's directory where its KV is kept, for whoever opens it from now on. KV elsewhere is not moved.
 
     Args:
         directory: The store's.
         urls: Its tiers by address; None for those that it has.
         encrypt: Directory of the keys that all tiers but RAM are encrypted with; None for what the addresses say.
+        budgets: Of tiers by scheme, as ``{"file": "40GiB"}``, in place of what the addresses say.
 
     Raises:
         InputError: They are no addresses, or hold a password; or the keys cannot be used.
@@ -334,6 +359,7 @@ def record_tiers(directory: Path, urls: str | None, encrypt: Path | None = None)
     urls = urls or recorded_tiers(directory) or _USUAL
     if encrypt is not None:
         urls = with_keys(urls, encrypt.expanduser().resolve())
+    urls = with_budgets(urls, budgets or {})
     tiers = parse_tiers(urls)
     if password_in(urls):
         raise InputError(
@@ -348,7 +374,7 @@ def record_tiers(directory: Path, urls: str | None, encrypt: Path | None = None)
         TieredStore(_opened(urls, directory, ram_budget=0)).close()
     try:
         make_root(directory)
-        write_text(directory / _RECORD, f"{urls}\n")
+        write_text(directory / RECORD, f"{urls}\n")
     except OSError as error:
         raise StoreError(f"cannot note the tiers in {directory}: {error}; check the directory") from error
 
@@ -360,8 +386,8 @@ def recorded_tiers(directory: Path) -> str | None:
         StoreError: They cannot be read.
     """
     try:
-        return (directory / _RECORD).read_text(encoding="utf-8").strip() or None
+        return (directory / RECORD).read_text(encoding="utf-8").strip() or None
     except (FileNotFoundError, NotADirectoryError):  # of the latter the tier itself will tell
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"cannot read the tiers noted in {directory / _RECORD}: {error}; check the file") from error
+        raise StoreError(f"cannot read the tiers noted in {directory / RECORD}: {error}; check the file") from error

@@ -54,7 +54,7 @@ def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents
     whole = as_json(run("index", documents, "--store", store, "--model", model_dir, "--json"))
     assert whole["kv_bytes"] > 0 == len(whole["without_kv"])
     small = ["index", documents, "--store", tmp_path / "small", "--model", model_dir, "--chunk-tokens", 40]
-    found = run(*small, "--disk-budget", str(whole["kv_bytes"] // 2))
+    found = run(*small, "--disk-budget", f"{whole['kv_bytes'] // 2}B")
     assert found.exit_code == 0, found.stderr
     assert "KV         " in found.stdout
     assert "newer KV took its place (see --disk-budget and --kv)" in found.stderr
@@ -241,7 +241,7 @@ def test_store_commands_name_a_directory_without_a_store_and_make_none(run, tmp_
     ("text", "value"),
     [
         ("0", 0),
-        ("500", 500),
+        ("500B", 500),
         ("2GiB", 2 << 30),
         ("2G", 2 << 30),
         ("2GB", 2 * 10**9),

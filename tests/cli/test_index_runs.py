@@ -33,6 +33,7 @@ class Engine(FakeEngine):
     """Stops where a test tells it to."""
 
     stop: BaseException | None = None
+    opened: int
 
     def precompute(self, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
         for chunk in chunks:
@@ -47,7 +48,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     """The engine that every command gets, in front of the store it names."""
 
     class Mine(Engine):
-        pass
+        opened = 0
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            Mine.opened += 1
 
     monkeypatch.setattr(
         "cacheblend_rag.console.engines.open_any_engine",
@@ -87,7 +92,7 @@ def test_it_says_beforehand_how_much_there_is_to_do_and_whether_it_fits(index):
 def test_it_warns_of_a_budget_that_is_too_small_before_it_is_used_up(index, engine, documents):
     (documents / "zzz.txt").write_text("The word STOP behind everything else.")
     engine.stop = KeyboardInterrupt()
-    stopped = index("--disk-budget", 8_000)
+    stopped = index("--disk-budget", "8000B")
     assert "but the store's budget has only 7.8 KiB left" in stopped.stderr and "--disk-budget" in stopped.stderr
     assert stopped.stderr.index("has only") < stopped.stderr.index("Stopped.")
 
@@ -260,3 +265,44 @@ def test_a_run_that_leaves_an_empty_directory_leaves_it_its_permissions(tmp_path
     with indexing_into(directory):
         pass
     assert directory.stat().st_mode & 0o777 == 0o770
+
+
+def test_a_run_with_nothing_to_do_loads_no_model_and_reports_what_one_that_does_would(index, engine, documents, store):
+    index()
+    (documents / "photo.jpg").write_bytes(b"\xff\xd8\xff")
+    again = as_json(index("--json"))
+    assert engine.opened == 1
+    looked = as_json(index("--json", "--disk-budget", "1GiB"))
+    assert engine.opened == 2, "what it is told of the store is for whoever opens it"
+    assert {**again, "seconds": 0} == {**looked, "seconds": 0}
+    assert len(again["unchanged"]) == 2 and again["skipped"] and again["kv_bytes"] > 0
+
+
+@pytest.mark.parametrize("change", ["text", "new", "gone", "no KV", "chunks"])
+def test_a_run_with_something_to_do_is_not_taken_for_one_without(index, engine, documents, store, change):
+    index()
+    if change == "text":
+        (documents / "ships.txt").write_text("The Proud Gull was sold.")
+    elif change == "new":
+        (documents / "bells.txt").write_text("A bell rings at noon.")
+    elif change == "gone":
+        (documents / "ships.txt").unlink()
+    elif change == "no KV":
+        next(file for file in sorted((store / "kv").rglob("*")) if file.is_file()).unlink()
+    found = index(*(["--chunk-tokens", 30] if change == "chunks" else []))
+    assert engine.opened == 2
+    assert (found.exit_code == 0) == (change != "chunks"), found.stderr
+
+
+def test_an_empty_folder_is_said_before_a_model_is_loaded(run, engine, store, tmp_path):
+    (tmp_path / "empty").mkdir()
+    found = run("index", tmp_path / "empty", "--store", store, "--model", "fake")
+    assert (found.exit_code, engine.opened) == (2, 0)
+    assert "none found" in found.stdout and not store.exists()
+
+
+def test_an_empty_question_is_refused_before_a_model_is_loaded(run, index, engine, store):
+    index()
+    found = run("ask", " ", "--store", store, "--model", "fake")
+    assert (found.exit_code, engine.opened) == (2, 1)
+    assert "The question is empty" in found.stderr

@@ -55,6 +55,7 @@ def test_options_mean_what_they_mean_everywhere(
     assert result.exit_code == 0, result.stderr
     choices, port, browser = served[0]
     assert (choices.first(), choices.seed, port, browser) == (tmp_path, None, 8123, False)
+    assert "The page is at http://127.0.0.1:8123" in result.stderr and "Opening" not in result.stderr
     assert (choices.k, choices.settings.ratio, choices.sampling.max_tokens) == (3, 0.2, 9)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from cacheblend_rag.console.groups import BlendOptions, takes_groups
+from cacheblend_rag.cli import app
+from cacheblend_rag.console.groups import BlendOptions, BudgetOptions, takes_groups
 
 
 @dataclass(frozen=True)
@@ -66,3 +68,12 @@ def test_two_options_of_one_name_are_refused():
 def test_blend_options_make_the_settings_of_the_engines():
     settings = BlendOptions(0.2, "sink", "1,3").settings()
     assert (settings.ratio, settings.policy, settings.check_layers) == (0.2, "sink", (1, 3))
+
+
+def test_a_budget_once_given_is_noted_with_the_store_and_shown_by_its_statistics(tmp_path: Path) -> None:
+    BudgetOptions(disk_budget="3GiB").note(tmp_path)
+    BudgetOptions().note(tmp_path)
+    BudgetOptions(ram_budget="1GiB").note(tmp_path)
+    shown = CliRunner().invoke(app, ["store", "stats", "--store", str(tmp_path)]).stdout
+    assert "in ram://1GiB,file://?budget=3GiB" in " ".join(shown.split())
+    assert "3.0 GiB" in shown

@@ -164,7 +164,9 @@ def test_pdf_pages_become_paragraphs(tmp_path: Path) -> None:
     assert document.pages(0, len(document.text)) == {"page": 1, "last_page": 3}
 
 
-def test_pdfs_without_readable_text_are_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_pdfs_without_readable_text_are_skipped_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_pdf(tmp_path / "locked.pdf", ["Secret."], password="x")
     write_pdf(tmp_path / "scan.pdf", ["", ""])
     write_pdf(tmp_path / "good.pdf", ["Fine."])
@@ -172,6 +174,9 @@ def test_pdfs_without_readable_text_are_skipped_with_the_reason(tmp_path: Path) 
     assert "encrypted" in skipped(tmp_path / "locked.pdf").reason
     assert "scan" in skipped(tmp_path / "scan.pdf").reason and skipped(tmp_path / "scan.pdf").blank
     assert "not a readable PDF" in skipped(tmp_path / "cut.pdf").reason
+    assert not [record for record in caplog.records if record.name.startswith("pypdf")], (
+        "our message says it, with the name"
+    )
 
 
 def test_a_page_that_cannot_be_read_does_not_cost_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
