@@ -192,7 +192,7 @@ def _plain(row: Row, name: str) -> Sample:
         raise ValueError(f"task {task!r} is not qa, summary or dialogue")
     if not texts:
         raise ValueError("there is no text to answer from: the context is missing or empty")
-    extra = {"instruction": row["instruction"]} if "instruction" in row else {}
+    extra = {name: row[name] for name in ("instruction", "group") if name in row}
     packing: Packing = "ready" if "chunks" in row else "split"
     return Sample(name, row["question"], answers, texts, packing, task, str(row.get("kind", "")), **extra)
 

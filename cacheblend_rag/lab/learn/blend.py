@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from cacheblend_rag.blending.rope import Rope, Rotation
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 
-_NOWHERE = 1 << 30
+NOWHERE = 1 << 30
 """A position behind every query: who stands there is not seen."""
 
 
@@ -118,12 +118,12 @@ class BatchBlender:
         source = (offsets + h).expand_as(target).flatten()
         keys, values = self._apart(cache, h, len(batch.ids))
         keys = self._moved(keys, source, target.flatten())
-        positions = torch.where(target < ends, target, _NOWHERE).flatten()
+        positions = torch.where(target < ends, target, NOWHERE).flatten()
         return StoredBatch(keys, values, positions)
 
     def in_context(self, cache: DynamicCache, positions: torch.Tensor) -> StoredBatch:
         """Return a full prefill's KV of the tokens at ``positions``, ``[stored]``."""
-        at = torch.where(positions == _NOWHERE, 0, positions)
+        at = torch.where(positions == NOWHERE, 0, positions)
         sides = zip(*(self._pair(layer) for layer in cache.layers), strict=True)
         keys, values = ([part[:, :, at] for part in side] for side in sides)
         return StoredBatch(keys, values, positions)
@@ -162,14 +162,14 @@ class BatchBlender:
         most = max(counts, default=0)
         if scores is not None and most:
             first = layout.spans[layout.exact - 1][1] if layout.exact else 0
-            candidates = (seen_at >= first) & (seen_at != _NOWHERE)
+            candidates = (seen_at >= first) & (seen_at != NOWHERE)
             chosen = scores.masked_fill(~candidates, float("-inf")).topk(most, 1).indices
             wanted = torch.tensor(counts, device=self.device)[:, None]
             spare = torch.arange(most, device=self.device) >= wanted
             places = seen_at.gather(1, chosen)
-            seen_at = seen_at.scatter(1, chosen, torch.where(spare, places, _NOWHERE))
+            seen_at = seen_at.scatter(1, chosen, torch.where(spare, places, NOWHERE))
             queries = torch.cat([queries, places], 1)
-            own_at = torch.cat([own_at, torch.where(spare, _NOWHERE, places)], 1)
+            own_at = torch.cat([own_at, torch.where(spare, NOWHERE, places)], 1)
             queries, order = queries.sort(1)
             own_at = own_at.gather(1, order)
         header = self.header_kv(layout.header)
@@ -268,7 +268,7 @@ def deviation(stored: StoredBatch, fresh: StoredBatch, chunks: int) -> torch.Ten
     Squared distance by the mean square of the chunk's fresh KV in that layer, K plus V, mean over the layers behind the first.
     """
     total = torch.zeros(1, device=stored.positions.device)
-    inside = (stored.positions != _NOWHERE).view(chunks, -1)
+    inside = (stored.positions != NOWHERE).view(chunks, -1)
     for old_side, new_side in zip(stored[:2], fresh[:2], strict=True):
         for old, new in zip(old_side[1:], new_side[1:], strict=True):
             width = new.shape[1] * new.shape[3]

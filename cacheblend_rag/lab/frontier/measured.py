@@ -1,0 +1,107 @@
+"""Holds what was measured of blends: a line of JSON for each prompt, written as it is found; means with intervals; a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from cacheblend_rag.lab.stats.intervals import mean_interval
+
+_NUMBERS = ("kl", "agrees", "whole", "gold_change")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Holds one blend of one prompt, or its full recompute by other weights.
+
+    Attributes:
+        data: The data set.
+        prompt: Which prompt of it.
+        group: The prompt's.
+        kv: Whose chunk KV was blended, or that none was.
+        policy: What chose the tokens, or which weights computed all.
+        ratio: Share of the stale tokens that was recomputed.
+        kl: Mean KL over the answer's tokens, in nats.
+        agrees: Share of them with the same likeliest token.
+        whole: Whether all of them have it.
+        compute: Share of the prompt's tokens that was computed through all layers, with dense pass and ranking pass.
+        gold: Log-likelihood of the right answer, mean over its tokens, in nats; None where none is known.
+        gold_change: How much more that is than full recompute's.
+    """
+
+    data: str
+    prompt: str
+    group: str
+    kv: str
+    policy: str
+    ratio: float
+    kl: float
+    agrees: float
+    whole: float
+    compute: float
+    gold: float | None = None
+    gold_change: float | None = None
+
+
+def append_measured(file: Path, found: Iterable[Measured]) -> None:
+    """Append to a file what was found of one prompt, as a line behind those of earlier ones."""
+    with file.open("a", encoding="utf-8") as out:
+        out.write("\n" + json.dumps([asdict(each) for each in found]))
+
+
+def read_measured(files: Iterable[Path]) -> list[Measured]:
+    """Read what was appended, without lines that a run did not finish because it was killed."""
+    found: list[Measured] = []
+    for file in files:
+        for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else ():
+            try:
+                found += [Measured(**each) for each in json.loads(line)]
+            except json.JSONDecodeError:
+                continue
+    return found
+
+
+def summarise(found: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Return a row for each data set (``"all"`` for all of them), KV, policy and ratio: means with 95% intervals."""
+    rows: dict[tuple[str, str, str, float], list[Measured]] = {}
+    for each in found:
+        for data in (each.data, "all"):
+            rows.setdefault((data, each.kv, each.policy, each.ratio), []).append(each)
+    table = []
+    for (data, kv, policy, ratio), values in sorted(rows.items()):
+        row: dict[str, Any] = {"data": data, "kv": kv, "policy": policy, "ratio": ratio, "prompts": len(values)}
+        row["compute"] = fmean(each.compute for each in values)
+        for name in _NUMBERS:
+            known = [each for each in values if getattr(each, name) is not None]
+            numbers = [float(getattr(each, name)) for each in known]
+            groups = [f"{each.data} {each.group}" if each.group else "" for each in known]
+            row[name] = fmean(numbers) if numbers else None
+            row[f"{name}_interval"] = mean_interval(numbers, groups) if numbers else None
+        table.append(row)
+    return table
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the summary as a Markdown table."""
+    lines = [
+        "| data | kv | policy | ratio | compute | KL | tokens agree | whole answers | gold answer, nats a token | n |",
+        "|---|---|---|" + "---:|" * 7,
+    ]
+    for row in rows:
+        cells = [row["data"], row["kv"], row["policy"], f"{row['ratio']:.0%}", f"{row['compute']:.0%}"]
+        how = (".4f", ".3f", ".2f", "+.3f")
+        cells += [_cell(row, name, form) for name, form in zip(_NUMBERS, how, strict=True)]
+        lines.append(f"| {' | '.join([*cells, str(row['prompts'])])} |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any], name: str, how: str) -> str:
+    if row[name] is None:
+        return ""
+    interval = row[f"{name}_interval"]
+    between = "" if interval is None else f" [{interval[0]:{how}}, {interval[1]:{how}}]"
+    return f"{row[name]:{how}}{between}"

@@ -1,0 +1,155 @@
+"""What is measured in batches is what calibration measures prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.options import FuseOptions
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.doctor.compared import PromptMeasurement
+from cacheblend_rag.lab.frontier.__main__ import main
+from cacheblend_rag.lab.frontier.frontier import FIRST_EXACT, PLAIN, RECOMPUTED, WRITTEN, Frontier
+from cacheblend_rag.lab.frontier.measured import Measured, append_measured, read_measured, summarise, table_of
+from cacheblend_rag.lab.frontier.prompts import FrontierPrompt, read_prompts, write_prompts
+from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser, rounded
+from cacheblend_rag.lab.learn.adapter import weights_of, writing_copy
+from cacheblend_rag.lab.learn.blend import BatchBlender
+from cacheblend_rag.lab.learn.lesson import Lesson
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+
+PROBE = tuple(range(40, 70))
+SCENES = [Scene(), Scene(1, chunk_tokens=(20, 33, 16))]
+
+
+GOLD = (7, 30, 11, 25)
+NAMES = ("random", "hkvd", "static", "query", "static-query", "sink", "hybrid")
+
+
+def prompt_of(scene: Scene, data: str = "made up", gold: tuple[int, ...] = ()) -> FrontierPrompt:
+    spans = tuple((span.start, span.end) for span in scene.prompt.spans)
+    return FrontierPrompt(data, tuple(scene.header), spans, scene.prompt.token_ids, gold=gold)
+
+
+def measured(
+    family: str,
+    written: bool = False,
+    gold: tuple[int, ...] = (),
+    weights: Sequence[str] = (),
+    batch_tokens: int = 4096,
+) -> list[list[Measured]]:
+    model = make_model(BLENDED[family]())
+    writing = writing_copy(model, rank=2) if written else None
+    for tensor in weights_of(writing).values() if written else ():
+        torch.nn.init.normal_(tensor, std=0.2)
+    prompts = [prompt_of(scene, gold=gold) for scene in SCENES]
+    lesson = Lesson(BatchBlender(model), writing)
+    copies = coarser(model, weights)
+    return list(Frontier(lesson, PROBE, frozenset(), batch_tokens, (0.3,), NAMES, copies).measure(prompts))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_policys_kl_agreement_and_compute_are_those_of_calibration(family: str) -> None:
+    for scene, mine in zip(SCENES, measured(family, gold=GOLD), strict=True):
+        engine = engine_for(make_model(BLENDED[family]()), scene)
+        one = PromptMeasurement(engine.subject(), engine.rope, scene.header, scene.prompt, None, PROBE)
+        assert [each.policy for each in mine] == [
+            "full-reuse",
+            "full-recompute",
+            "random",
+            *NAMES[2:6],
+            "hkvd",
+            "hybrid",
+        ]
+        for each in mine:
+            want = one.compare(FuseOptions(policy(each.policy), each.ratio))
+            assert each.kv == PLAIN
+            assert each.kl == pytest.approx(fmean(want.kl), abs=1e-5)
+            assert each.agrees == fmean(want.agrees)
+            assert each.compute == pytest.approx(want.compute)
+
+
+def test_the_right_answers_likelihood_is_the_models_behind_the_blend() -> None:
+    for scene, mine in zip(SCENES, measured("llama", gold=GOLD), strict=True):
+        engine = engine_for(make_model(BLENDED["llama"]()), scene)
+        subject = engine.subject()
+        one = PromptMeasurement(subject, engine.rope, scene.header, scene.prompt, None, PROBE, continuation=GOLD)
+        full = None
+        for each in sorted(mine, key=lambda each: -each.ratio):
+            target = subject.target(scene.prompt.token_ids, engine.rope)
+            fuse(one._plan, target, FuseOptions(policy(each.policy), each.ratio))
+            logits = torch.cat([subject.logits(target)[None], subject.decode(target, list(GOLD[:-1]))])
+            want = float(logits.log_softmax(-1).gather(1, torch.tensor(GOLD)[:, None]).mean())
+            full = want if each.policy == "full-recompute" else full
+            assert each.gold == pytest.approx(want, abs=1e-4)
+            assert full is not None
+            assert each.gold_change == pytest.approx(want - full, abs=1e-4)
+
+
+def test_few_tokens_at_once_give_the_same_numbers_and_no_right_answer_none() -> None:
+    for many, few in zip(measured("llama"), measured("llama", batch_tokens=1), strict=True):
+        assert [each.kl for each in many] == pytest.approx([each.kl for each in few], abs=1e-6)
+        assert {each.gold for each in many} == {None}
+
+
+def test_with_a_writer_every_chunk_is_stale_and_beside_it_stands_an_exact_first_one() -> None:
+    found = [each for one in measured("llama", written=True) for each in one]
+    reused = [each for each in found if each.policy == "full-reuse"]
+    by_kind = {kind: [each.kl for each in reused if each.kv == kind] for kind in (PLAIN, WRITTEN, FIRST_EXACT)}
+    assert [len(kls) for kls in by_kind.values()] == [2, 2, 2]
+    assert by_kind[WRITTEN] != by_kind[FIRST_EXACT] != by_kind[PLAIN]
+
+
+def test_coarser_weights_are_farther_from_the_model_the_fewer_bits_they_have() -> None:
+    found = [each for one in measured("llama", weights=WEIGHTS) for each in one if each.kv == RECOMPUTED]
+    kl = {name: fmean(each.kl for each in found if each.policy == name) for name in WEIGHTS}
+    assert 0 < kl["8-bit"] < kl["6-bit"] < kl["4-bit"]
+    assert 0 < kl["bf16"] < kl["4-bit"]
+    weight = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    assert (rounded(weight, 8) - weight).abs().max() <= weight.abs().max() / 127 / 2 + 1e-6
+    assert len(rounded(weight, 4)[0, :32].unique()) <= 15
+
+
+def test_prompts_are_read_as_they_were_written_one_of_each_data_set_in_turn(tmp_path: Path) -> None:
+    prompts = [prompt_of(scene, data, GOLD) for data in ("one", "other") for scene in SCENES]
+    write_prompts(tmp_path / "prompts.gz", prompts)
+    assert read_prompts(tmp_path / "prompts.gz") == [prompts[i] for i in (0, 2, 1, 3)]
+    assert read_prompts(tmp_path / "prompts.gz", 1) == [prompts[0], prompts[2]]
+    assert read_prompts(tmp_path / "prompts.gz", only=["other"]) == prompts[2:]
+    assert len({each.key for each in prompts}) == 4
+    write_prompts(tmp_path / "none.gz", [])
+    with pytest.raises(InputError, match="no prompts"):
+        read_prompts(tmp_path / "none.gz")
+
+
+def test_what_was_measured_outlives_a_killed_run_and_is_summed_up_by_data_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "measured.jsonl"
+    known = Measured("a", "1", "", PLAIN, "full-reuse", 0.0, 1.0, 1.0, 1.0, 0.1, -2.0, -0.5)
+    other = Measured("b", "2", "", PLAIN, "full-reuse", 0.0, 3.0, 1.0, 1.0, 0.1)
+    append_measured(file, [known])
+    append_measured(file, [other])
+    with file.open("a") as out:
+        out.write('\n[{"data": "b", "pro')
+    append_measured(file, [known])
+    assert read_measured([file]) == [known, other, known]
+    assert read_measured([tmp_path / "none"]) == []
+    rows = summarise([known, other])
+    assert [(row["data"], row["kl"], row["gold_change"]) for row in rows] == [
+        ("a", 1, -0.5),
+        ("all", 2, -0.5),
+        ("b", 3, None),
+    ]
+    file.write_text("")
+    append_measured(file, [known, other])
+    main(["summarise", str(file), "--out", str(tmp_path / "means.json")])
+    assert "| all | as it is | full-reuse | 0% | 10% | 2.0000 | 1.000 | 1.00 | -0.500 | 2 |" in capsys.readouterr().out
+    assert table_of(rows).count("\n") == 4
