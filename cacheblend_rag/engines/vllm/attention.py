@@ -6,21 +6,22 @@ It writes nothing into the paged cache, so it may run tokens that have no pages 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from vllm.forward_context import set_forward_context
 
 from cacheblend_rag.blending.transfer import sent
+from cacheblend_rag.engines.vllm.kernels import attention_replaced
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV
 
-# Queries whose scores are in memory at once.
-_BLOCK = 64
+# Scores in memory at once. On a CPU as many as its caches hold: fresh memory for more costs as much as the products.
+_SCORES = {"cpu": 1 << 19}
+_MOST_SCORES = 1 << 24
 
 
 class WatchedPass:
@@ -65,14 +66,17 @@ class WatchedPass:
         """Run the tokens at ascending ``positions``, ``[tokens]``, in host memory; every later call's lie behind them."""
         paged = self._paged
         self._at, self._positions = positions, sent(positions, paged.device)
+        config = paged.config
         with (
-            # Without metadata vLLM's attention does nothing, and without slots it stores nothing.
-            set_forward_context(None, paged.config, num_tokens=len(positions), slot_mapping={}, skip_compiled=True),
-            ExitStack() as hooks,
+            attention_replaced(paged.attention, self._attend_layer),
+            set_forward_context(
+                dict.fromkeys(paged.names),
+                config,
+                num_tokens=len(positions),
+                slot_mapping={},  # without slots vLLM stores nothing
+                skip_compiled=bool(config.compilation_config.pass_config.fuse_attn_quant),
+            ),
         ):
-            for layer, attention in enumerate(paged.attention):
-                hook = partial(self._replace, layer)
-                hooks.callback(attention.register_forward_hook(hook, with_kwargs=True).remove)
             paged.run(self._ids[positions], self._positions)
         self._watched += int((positions >= self._watch_from).sum())
 
@@ -81,30 +85,38 @@ class WatchedPass:
         attentions = self._paged.attention
         return self._total / (sum(int(a.num_heads) for a in attentions) * self._watched)
 
-    def _replace(
-        self, layer: int, module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any], output: torch.Tensor
+    def _attend_layer(
+        self,
+        layer: int,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: None,
+        output: torch.Tensor,
+        **_: Any,
     ) -> torch.Tensor:
-        """Return what ``module``'s attention should have given in place of ``output``, ``[tokens, heads * head_dim]``."""
+        """Write the attention of ``query``, ``[tokens, heads, head_dim]``, to ``output`` and return it."""
         self._before_layer(layer)
-        given = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))
-        query, key, value = (t.view(len(self._positions), -1, module.head_size) for t in given[:3])
-        self._computed[layer].append((self._at, self._positions, LayerKV(key.transpose(0, 1), value.transpose(0, 1))))
+        # Copies: compiled code uses the memory again.
+        fresh = LayerKV(*(t.transpose(0, 1).clone() for t in (key, value)))
+        self._computed[layer].append((self._at, self._positions, fresh))
         window = self._paged.window(layer)
         first = 0 if window is None else max(0, int(self._at[0]) - window + 1)
-        kv = self._visible(layer, first)
-        return self._attend(module.impl, query, kv, first, window).to(output.dtype).view_as(output)
+        found = self._attend(module.impl, query, self._visible(layer, first), first, window)
+        return output.copy_(found.view_as(output))
 
     def _visible(self, layer: int, first: int) -> LayerKV:
-        """Return the KV of position ``first`` to the last that runs, in fp32: the pages', and over it what this computed."""
+        """Return the KV of position ``first`` to the last that runs: the pages', and over it what this computed."""
         end = int(self._at[-1]) + 1
-        placed = self._paged.read(layer, self._pages.between(self._paged.group_of[layer], first, end))
-        kv = LayerKV(*(t.new_empty(t.shape[0], end - first, t.shape[2], dtype=torch.float32) for t in placed))
-        for whole, part in zip(kv, placed, strict=True):
-            whole[:, : part.shape[1]] = part
+        kv = self._paged.read(layer, self._pages.between(self._paged.group_of[layer], first, end))
+        if lacking := end - first - kv.k.shape[1]:
+            kv = LayerKV(*(pad(t, (0, 0, 0, lacking)) for t in kv))
         for at, positions, fresh in self._computed[layer]:
             before = int((at < first).sum())
             for whole, part in zip(kv, fresh, strict=True):
-                whole[:, positions[before:] - first] = part[:, before:].float()
+                whole[:, positions[before:] - first] = part[:, before:]
         return kv
 
     def _attend(self, impl: Any, query: torch.Tensor, kv: LayerKV, first: int, window: int | None) -> torch.Tensor:
@@ -114,27 +126,37 @@ class WatchedPass:
         """
         count, heads, dim = query.shape
         kv_heads, groups = kv.k.shape[0], heads // kv.k.shape[0]
-        query = query.float().view(count, kv_heads, groups, dim).transpose(0, 1)
+        query = (query.float() * impl.scale).view(count, kv_heads, groups, dim).transpose(0, 1)
         out = query.new_empty(count, kv_heads, groups, dim)
-        for begin in range(0, count, _BLOCK):
-            part = slice(begin, begin + _BLOCK)
+        sinks = getattr(impl, "sinks", None)
+        if sinks is not None:
+            sinks = sinks.float().view(kv_heads, 1, groups, 1)
+        most = _SCORES.get(query.device.type, _MOST_SCORES)
+        begin = 0
+        while begin < count:
+            part = slice(begin, begin + max(1, most // (groups * kv.k.shape[1])))
+            begin = part.stop
             at, seen = self._positions[part], int(self._at[part][-1]) + 1 - first
-            shape = (kv_heads, len(at), groups, seen)
-            scores = query[:, part].flatten(1, 2) @ kv.k[:, :seen].transpose(1, 2) * impl.scale
-            if cap := getattr(impl, "logits_soft_cap", None):
-                scores = (scores / cap).tanh() * cap
-            keys = torch.arange(first, first + seen, device=at.device)
+            # All keys up to the first query's position are seen by all queries, but for those before a window.
+            free = 0 if window is not None else int(self._at[part][0]) + 1 - first
+            keys = torch.arange(first + free, first + seen, device=at.device)
             hidden = keys > at[:, None]
             if window is not None:
                 hidden |= keys <= at[:, None] - window
-            scores = scores.view(shape).masked_fill(hidden[None, :, None], float("-inf"))
-            if (sinks := getattr(impl, "sinks", None)) is not None:
-                # One more score for each head, which takes its share of the attention and gives nothing.
-                sinks = sinks.float().view(kv_heads, 1, groups, 1).expand(*shape[:3], 1)
-                scores = torch.cat([scores, sinks], dim=-1)
-            weights = scores.softmax(-1)[..., :seen]
             unwatched = int((self._at[part] < self._watch_from).sum())
-            self._total[first : first + seen] += weights[:, unwatched:].sum((0, 1, 2))
-            found = weights.flatten(1, 2) @ kv.v[:, :seen]
-            out[part] = found.view(kv_heads, len(at), groups, dim).transpose(0, 1)
+            together = max(1, most // (len(at) * groups * seen))
+            for head in range(0, kv_heads, together):
+                own = slice(head, head + together)
+                scores = query[own, part].flatten(1, 2) @ kv.k[own, :seen].transpose(1, 2).float()
+                if cap := getattr(impl, "logits_soft_cap", None):
+                    scores = (scores / cap).tanh() * cap
+                scores = scores.view(-1, len(at), groups, seen)
+                scores[..., free:].masked_fill_(hidden[:, None], float("-inf"))
+                if sinks is not None:
+                    # One more score for each head, which takes its share of the attention and gives nothing.
+                    scores = torch.cat([scores, sinks[own].expand(*scores.shape[:3], 1)], dim=-1)
+                weights = scores.softmax(-1)[..., :seen]
+                self._total[first : first + seen] += weights[:, unwatched:].sum((0, 1, 2))
+                found = weights.flatten(1, 2) @ kv.v[own, :seen].float()
+                out[part, own] = found.view(-1, len(at), groups, dim).transpose(0, 1)
         return out

@@ -7,7 +7,7 @@ one tile, most of it empty. Here a pass's tokens share tiles, and vLLM's attenti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,21 @@ def _sinks(layer: Any) -> torch.Tensor | None:
     return getattr(layer.impl, "sinks", None)
 
 
+@contextmanager
+def attention_replaced(layers: Sequence[Any], attend: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let ``attend`` compute the attention of ``layers``: called with a layer's index, then as vLLM calls ``impl.forward``.
+
+    vLLM calls that outside of what is compiled, once the tokens' own KV is in the pages.
+    """
+    for index, layer in enumerate(layers):
+        layer.impl.forward = partial(attend, index)  # in front of the class's own
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.impl.forward
+
+
 class Kernels:
     """The kernels, bound to a model's attention layers."""
 
@@ -114,16 +129,9 @@ class Kernels:
 
         return Layers.of(self._pages)
 
-    @contextmanager
-    def attending(self) -> Iterator[None]:
+    def attending(self) -> AbstractContextManager[None]:
         """Replace vLLM's attention; the passes that run meanwhile have :class:`Scattered` as metadata."""
-        for index, layer in enumerate(self._layers):
-            layer.impl.forward = partial(self._attend, index)  # in front of the class's own
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                del layer.impl.forward
+        return attention_replaced(self._layers, self._attend)
 
     def _attend(
         self,
@@ -137,7 +145,7 @@ class Kernels:
         output: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """Write ``output`` and return it; vLLM calls it as ``impl.forward``, once the tokens' KV is in the pages."""
+        """Write ``output`` and return it."""
         from cacheblend_rag.engines.kernels.attention import attend
 
         attend(

@@ -30,16 +30,17 @@ _CAPPED = {
     "attn_logit_softcapping": 1.0,
     "layer_types": ["full_attention"] * SHAPE["num_hidden_layers"],
 }
+# Prompts and passes in pieces of 64 tokens.
+_PIECES = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    # Prompts and passes in pieces of 64 tokens.
-    "llama, chunked prefill": (
-        lambda: hf.LlamaConfig(**SHAPE),
-        {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
-    ),
+    "llama, chunked prefill": (lambda: hf.LlamaConfig(**SHAPE), _PIECES),
     "qwen2": (lambda: hf.Qwen2Config(**SHAPE), {}),
     "qwen3": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), {}),
     "gemma2, capped": (lambda: hf.Gemma2Config(**SHAPE, **_CAPPED), {}),
-    "yarn, compiled": (lambda: hf.LlamaConfig(**SHAPE, rope_parameters=_YARN), {"enforce_eager": False}),
+    "yarn, compiled, chunked prefill": (
+        lambda: hf.LlamaConfig(**SHAPE, rope_parameters=_YARN),
+        {"enforce_eager": False, **_PIECES},
+    ),
     # Compiled for embeddings, as models that take images are, whatever a prompt has.
     "llama, compiled for embeddings": (
         lambda: hf.LlamaConfig(**SHAPE),
