@@ -213,6 +213,8 @@ class _Fusor:
         between = int((self._forced <= self._candidates.positions[-1]).sum())
         asked = torch.cat([self._forced, self._behind])
         watch = self._target.attention(int(asked[between]), self._placer.before_layer)
+        if not self.checks:  # a check wants its layer's stored KV by itself
+            self._placer.place_rest()
         yield from self._run("question", asked, 1.0, watch.run)
         seen = Fetch(self._target.all_reduce(watch.mean()))
         yield Segment("fetch")
@@ -236,6 +238,8 @@ class _Fusor:
         fresh = _tokens_at(join_tokens(parts), torch.isin(positions, running.positions))
         stale = _tokens_at(self._placer.stale(layer), self._keep)
         measured = Fetch(self._target.all_reduce(kv_deviation(fresh, stale)))
+        if layer == self.checks[-1][0]:  # to be waited for along with what is measured
+            self._placer.place_rest()
         yield Segment("fetch")
         wanted = min(round(self._ratio * width * len(self._candidates.positions)), len(running.positions))
         chosen = self._select(replace(running, deviation=measured.result()), wanted)
@@ -298,7 +302,7 @@ class _Placer:
 
     def place_rest(self) -> None:
         """Begin to place all layers that are left at once, where their KV and the target allow it."""
-        if self._trace is not None:  # it shows layer by layer
+        if self._trace is not None or self._await is not None:  # it shows layer by layer; all is on its way
             return
         stored = self._loader.rest(self._next)
         # One rank that read layer by layer would wait for the others' votes.

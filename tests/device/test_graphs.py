@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cacheblend_rag.blending.bulk import Arrivals
+from cacheblend_rag.blending import reads
+from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.fusor import fuse_stepwise
+from cacheblend_rag.blending.policies import policy as policy_named
+from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -20,7 +24,7 @@ from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.engines.transformers.graphs import Graphs
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.store import open_store
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, join_tokens
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
@@ -177,16 +181,26 @@ def test_a_blend_that_is_given_up_leaves_no_copies_behind_that_others_could_meet
             target.cache.block[side, layer, None].zero_()
 
 
+def place_here(num_layers: int, cache: Any, stored: StoredLayers) -> Callable[[int], None] | None:
+    """Place all that is stored at once, without a device."""
+    if cache.block is None:
+        return None
+    for layer in range(stored.first, num_layers if stored.spans else 0):
+        parts = [
+            LayerKV(*(t[:, span.skip : span.skip + span.end - span.start] for t in span.kv.layer(layer)))
+            for span in stored.spans
+        ]
+        cache.place(layer, join_tokens(parts), stored.move, stored.positions)
+    return lambda layer: None
+
+
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     """Let an engine on a CPU replay passes: by running them again, with the kernels in Triton's interpreter."""
     interpret(monkeypatch)
 
-    def capture(run: Callable[[], torch.Tensor], pool: Any) -> Any:
-        result = torch.zeros(300)  # capturing runs nothing
-        return result, lambda: result.copy_(run()), pool
-
-    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(reads._CPUReads, "in_place", True)
+    monkeypatch.setattr(ChunkKV, "blocks", lambda self, begin, end: [])
     monkeypatch.setattr(graphs, "total_memory", lambda device: 1 << 30)
     monkeypatch.setattr(graphs, "_LEAST_CAPACITY", 64)
     monkeypatch.setattr(Arrivals, "record", lambda self: None)
@@ -194,8 +208,23 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
     def turned(engine: Any) -> Any:
         found = engine.runner.graphs = Graphs(engine.runner)
-        monkeypatch.setattr(found, "place", lambda cache, stored: None)
         found._refused = False
+
+        def capture(run: Callable[[], Any], pool: Any) -> Any:
+            before = found._block.clone()
+            logits, looks = run()
+            found._block.copy_(before)  # capturing runs nothing
+
+            def replay() -> None:
+                new, looked = run()
+                logits.copy_(new)
+                if looks is not None:
+                    looks.total.copy_(looked.total)
+
+            return (logits, looks), replay, pool
+
+        monkeypatch.setattr(graphs, "capture", capture)
+        monkeypatch.setattr(found, "place", partial(place_here, engine.num_layers))
         return engine
 
     return turned
@@ -210,7 +239,7 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
     engine.precompute(scene.chunks)
     runner = engine.runner
     ids = torch.tensor(scene.prompt.token_ids)
-    for count in (13, 16):  # of a graph of 16
+    for count in (13, 32):  # of a graph of 32
         positions = torch.arange(len(ids) - count, len(ids))
         found = []
         for _ in range(3):
@@ -222,9 +251,56 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
                 runner.graphs.ran(cache, ids[positions], positions, logits)
             found.append(logits)
             del cache
-        assert runner.graphs.widths == [16]
+        assert runner.graphs.widths == [32]
         for got in found:
             assert (got - found[0]).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_window", "phi3_partial"])
+@pytest.mark.parametrize("policy", ["static-query", "query"])
+def test_the_questions_replayed_pass_sees_and_chooses_what_the_ordinary_one_does(
+    replayed: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, family: str, policy: str
+) -> None:
+    scene = Scene()
+    seen: list[torch.Tensor] = []
+
+    def watched(self: Any, candidates: Candidates) -> torch.Tensor:
+        assert candidates.attention is not None
+        seen.append(candidates.attention)
+        return candidates.attention if policy == "query" else candidates.static.sqrt() * candidates.attention
+
+    kind = type(policy_named(policy))
+    monkeypatch.setattr(kind, "score", watched)
+    found = []
+    for turn, interpreted, rounds in ((lambda engine: engine, "0", 1), (replayed, "1", 3)):
+        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+        engine = turn(on("cpu", scene, family))
+        engine.precompute(scene.chunks)
+        for _ in range(rounds):
+            found.append(blended_logits(engine, scene, BlendSettings(0.25, policy)))
+    assert [looks for _, looks in engine.runner.graphs._passes] == [True, False]
+    for (logits, chosen, _), attention in zip(found, seen, strict=True):
+        assert (attention - seen[0]).abs().max() < 1e-6
+        assert chosen == found[0][1]
+        assert (logits - found[0][0]).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+def test_a_graph_of_a_few_more_tokens_serves_too(replayed: Callable[[Any], Any]) -> None:
+    engine = replayed(engine_for(make_model(BLENDED["llama"]()), Scene()))
+    runner, ids = engine.runner, torch.arange(320) % 200
+    found = {}
+    for count in (300, 300, 270, 200):
+        cache, positions = runner.prompt_cache(len(ids)), torch.arange(len(ids) - count, len(ids))
+        runner.append(ids[None, :-count], cache)
+        found[count] = runner.graphs.run(cache, ids[positions], positions)
+        if found[count] is None:
+            logits = runner.scatter(ids[positions], positions, cache, lambda layer: None, None)
+            runner.graphs.ran(cache, ids[positions], positions, logits)
+        del cache
+    assert runner.graphs.widths == [320]
+    assert [found[count] is None for count in (300, 270, 200)] == [True, False, True]
 
 
 @pytest.mark.slow

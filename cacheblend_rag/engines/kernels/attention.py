@@ -7,7 +7,7 @@ the result are kept in fp32, weights enter the product with the values in the va
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,24 @@ def tile(dtype: torch.dtype, group: int, dim: int) -> Tile:
     return Tile(max(64, triton.next_power_of_2(group)), 64 if dim <= 128 else 32, 4)
 
 
+def constants(query: torch.Tensor, kv_heads: int, window: int | None) -> dict[str, Any]:
+    """Return what a kernel for ``query``, ``[queries, heads, head_dim]``, is compiled for."""
+    _, heads, dim = query.shape
+    rows, step, warps = tile(query.dtype, heads // kv_heads, dim)
+    return {
+        "DIM": dim,
+        "DIM_UP": max(16, triton.next_power_of_2(dim)),
+        "GROUP": heads // kv_heads,
+        "ROWS": rows,
+        "KEYS": step,
+        "WINDOW": window or 0,
+        # Left to itself, Triton would round fp32 to 10 bits for the tensor cores.
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "num_warps": warps,
+        "num_stages": 2,
+    }
+
+
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -46,6 +64,7 @@ def attend(
     soft_cap: float = 0.0,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Write the attention of ``query`` to ``out``.
 
@@ -60,13 +79,12 @@ def attend(
         soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
         window: How many keys a query sees at the most, its own included; None for all.
         sinks: ``[heads]``: the score of one more key that each query sees, whose value is 0 (gpt-oss); None for none.
+        lse: ``[queries, heads]``, fp32, contiguous: gets the log-sum-exp of each query's scores, to base 2; None if nobody asks.
     """
-    count, heads, dim = query.shape
     assert query.stride(2) == out.stride(2) == 1
-    positions = positions.contiguous()
-    group = heads // keys.shape[1]
-    rows, step, warps = tile(query.dtype, group, dim)
-    _attend[triton.cdiv(count, rows // group), keys.shape[1]](
+    count, positions = len(query), positions.contiguous()
+    made = constants(query, keys.shape[1], window)
+    _attend[triton.cdiv(count, made["ROWS"] // made["GROUP"]), keys.shape[1]](
         query,
         keys,
         values,
@@ -74,6 +92,7 @@ def attend(
         positions if table is None else table,
         positions if sinks is None else sinks.contiguous(),
         out,
+        out if lse is None else lse,
         count,
         float(scale),
         float(soft_cap),
@@ -82,18 +101,10 @@ def attend(
         *keys.stride(),
         *values.stride(),
         PAGE=0 if table is None else keys.shape[2],
-        DIM=dim,
-        DIM_UP=max(16, triton.next_power_of_2(dim)),
-        GROUP=group,
-        ROWS=rows,
-        KEYS=step,
         CAPPED=soft_cap > 0,
-        WINDOW=window or 0,
         SINKS=sinks is not None,
-        # Left to itself, Triton would round fp32 to 10 bits for the tensor cores.
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=warps,
-        num_stages=2,
+        LSE=lse is not None,
+        **made,
     )
 
 
@@ -106,6 +117,7 @@ def _attend(
     table,
     sinks,
     out,
+    lse,
     count,
     scale,
     soft_cap,
@@ -130,6 +142,7 @@ def _attend(
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend from ``ROWS // GROUP`` queries with the ``GROUP`` heads of one KV head."""
@@ -177,6 +190,9 @@ def _attend(
             keys_token, keys_dim, values_page, values_token, values_dim, True, PAGE, DIM, DIM_UP, KEYS, CAPPED, WINDOW,
             PRECISION,
         )  # fmt: skip
+    if LSE:
+        heads = tl.num_programs(1) * GROUP
+        tl.store(lse + at * heads + head, top + tl.log2(total), mask=real)
     result = (joined / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + (at * out_token + head * out_head)[:, None] + dim[None, :], result, mask=inside)
 

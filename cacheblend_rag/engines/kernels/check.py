@@ -30,10 +30,15 @@ def attention_works(
     return _at_home(device, dtype) and _attention_tried(device, dtype, heads, kv_heads, head_dim, sinks)
 
 
+def shares_work(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Return whether the sums of attention weights serve this shape on ``device``; where they fail, the log says how."""
+    return _at_home(device, dtype) and _shares_tried(device, dtype, heads, kv_heads, head_dim)
+
+
 def forget_trials() -> None:
     """Try again when asked next."""
-    _placing_tried.cache_clear()
-    _attention_tried.cache_clear()
+    for tried in (_placing_tried, _attention_tried, _shares_tried):
+        tried.cache_clear()
 
 
 def _at_home(device: torch.device, dtype: torch.dtype) -> bool:
@@ -52,6 +57,11 @@ def _attention_tried(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sinks: bool
 ) -> bool:
     return _passes(lambda: _attention_differs(_Trial(device, dtype, kv_heads, head_dim), heads, sinks))
+
+
+@cache
+def _shares_tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    return _passes(lambda: _shares_differ(_Trial(device, dtype, kv_heads, head_dim), heads))
 
 
 def _passes(trial: Callable[[], str | None]) -> bool:
@@ -91,6 +101,22 @@ class _Trial:
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
 
+    def queries(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some, and where they stand."""
+        positions = self.at[::3].contiguous()
+        return self.random(len(positions), heads, self.kv.k.shape[2]), positions
+
+    def weights(self, query: torch.Tensor, positions: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Return how they attend, ``[heads, queries, tokens]``, in fp32."""
+        heads, (kv_heads, _, dim) = query.shape[1], self.kv.k.shape
+        k = self.kv.k.float().repeat_interleave(heads // kv_heads, 0)
+        scores = query.float().transpose(0, 1) @ k.mT * dim**-0.5
+        scores = scores.masked_fill(self.at > positions[:, None], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(positions), 1)], -1)
+        weights: torch.Tensor = scores.softmax(-1)[..., :_TOKENS]
+        return weights
+
 
 def _placing_differs(trial: _Trial) -> str | None:
     from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place, place_layers
@@ -119,16 +145,27 @@ def _attention_differs(trial: _Trial, heads: int, with_sinks: bool) -> str | Non
 
     for side, memory in zip(trial.kv, (trial.keys, trial.values), strict=True):
         memory[trial.pages, :, trial.rows] = side.transpose(0, 1)
-    positions = trial.at[::3]
-    query = trial.random(len(positions), heads, trial.kv.k.shape[2])
+    query, positions = trial.queries(heads)
     out = torch.empty_like(query)
     sinks = trial.random(heads) if with_sinks else None
     attend(query, trial.keys, trial.values, positions, trial.table, out, query.shape[2] ** -0.5, sinks=sinks)
-    k, v = (x.float().repeat_interleave(heads // x.shape[0], 0) for x in trial.kv)
-    scores = query.float().transpose(0, 1) @ k.mT * query.shape[2] ** -0.5
-    scores = scores.masked_fill(trial.at > positions[:, None], float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(positions), 1)], -1)
-    weights = scores.softmax(-1)[..., :_TOKENS]
+    weights = trial.weights(query, positions, sinks)
+    v = trial.kv.v.float().repeat_interleave(heads // len(trial.kv.v), 0)
     error = float((out.float() - (weights @ v).transpose(0, 1)).abs().max())
     return None if error < _TOLERANCE[query.dtype] else f"its attention differs from torch's by {error:.2g}"
+
+
+def _shares_differ(trial: _Trial, heads: int) -> str | None:
+    from cacheblend_rag.engines.kernels.attention import attend
+    from cacheblend_rag.engines.kernels.shares import add_shares
+
+    query, positions = trial.queries(heads)
+    k, v = trial.kv
+    lse, total = (torch.zeros(shape, device=k.device) for shape in ((len(positions), heads), k.shape[:2]))
+    shares = torch.ones_like(lse[:, 0])
+    scale = query.shape[2] ** -0.5
+    attend(query, k[None], v[None], positions, None, torch.empty_like(query), scale, lse=lse)
+    add_shares(query, k, positions, shares, lse, total, scale)
+    want = trial.weights(query, positions, None).mean(0).sum(0)
+    error = float((total.sum(0) - want).abs().max() / want.max())
+    return None if error < _TOLERANCE[query.dtype] else f"its sums of weights differ from torch's by {error:.2g}"

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cacheblend_rag.engines.kernels.check import attention_works
+from cacheblend_rag.engines.kernels.check import attention_works, shares_work
 
 NAME = "cacheblend_sdpa"
 
@@ -46,6 +46,48 @@ def watched(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watcher.reset(token)
+
+
+class Looks:
+    """Adds up how much a scattered pass's queries attend to each key, over layers.
+
+    Attributes:
+        shares: ``[queries]``, fp32, where they are: how much each counts.
+        total: ``[kv_heads, keys]``, fp32: the sums; over heads they are means. None before the first layer.
+        layers: How many have been added.
+    """
+
+    def __init__(self, shares: torch.Tensor):
+        """Begin with nothing."""
+        self.shares = shares
+        self.total: torch.Tensor | None = None
+        self.layers = 0
+
+    def begin_layer(self, key: torch.Tensor) -> torch.Tensor:
+        """Return the sums that a layer with keys ``[kv_heads, keys, head_dim]`` adds to."""
+        self.layers += 1
+        if self.total is None:
+            self.total = torch.zeros(key.shape[:2], device=key.device)
+        return self.total
+
+    def mean(self, tokens: int) -> torch.Tensor:
+        """Return the mean over layers, ``[tokens]``; 0 for those that no query could see."""
+        assert self.total is not None
+        mean = self.total.sum(0)[:tokens] / self.layers
+        return pad(mean, (0, tokens - len(mean)))
+
+
+_looks: ContextVar[Looks | None] = ContextVar("cacheblend_looks", default=None)
+
+
+@contextmanager
+def looking(looks: Looks | None) -> Iterator[None]:
+    """Let a scattered pass add to ``looks``, if there are any. Models that need eager attention do not."""
+    token = _looks.set(looks)
+    try:
+        yield
+    finally:
+        _looks.reset(token)
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
@@ -84,6 +126,7 @@ class Queries:
         value: torch.Tensor,
         scale: float | None = None,
         window: int | None = None,
+        looks: Looks | None = None,
     ) -> torch.Tensor:
         """Return the attention ``[queries, heads, value_dim]``.
 
@@ -93,10 +136,13 @@ class Queries:
             value: ``[kv_heads, keys, value_dim]``.
             scale: Of the scores; None is ``head_dim ** -0.5``.
             window: How many keys a query sees at the most, its own included; None for all.
+            looks: What the weights are added to; None for nothing.
         """
         kv_heads, groups, width = key.shape[0], query.shape[0] // key.shape[0], value.shape[2]
         if _kernel_serves(query, key, value):
-            return self._attend_with_kernel(query, key, value, scale, window)
+            return self._attend_with_kernel(query, key, value, scale, window, looks)
+        if looks is not None:
+            self._look(looks, query, key, scale, window)
         query = query.view(kv_heads, groups, *query.shape[1:])
         if window is not None and window > self._at[-1]:
             window = None
@@ -115,16 +161,37 @@ class Queries:
         return self._attend_masked(query, key, value, scale, window).flatten(1, 2)
 
     def _attend_with_kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+        looks: Looks | None,
     ) -> torch.Tensor:
         from cacheblend_rag.engines.kernels.attention import attend
 
         query = query.transpose(0, 1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         scale = query.shape[2] ** -0.5 if scale is None else scale
+        sums = looks is not None and shares_work(query.device, query.dtype, query.shape[1], *key.shape[::2])
+        lse = torch.empty(query.shape[:2], device=query.device) if sums else None
         # A cache without pages is one page.
-        attend(query, key[None], value[None], self._positions, None, out, scale, window=window)
+        attend(query, key[None], value[None], self._positions, None, out, scale, window=window, lse=lse)
+        if looks is not None and lse is not None:
+            from cacheblend_rag.engines.kernels.shares import add_shares
+
+            add_shares(query, key, self._positions, looks.shares, lse, looks.begin_layer(key), scale, window)
+        elif looks is not None:
+            self._look(looks, query.transpose(0, 1), key, scale, window)
         return out
+
+    def _look(
+        self, looks: Looks, query: torch.Tensor, key: torch.Tensor, scale: float | None, window: int | None
+    ) -> None:
+        visible = self.visible(0, query.shape[1], 0, key.shape[1], window)
+        weights = _weights(query[None], key[None], visible, scale)
+        looks.begin_layer(key)[0] += looks.shares @ weights.mean(0)
 
     def visible(self, begin: int, end: int, first: int, last: int, window: int | None = None) -> torch.Tensor:
         """Return which of the keys from ``first`` to before ``last`` the queries ``begin`` to before ``end`` see.
@@ -286,7 +353,7 @@ def _attention(
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    return queries.attend(query[0], key[0], value[0], scaling, window)[None], None
+    return queries.attend(query[0], key[0], value[0], scaling, window, _looks.get())[None], None
 
 
 AttentionInterface.register(NAME, _attention)

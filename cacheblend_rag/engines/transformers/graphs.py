@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.transfer import transfer_to
 from cacheblend_rag.engines.kernels.bulk import place_in_bulk
 from cacheblend_rag.engines.kernels.check import placing_works
-from cacheblend_rag.engines.transformers.attention import NAME
+from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.store.kv import LayerKV
 
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Up to so many tokens, passes of a multiple of the second number are captured. Longer ones keep a GPU busy without.
-_WIDTHS: Final = ((1, 1), (128, 16), (512, 32), (1024, 64), (2048, 128))
+# Up to so many tokens, passes of a multiple of the second number are captured: few take as long as one, for the weights must be
+# read. Passes of more than all these keep a GPU busy without a graph.
+_WIDTHS: Final = ((1, 1), (32, 32), (128, 64), (512, 32), (1024, 64), (2048, 128))
+# A graph of so many times as many tokens serves, too: capturing takes longer than many prompts' padding.
+_SERVES: Final = 9 / 8
 _LEAST_CAPACITY = 4096
 # Of the device's memory, for the block that graphs read and write.
 _SHARE = 1 / 8
@@ -69,11 +72,17 @@ class _Pass:
 
     ids: torch.Tensor
     positions: torch.Tensor
+    looks: Looks | None
     logits: torch.Tensor
     replay: Callable[[], object]
 
 
-def capture(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.Tensor, Callable[[], object], Any]:
+_Kind = tuple[int, bool]
+"""Of how many tokens a pass is, and whether their attention is asked for."""
+_Result = TypeVar("_Result")
+
+
+def capture(run: Callable[[], _Result], pool: Any) -> tuple[_Result, Callable[[], object], Any]:
     """Capture what ``run`` queues; return what it returns, what replays it, and the memory pool that the next may share."""
     graph = torch.cuda.CUDAGraph()
     # Other threads page-lock memory meanwhile.
@@ -95,8 +104,8 @@ class Graphs:
         self._runner = weakref.proxy(runner)
         self._block: torch.Tensor | None = None
         self._lent: weakref.ref[PositionedCache] | None = None
-        self._passes: dict[int, _Pass] = {}
-        self._met: set[int] = set()
+        self._passes: dict[_Kind, _Pass] = {}
+        self._met: set[_Kind] = set()
         self._pool: Any = None
         self._refused = runner.model.config.get_text_config()._attn_implementation != NAME
         self._layers: Layers | None = None  # of the block
@@ -107,8 +116,8 @@ class Graphs:
 
     @property
     def widths(self) -> list[int]:
-        """Return of how many tokens the captured passes are."""
-        return sorted(self._passes)
+        """Return of how many tokens the captured passes are, of both kinds."""
+        return sorted(width for width, _ in self._passes)
 
     def lend(self, tokens: int) -> PositionedCache | None:
         """Return an empty cache with room for ``tokens``, all layers in one block; None for a model whose layers differ.
@@ -156,68 +165,98 @@ class Graphs:
         place_in_bulk(stored, stored.positions, layers, transfer, self._placed, block)
         return self._placed.wait
 
-    def run(self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Run tokens by a graph, if there is one of their width.
+    def run(
+        self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor, looks: Looks | None = None
+    ) -> torch.Tensor | None:
+        """Run tokens by a graph, if there is one for so many.
 
         Args:
             cache: Where stored KV has been placed, or is on its way by :meth:`place`.
             ids: ``[tokens]``, in host memory or on the device.
             positions: ``[tokens]``, ascending, in host memory.
+            looks: Gets the tokens' attention; None if nobody asks for it.
 
         Returns:
             The last token's logits ``[vocab]``; None where there is no graph.
         """
-        made, block = self._passes.get(_width(len(positions))), cache.block
+        made, block = self._serving(len(positions), looks is not None), cache.block
         # Behind the end of the block the cache must grow, and has it no more.
         if made is None or block is None or block is not self._block or int(positions[-1]) >= block.shape[3]:
             return None
-        return self._replay(made, ids, positions)
+        logits = self._replay(made, ids, positions, looks)
+        if looks is not None and made.looks is not None:
+            looks.total, looks.layers = made.looks.total, made.looks.layers
+        return logits
 
-    def ran(self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
+    def ran(
+        self,
+        cache: PositionedCache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits: torch.Tensor,
+        looks: Looks | None = None,
+    ) -> None:
         """Take note of a pass that :meth:`run` had no graph for, and what it gave; make one of it when it comes again."""
-        width = _width(len(positions))
+        kind = _width(len(positions)), looks is not None
         block = cache.block
-        if self._refused or not width or width in self._passes or block is None or block is not self._block:
+        if self._refused or not kind[0] or kind in self._passes or block is None or block is not self._block:
             return
-        if width not in self._met:
-            self._met.add(width)
+        if kind not in self._met:
+            self._met.add(kind)
             return
         try:
-            made = self._captured(width)
-            got, want = self._replay(made, ids, positions).float(), logits.float()
-            error = float((got - want).norm() / want.norm().clamp_min(1e-30))
+            made = self._captured(*kind)
+            pairs = [(self._replay(made, ids, positions, looks).float(), logits.float())]
+            if looks is not None and made.looks is not None:
+                tokens = int(positions[-1]) + 1
+                pairs.append((made.looks.mean(tokens), looks.mean(tokens)))
+            error = max(float((got - want).norm() / want.norm().clamp_min(1e-30)) for got, want in pairs)
         except RuntimeError as failure:  # a model that waits for the device, or whose shapes depend on what it computes
             self._refuse(str(failure).splitlines()[0])
             return
         if not error < _TOLERANCE.get(logits.dtype, 0.0):
-            self._refuse(f"a graph's logits differ by {error:.2g}")
+            self._refuse(f"what a graph gives differs by {error:.2g}")
             return
-        self._passes[width] = made
+        self._passes[kind] = made
+
+    def _serving(self, tokens: int, looked: bool) -> _Pass | None:
+        own = _width(tokens)
+        widths = [width for width, looks in self._passes if looks == looked and own <= width <= _SERVES * own]
+        return self._passes[min(widths), looked] if widths else None
 
     @torch.inference_mode()
-    def _replay(self, made: _Pass, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _replay(self, made: _Pass, ids: torch.Tensor, positions: torch.Tensor, looks: Looks | None) -> torch.Tensor:
         for into, given in ((made.ids, ids), (made.positions, positions)):
             padding = given[-1:].expand(len(into) - len(given))
             into.copy_(torch.cat([given, padding]), non_blocking=True)
+        if looks is not None and made.looks is not None:
+            made.looks.shares.zero_()[: len(looks.shares)] = looks.shares
         made.replay()
         return made.logits.clone()
 
     @torch.inference_mode()
-    def _captured(self, width: int) -> _Pass:
+    def _captured(self, width: int, looked: bool) -> _Pass:
         runner, block = self._runner, self._block
         assert block is not None
         ids = torch.zeros(width, dtype=torch.int64, device=block.device)
         anywhere = torch.arange(width)
         positions = anywhere.to(block.device)
+        shares = torch.zeros(width, device=block.device)
+
+        def run(
+            cache: PositionedCache, visible: int, before_layer: Callable[[int], None]
+        ) -> tuple[torch.Tensor, Looks | None]:
+            looks = Looks(shares) if looked else None
+            with looking(looks):
+                return runner.scatter_at(ids, anywhere, positions, visible, cache, before_layer), looks
+
         # What is compiled and allocated at first use must not be captured.
-        runner.scatter_at(ids, anywhere, positions, width, runner.new_cache(width), lambda layer: None)
+        run(runner.new_cache(width), width, lambda layer: None)
         capacity = block.shape[3]
         cache = PositionedCache(runner.num_layers, capacity, block=block)
         self._placed.record()  # an event that never was is not waited for, nor will be
-        logits, replay, self._pool = capture(
-            lambda: runner.scatter_at(ids, anywhere, positions, capacity, cache, self._placed.wait), self._pool
-        )
-        return _Pass(ids, positions, logits, replay)
+        (logits, looks), replay, self._pool = capture(lambda: run(cache, capacity, self._placed.wait), self._pool)
+        return _Pass(ids, positions, looks, logits, replay)
 
     def _renew(self, tokens: int) -> None:
         """Make room for a prompt of ``tokens``, if that is not too much; the graphs of the old block are of no use then."""

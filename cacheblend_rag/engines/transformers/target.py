@@ -13,7 +13,7 @@ from cacheblend_rag.blending.rope import CosSin, Move, Rope, differ, rope_of_run
 from cacheblend_rag.blending.target import BlendTarget, StopForward
 from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.models import longest_blendable
-from cacheblend_rag.engines.transformers.attention import NAME, scattered, watched
+from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking, scattered
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.graphs import Graphs
 from cacheblend_rag.errors import InputError
@@ -235,17 +235,31 @@ class TransformersTarget:
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
+        return self._forward(positions, before_layer, stop_layer, None)
+
+    def look(self, positions: torch.Tensor, before_layer: Callable[[int], None], looks: Looks) -> None:
+        """Run the tokens at ``positions`` as :meth:`forward` does, and add their attention to ``looks``."""
+        self._forward(positions, before_layer, None, looks)
+
+    def _forward(
+        self,
+        positions: torch.Tensor,
+        before_layer: Callable[[int], None],
+        stop_layer: int | None,
+        looks: Looks | None,
+    ) -> LayerKV | None:
         graphs = self._runner.graphs if self._placed and stop_layer is None else None
         ids = self._ids[positions]
-        self.logits = None if graphs is None else graphs.run(self.cache, ids, positions)
+        self.logits = None if graphs is None else graphs.run(self.cache, ids, positions, looks)
         if self.logits is None:
             ids = sent(ids, self.device)
-            result = self._runner.scatter(ids, positions, self.cache, before_layer, stop_layer)
+            with looking(looks):
+                result = self._runner.scatter(ids, positions, self.cache, before_layer, stop_layer)
             if isinstance(result, LayerKV):
                 return result
             self.logits = result
             if graphs is not None:
-                graphs.ran(self.cache, ids, positions, result)
+                graphs.ran(self.cache, ids, positions, result, looks)
         self.cache.filled(len(self._ids))
         return None
 
@@ -270,27 +284,22 @@ class _Watch:
     """See :class:`~cacheblend_rag.blending.target.Watch`; all tokens are run at once."""
 
     def __init__(self, target: TransformersTarget, watch_from: int, before_layer: Callable[[int], None], tokens: int):
-        self._target, self._watch_from, self._before_layer = target, watch_from, before_layer
-        self._total = torch.zeros(tokens, device=target.device)
-        self._layers = 0
+        self._target, self._watch_from, self._before_layer, self._tokens = target, watch_from, before_layer, tokens
+        self._looks: Looks | None = None
 
     def run(self, positions: torch.Tensor) -> None:
-        first = int((positions < self._watch_from).sum())
-
-        def watch(layer: int, weights: torch.Tensor) -> None:
-            self._total[: weights.shape[2]] += weights[:, first:].mean((0, 1))
-            self._layers += 1
-
-        with watched(watch):
-            self._target.forward(positions, self._before_layer)
-        if self._layers != self._target.num_layers:
+        watched = (positions >= self._watch_from).float()
+        self._looks = Looks(sent(watched / watched.sum(), self._target.device))
+        self._target.look(positions, self._before_layer, self._looks)
+        if self._looks.layers != self._target.num_layers:
             raise InputError(
                 "The attention of this model cannot be watched, since it runs eager attention of its own; choose a policy "
                 "that does not need it, such as hkvd."
             )
 
     def mean(self) -> torch.Tensor:
-        return self._total / self._layers
+        assert self._looks is not None
+        return self._looks.mean(self._tokens)
 
 
 class TransformersSubject:

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from cacheblend_rag.engines.kernels import attention, place
+from cacheblend_rag.engines.kernels import attention, place, shares
 
 GROUP, DIM = 4, 128
 
@@ -26,20 +26,31 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     return compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", 90, 32), options)
 
 
-def attend(dtype: str, torch_dtype: Any, sinks: bool = False, window: int = 0) -> Any:
+def attend(dtype: str, torch_dtype: Any, sinks: bool = False, window: int = 0, lse: bool = False) -> Any:
     rows, keys, warps = attention.tile(torch_dtype, GROUP, DIM)
     types = dict.fromkeys(("query", "keys", "values", "sinks", "out"), f"*{dtype}")
-    types |= {"positions": "*i64", "table": "*i32", "scale": "fp32", "soft_cap": "fp32"}
+    types |= {"positions": "*i64", "table": "*i32", "scale": "fp32", "soft_cap": "fp32", "lse": "*fp32"}
     constants = {"PAGE": 16, "DIM": DIM, "DIM_UP": DIM, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "CAPPED": False}
     constants |= {
         "WINDOW": window,
         "SINKS": sinks,
+        "LSE": lse,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         "keys_dim": 1,
         "values_dim": 1,
     }
     aligned = set(attention._attend.arg_names) - set(constants) - {"count", "scale", "soft_cap"}
     return compiled(attention._attend, types, constants, aligned, num_warps=warps, num_stages=2)
+
+
+def added(dtype: str, torch_dtype: Any) -> Any:
+    rows, keys, warps = attention.tile(torch_dtype, GROUP, DIM)
+    types = dict.fromkeys(("query", "keys"), f"*{dtype}") | dict.fromkeys(("shares", "lse", "total"), "*fp32")
+    types |= {"positions": "*i64", "scale": "fp32", "factor": "fp32"}
+    constants = {"DIM": DIM, "DIM_UP": DIM, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "WINDOW": 0, "keys_dim": 1}
+    constants["PRECISION"] = "ieee" if dtype == "fp32" else "tf32"
+    aligned = set(shares._add_shares.arg_names) - set(constants) - {"count", "length", "scale", "factor"}
+    return compiled(shares._add_shares, types, constants, aligned, num_warps=warps, num_stages=2)
 
 
 def placed(dtype: str) -> Any:
@@ -78,6 +89,8 @@ def main() -> None:
     half = attend("bf16", torch.bfloat16)
     assert "wgmma" in half.asm["ptx"], "the tensor cores of Hopper are not used"
     assert stack(half) == stack(attend("fp32", torch.float32)) == 0, "a tile is too large for the registers"
+    assert stack(attend("bf16", torch.bfloat16, lse=True)) == 0
+    assert stack(added("bf16", torch.bfloat16)) == stack(added("fp32", torch.float32)) == 0
     for window in (0, 128):
         assert stack(attend("bf16", torch.bfloat16, sinks=True, window=window)) == 0
     for dtype in ("bf16", "fp32"):

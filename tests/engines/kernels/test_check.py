@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.engines.kernels.check import attention_works, forget_trials, placing_works
+from cacheblend_rag.engines.kernels.check import attention_works, forget_trials, placing_works, shares_work
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,7 @@ def test_they_are_found_right(device: str, dtype: torch.dtype) -> None:
     assert placing_works(torch.device(device), dtype, 2, 64)
     assert attention_works(torch.device(device), dtype, 8, 2, 64)
     assert attention_works(torch.device(device), dtype, 8, 2, 64, sinks=True)
+    assert shares_work(torch.device(device), dtype, 8, 2, 64)
 
 
 def both_work(device: str) -> tuple[bool, bool]:
@@ -52,6 +53,24 @@ def test_a_kernel_that_is_wrong_is_not_used_and_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         assert both_work(device) == (fault == "attend", fault != "attend")
     assert says in caplog.text
+
+
+def test_sums_of_weights_that_are_wrong_are_not_used_and_the_log_says_so(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheblend_rag.engines.kernels import shares
+
+    right = shares.add_shares
+
+    def wrong(*args: Any) -> None:
+        right(*args)
+        args[5].mul_(1.5)
+
+    monkeypatch.setattr(shares, "add_shares", wrong)
+    with caplog.at_level(logging.WARNING):
+        assert not shares_work(torch.device(device), torch.float32, 4, 2, 32)
+    assert both_work(device) == (True, True)
+    assert "sums of weights differ" in caplog.text
 
 
 def test_a_kernel_that_does_not_compile_is_not_used_and_the_log_says_so(
