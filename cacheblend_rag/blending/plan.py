@@ -161,7 +161,7 @@ def make_plan(
     lookup: Callable[[Sequence[int]], StoredKV | None],
     reuse: Reuse = "chunks",
     longest: int | None = None,
-    exact_chunks: bool = True,
+    own: Callable[[Sequence[int]], StoredKV | None] | None = None,
 ) -> BlendPlan:
     """Look up what the store has for ``prompt``.
 
@@ -174,7 +174,7 @@ def make_plan(
         lookup: Token ids of a chunk to its stored KV; ``()`` to the header's own.
         reuse: See :class:`~cacheblend_rag.blending.settings.BlendSettings`.
         longest: Longer prompts are computed; None: there are none.
-        exact_chunks: Whether behind the header a chunk's KV is what the model computes; a KV writer's is stale there, too.
+        own: The same for the chunk behind the header, where a KV writer has written the others; None: as the others.
     """
     num_tokens = len(prompt.token_ids)
     if longest is not None and num_tokens > longest:
@@ -194,10 +194,10 @@ def make_plan(
         first = index == 0 and behind_header and span.start == header
         if reuse == "prefix" and not first:
             continue
-        kv = lookup(span.chunk.token_ids)
+        kv = (own if first and own is not None else lookup)(span.chunk.token_ids)
         if kv is None:
             missing.append(span.chunk)
-        elif first and exact_chunks and span.end < num_tokens:
+        elif first and span.end < num_tokens:
             exact.append(StoredSpan(span.start, span.end, kv, span.chunk))
         else:
             stale.append(StoredSpan(span.start, span.end, kv, span.chunk))

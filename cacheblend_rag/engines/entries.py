@@ -1,19 +1,18 @@
-"""Finds one model's entries in a store, whole or a tensor-parallel rank's shard of each, and works out what must be computed."""
+"""Finds one model's entries in a store, whole or a tensor-parallel rank's shard of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
-from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
@@ -37,8 +36,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _AT_ONCE = 8
 
-Lookup = Callable[[Sequence[int]], _T]
-"""Token ids of a chunk, ``()`` for the header, to what is known of its entry."""
+Lookup = Callable[["Entries", Sequence[int]], _T]
+"""Entries of one hand, and token ids of a chunk, ``()`` for the header, to what is known of that entry."""
+
+Ranking = Literal["now", "lazy", "off"]
+"""When static deviations are measured: with the KV, after the first blend that wanted them, or never."""
 
 
 class Entries:
@@ -80,6 +82,11 @@ class Entries:
         """Return the entries that a KV writer has written, or, for None, the model itself."""
         return self if self.writer == writer else self._like(writer=writer)
 
+    @property
+    def hands(self) -> tuple[Entries, ...]:
+        """Return these entries, and beside a KV writer's the model's own: what a prompt's first chunk takes, being exact so."""
+        return (self,) if self.writer is None else (self, self.by(None))
+
     def _like(self, **changed: Any) -> Entries:
         like = {"store": self.store, "namespace": self.namespace, "writer": self.writer, **changed}
         return Entries(
@@ -94,11 +101,14 @@ class Entries:
         longest: int | None = None,
     ) -> BlendPlan:
         """Return the plan for a prompt for whose entries one can ``look``; see :func:`make_plan`."""
-        return make_plan(prompt, self.header_ids, look, reuse, longest, exact_chunks=self.writer is None)
+        own = partial(look, self.by(None))
+        return make_plan(prompt, self.header_ids, partial(look, self), reuse, longest, own)
 
-    def for_reuse(self, reuse: Reuse) -> Entries:
-        """Return the entries that a prompt may read: prefix caching changes nothing, so those of the model itself."""
-        return self.by(None) if reuse == "prefix" else self
+    def wanted(self, prompt: TokenizedPrompt) -> list[tuple[Entries, tuple[int, ...]]]:
+        """Return all that a plan for ``prompt`` may look up: the header's entry, and each chunk's."""
+        chunks = [span.chunk.token_ids for span in prompt.spans]
+        own = [(self.by(None), token_ids) for token_ids in chunks[:1] if self.writer is not None]
+        return [(self, ()), *own, *((self, token_ids) for token_ids in chunks)]
 
     def lasting(self) -> Entries:
         """Return the same entries as the tiers alone have them that outlast the process; of RAM alone, as RAM has them."""
@@ -111,6 +121,10 @@ class Entries:
     def contains(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry."""
         return self._owner(token_ids) is not None
+
+    def complete(self, token_ids: Sequence[int]) -> bool:
+        """Say the same of what every hand writes."""
+        return all(hand.contains(token_ids) for hand in self.hands)
 
     def owns(self, token_ids: Sequence[int]) -> bool:
         """Say whether it will be found in the namespace itself."""
@@ -188,20 +202,21 @@ class Entries:
         return found is not None and found.static_deviation() is not None
 
     def delete(self, token_ids: Sequence[int]) -> int:
-        """Delete an entry, every rank's shard of it, and beside a KV writer's the model's own; return how many parts it had."""
-        keys = dict.fromkeys([*self.keys(token_ids), *self.by(None).keys(token_ids)])
-        return sum(self.store.delete(key) for key in keys)
+        """Delete an entry, every rank's shard of it, and of every hand; return how many parts it had."""
+        return sum(self.store.delete(key) for key in self.keys(token_ids))
 
     def warm(self, token_ids: Sequence[int]) -> None:
-        """Move an entry into the fastest tier (blocking); one that is not stored is left out."""
-        owner = self._owner(token_ids)
-        for key in () if owner is None else self._keys(owner, token_ids):
-            if (kv := self.store.get(key)) is not None:
-                kv.finish()
+        """Move an entry, of every hand, into the fastest tier (blocking); one that is not stored is left out."""
+        for hand in self.hands:
+            owner = hand._owner(token_ids)
+            for key in () if owner is None else hand._keys(owner, token_ids):
+                if (kv := self.store.get(key)) is not None:
+                    kv.finish()
 
     def keys(self, token_ids: Sequence[int]) -> list[KVKey]:
-        """Return every key an entry of the namespace may lie under: the whole one's, and with tensor parallelism each rank's."""
-        return self._keys(self.namespace.name, token_ids)
+        """Return every key an entry of the namespace may lie under: of every hand the whole one's, and each rank's."""
+        own = self.namespace.name
+        return list(dict.fromkeys(key for hand in self.hands for key in hand._keys(own, token_ids)))
 
     def _keys(self, owner: str, token_ids: Sequence[int]) -> list[KVKey]:
         return list(dict.fromkeys([self._key(owner, token_ids), *self._written_keys(owner, token_ids)]))
@@ -258,13 +273,14 @@ class SideBySide(Generic[_T]):
     raises is raised where it is asked for.
     """
 
-    def __init__(self, look: Lookup[_T], wanted: Iterable[Sequence[int]], remote: bool):
+    def __init__(self, look: Lookup[_T], wanted: Iterable[tuple[Entries, Sequence[int]]], remote: bool):
         """Begin to ``look`` for ``wanted`` if the store is ``remote``."""
         self._look = look
-        self._asked: dict[tuple[int, ...], Future[_T]] = {}
+        self._asked: dict[tuple[WrittenBy | None, tuple[int, ...]], Future[_T]] = {}
         if remote:
             pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cacheblend-lookup")
-            self._asked = {key: pool.submit(look, key) for key in dict.fromkeys(map(tuple, wanted))}
+            distinct = {(hand.writer, tuple(token_ids)): hand for hand, token_ids in wanted}
+            self._asked = {(writer, ids): pool.submit(look, hand, ids) for (writer, ids), hand in distinct.items()}
             pool.shutdown(wait=False)
 
     @property
@@ -272,84 +288,7 @@ class SideBySide(Generic[_T]):
         """Return whether every answer is there."""
         return all(answer.done() for answer in self._asked.values())
 
-    def __call__(self, token_ids: Sequence[int]) -> _T:
+    def __call__(self, entries: Entries, token_ids: Sequence[int]) -> _T:
         """Return what is known of an entry, waiting for it if need be."""
-        answer = self._asked.get(tuple(token_ids))
-        return self._look(token_ids) if answer is None else answer.result()
-
-
-def entries_of(prompt: TokenizedPrompt) -> list[tuple[int, ...]]:
-    """Return the token ids of all entries that a plan for ``prompt`` may look up: the header's, and each chunk's."""
-    return [(), *(span.chunk.token_ids for span in prompt.spans)]
-
-
-Ranking = Literal["now", "lazy", "off"]
-"""When static deviations are measured: with the KV, after the first blend that wanted them, or never."""
-
-
-@dataclass(frozen=True)
-class PrecomputePlan:
-    """Entries to compute, by their token ids.
-
-    Attributes:
-        chunks: Token ids of the chunks to compute, and the id to report each under. Equal chunks are computed once.
-        header: Whether the header's own entry must be computed, too.
-        present: How many are stored already.
-        failed: Ids of chunks that cannot be computed, and why.
-        unranked: Token ids of stored chunks whose static deviation must be measured.
-        most_ranked: Longest chunk that can be ranked, in tokens; 0 if none is to be.
-    """
-
-    chunks: dict[tuple[int, ...], str]
-    header: bool
-    present: int
-    failed: dict[str, str]
-    unranked: list[tuple[int, ...]]
-    most_ranked: int
-
-    @property
-    def token_ids(self) -> list[tuple[int, ...]]:
-        """Return everything to compute; ``()`` is the header's own entry, which comes first."""
-        return [*([()] if self.header else []), *self.chunks]
-
-    def report(self, failed: Mapping[str, str], seconds: float, rank_s: float = 0.0) -> PrecomputeReport:
-        """Return what was done, once all but ``failed`` is stored."""
-        stored = [token_ids for token_ids, chunk_id in self.chunks.items() if chunk_id not in failed]
-        ranked = len(self.unranked) + sum(len(token_ids) <= self.most_ranked for token_ids in stored)
-        tokens = sum(map(len, self.chunks))
-        return PrecomputeReport(len(stored), self.present, tokens, seconds, dict(failed), ranked, rank_s)
-
-
-def plan_precompute(
-    chunks: Sequence[Chunk],
-    entries: Entries,
-    context_window: int,
-    progress: Callable[[int], None] | None = None,
-    probe_tokens: int | None = None,
-) -> PrecomputePlan:
-    """Look up which of ``chunks`` must be computed; ``progress`` is told of those that need not.
-
-    With ``probe_tokens``, the length of the probe, static deviations are wanted too.
-    """
-    room = context_window - len(entries.header_ids)
-    most_ranked = 0 if probe_tokens is None else max(0, room - probe_tokens)
-    failed = {chunk.id: "it has no tokens" for chunk in chunks if not chunk.token_ids}
-    wanted: dict[tuple[int, ...], str] = {}
-    present: dict[tuple[int, ...], bool] = {}
-    for chunk in chunks:
-        token_ids = chunk.token_ids
-        if not token_ids or token_ids in wanted or token_ids in present:
-            continue
-        if entries.contains(token_ids):
-            # Another namespace's is ranked there: a ranking here would leave a copy that nobody has registered.
-            rankable = len(token_ids) <= most_ranked and entries.owns(token_ids)
-            present[token_ids] = not rankable or entries.has_static(token_ids)
-        elif len(token_ids) >= room:
-            failed[chunk.id] = "it does not fit the model's context window"
-        else:
-            wanted[token_ids] = chunk.id
-    if progress is not None and len(chunks) > len(wanted):
-        progress(len(chunks) - len(wanted))
-    header = bool(entries.header_ids and chunks) and not entries.contains(())
-    unranked = [token_ids for token_ids, ranked in present.items() if not ranked]
-    return PrecomputePlan(wanted, header, len(present), failed, unranked, most_ranked)
+        answer = self._asked.get((entries.writer, tuple(token_ids)))
+        return self._look(entries, token_ids) if answer is None else answer.result()

@@ -144,11 +144,12 @@ class WriterNotice:
         if self._given or entries.writer is None:
             return
         own = entries.by(None)
-        if any(own.contains(chunk.token_ids) for chunk in missing):
+        if any(own.contains(ids) and not entries.contains(ids) for ids in (chunk.token_ids for chunk in missing)):
             self._given = True
             warnings.warn(
-                f"The store has KV that was written without the KV writer in {entries.writer.directory}. It is not used: these "
-                "chunks are computed anew. Index their documents once with it (cacheblend index --writer DIR).",
+                f"The store has KV that was written without the KV writer in {entries.writer.directory}. But for a prompt's "
+                "first chunk it is not used: the others are computed anew. Index their documents once with it (cacheblend index "
+                "--writer DIR).",
                 stacklevel=2,
             )
 

@@ -192,7 +192,7 @@ class _IndexRun:
             return
         lost = "the store's budget is full, and newer KV took its place (see --disk-budget and --kv)"
         for chunk in self.index.chunks():
-            if chunk.id not in self.report.without_kv and not lasting.contains(chunk.token_ids):
+            if chunk.id not in self.report.without_kv and not lasting.complete(chunk.token_ids):
                 self.report.without_kv[chunk.id] = lost
 
     def _tell(self, at: IndexProgress) -> None:
@@ -219,7 +219,7 @@ class _IndexRun:
         budget = lasting.store.budget
         if budget is not None and stats_of(lasting.store).nbytes > _FULL * budget:
             return False
-        return any(not lasting.contains(chunk.token_ids) for chunk in self.index.chunks_of(file))
+        return any(not lasting.complete(chunk.token_ids) for chunk in self.index.chunks_of(file))
 
     def _skip(self, document: SkippedDocument, known: str | None) -> None:
         if known is not None:

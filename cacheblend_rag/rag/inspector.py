@@ -33,7 +33,7 @@ class PromptInspector:
         self.tokens = tokens
         engine.precompute([span.chunk for span in tokens.spans])
         self._plan = engine.entries.plan(
-            self.tokens, lambda ids: engine.entries.get(ids, engine.num_layers), longest=engine.runner.longest
+            self.tokens, lambda hand, ids: hand.get(ids, engine.num_layers), longest=engine.runner.longest
         )
         if not self._plan.stale:
             raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError, UnknownChunkError
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.indexing import IndexReport, nothing_to_read, vanished
 from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.documents import FoundDocuments
@@ -32,7 +33,7 @@ class InventoryItem:
         id: The chunk's id; the KV key where no chunk of the index belongs to the entry (the header, removed documents).
         path: The document the chunk stands in; empty without a chunk.
         tokens: Tokens of the chunk; 0 without one.
-        key: Key of its KV.
+        keys: Of its KV, as each hand writes it: a KV writer, and beside it the model itself.
         nbytes: Size of the stored KV; None if none is stored.
         last_used: Seconds since the epoch; None if no KV is stored.
     """
@@ -40,7 +41,7 @@ class InventoryItem:
     id: str
     path: str
     tokens: int
-    key: KVKey
+    keys: tuple[KVKey, ...]
     nbytes: int | None
     last_used: float | None
 
@@ -156,14 +157,15 @@ class Inventory:
             own = None if index is None else self._entries(index)
             for chunk in index.chunks() if index is not None else ():
                 assert own is not None
-                key = own.own_key(chunk.token_ids)
-                parts = self._parts(key, stored)
-                stored.pop(entry_of(key), None)
+                keys = _keys(own, chunk)
+                parts = [part for key in keys for part in self._parts(key, stored)]
+                for key in keys:
+                    stored.pop(entry_of(key), None)
                 path = str(chunk.metadata.get("source", ""))
-                found.append(_item(chunk.id, path, len(chunk.token_ids), key, parts))
+                found.append(_item(chunk.id, path, len(chunk.token_ids), keys, parts))
         if self._namespace != DEFAULT:
             return found  # the rest is others', too
-        return found + [_item(parts[0].key, "", 0, parts[0].key, parts) for parts in stored.values()]
+        return found + [_item(parts[0].key, "", 0, (parts[0].key,), parts) for parts in stored.values()]
 
     def remove(self, item_id: str) -> InventoryItem:
         """Remove the KV of one item, named by its id or KV key or an unambiguous beginning of either.
@@ -176,13 +178,14 @@ class Inventory:
         named = [
             item
             for item in self.items()
-            if item_id in (item.id, item.key)
-            or (len(item_id) >= _MIN_PREFIX and (item.id.startswith(item_id) or item.key.startswith(item_id)))
+            for names in [(item.id, *item.keys)]
+            if item_id in names or (len(item_id) >= _MIN_PREFIX and any(name.startswith(item_id) for name in names))
         ]
         if len(named) != 1:
             raise UnknownChunkError(_why_not_one(item_id, len(named)))
         self._need_every_tier()
-        for part in self._parts(named[0].key, self._stored()):
+        stored = self._stored()
+        for part in [part for key in named[0].keys for part in self._parts(key, stored)]:
             self.store.delete(part.key)
         return named[0]
 
@@ -248,7 +251,7 @@ class Inventory:
             held = {chunk.id for chunk in index.chunks_of(path)}
             orphans = index.delete(path)
             own, stored = self._entries(index), self._stored()
-            keys = {each.own_key(chunk.token_ids) for chunk in orphans for each in (own, own.by(None))}
+            keys = {key for chunk in orphans for key in _keys(own, chunk)}
             parts = [part for key in keys for part in self._parts(key, stored)]
             freed = sum(part.nbytes for part in parts if self.store.delete(part.key))
         return RemovedDocument(path, len(held), len(orphans), freed)
@@ -267,11 +270,11 @@ class Inventory:
             keys: set[KVKey] = set()
             nbytes = missing = 0
             for chunk in chunks.values():
-                key = own.own_key(chunk.token_ids)
-                found = self._parts(key, stored)
-                keys.update([part.key for part in found] or [key])
-                nbytes += sum(part.nbytes for part in found)
-                missing += not found
+                parts = {key: self._parts(key, stored) for key in _keys(own, chunk)}
+                for key, found in parts.items():
+                    keys.update([part.key for part in found] or [key])
+                    nbytes += sum(part.nbytes for part in found)
+                missing += not all(parts.values())
         (self.store.pin if pinned else self.store.unpin)(keys)
         return PinnedDocuments(len(chunks), nbytes, missing)
 
@@ -335,9 +338,14 @@ class Inventory:
         self.close()
 
 
-def _item(name: str, path: str, tokens: int, key: KVKey, parts: Sequence[EntryInfo]) -> InventoryItem:
+def _keys(entries: Entries, chunk: Chunk) -> tuple[KVKey, ...]:
+    """Return the key of a chunk's whole KV as each hand writes it."""
+    return tuple(hand.own_key(chunk.token_ids) for hand in entries.hands)
+
+
+def _item(name: str, path: str, tokens: int, keys: tuple[KVKey, ...], parts: Sequence[EntryInfo]) -> InventoryItem:
     nbytes, used = sum(part.nbytes for part in parts), max((part.last_used for part in parts), default=0.0)
-    return InventoryItem(name, path, tokens, key, nbytes if parts else None, used if parts else None)
+    return InventoryItem(name, path, tokens, keys, nbytes if parts else None, used if parts else None)
 
 
 def _why_not_one(item_id: str, found: int) -> str:

@@ -25,7 +25,7 @@ class IndexPlan:
         chunks: Their chunks.
         missing: How many distinct ones have no stored KV yet; None where another machine stores it.
         tokens: Tokens of those; where that is not known, of all.
-        kv_bytes: Expected size of their KV; None where none is stored, or another machine stores it.
+        kv_bytes: Expected size of their KV, by every hand; None where none is stored, or another machine stores it.
         room_bytes: Bytes that the store's budget has left; None without a budget.
     """
 
@@ -68,6 +68,7 @@ class Planner:
     documents: list[CutDocument] = field(default_factory=list)
     _missing: set[str] = field(default_factory=set)
     _tokens: int = 0
+    _written: int = 0  # the same, once for each hand that has to write them
     _kept: int = 0
 
     def cut(self, document: Document) -> None:
@@ -76,9 +77,12 @@ class Planner:
         entries = self.engine.entries
         lasting = None if entries is None else entries.lasting()
         for chunk in chunks:
-            if chunk.id not in self._missing and not (lasting and lasting.contains(chunk.token_ids)):
+            hands = (None,) if lasting is None else lasting.hands
+            lacking = sum(hand is None or not hand.contains(chunk.token_ids) for hand in hands)
+            if chunk.id not in self._missing and lacking:
                 self._missing.add(chunk.id)
                 self._tokens += len(chunk.token_ids)
+                self._written += lacking * len(chunk.token_ids)
         keep = self._kept + len(document.text) <= _MOST_KEPT
         self._kept += len(document.text) if keep else 0
         self.documents.append(CutDocument(document.path, document.digest, len(chunks), chunks if keep else None))
@@ -123,7 +127,7 @@ class Planner:
         size = sum(entry.nbytes for entry in found if entry is not None)
         if not size:
             return plan
-        expected = size * plan.tokens // len(stored.token_ids)
+        expected = size * self._written // (len(stored.token_ids) * len(lasting.hands))
         # The chunk itself counts as room: it is part of what is expected.
         budget = lasting.store.budget
         room = None if budget is None else max(0, budget - stats_of(lasting.store).nbytes + size)

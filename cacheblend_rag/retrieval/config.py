@@ -47,10 +47,13 @@ class IndexConfig:
         """Return what to do where the KV that this index's writer has written is not that of ``writer``; None where it is."""
         if self.writer is None or writer == self.writer:
             return None
-        other = "" if writer is None else f", or index them again with the one in {writer.directory}"
+        instead, other = "the model's own is, which takes more recomputation", ""
+        if writer is not None:
+            instead = "chunks behind a prompt's first are computed anew"
+            other = f", or index them again with the one in {writer.directory}"
         return (
             f"The KV of these documents was written by the KV writer in {self.writer.directory}. Without it that is not used: "
-            f"their chunks are computed anew. Give --writer {self.writer.directory}{other}."
+            f"{instead}. Give --writer {self.writer.directory}{other}."
         )
 
     def check(self, wanted: IndexConfig, directory: Path) -> None:

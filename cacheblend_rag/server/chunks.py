@@ -155,7 +155,7 @@ class ServedChunks:
             "tokens": len(chunk.token_ids),
             "origin": self._catalogue.origin(chunk.id) or "prompt",
             "source": str(chunk.metadata.get("source", "")),
-            "stored": entries.contains(chunk.token_ids),
+            "stored": entries.complete(chunk.token_ids),
             "bytes": sum(entry.nbytes for entry in found) if found else None,
             "last_used": max(entry.last_used for entry in found) if found else None,
         }

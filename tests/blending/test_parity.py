@@ -28,7 +28,7 @@ def model_of(family: str) -> Any:
     return _models[family]
 
 
-def blended_logits(engine: Any, scene: Scene, settings: BlendSettings) -> tuple[torch.Tensor, list[int], Any]:
+def blended_logits(engine: Any, scene: Any, settings: BlendSettings) -> tuple[torch.Tensor, list[int], Any]:
     """The prompt's last logits and the recomputed positions, as the engine computes them."""
     request = engine.request(scene.prompt, SamplingParams(max_tokens=1), settings)
     plan, settings = planned(engine, request), request.settings

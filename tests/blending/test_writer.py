@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.engines.writer import describe
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from tests.blending import reference
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
@@ -20,7 +23,7 @@ from tests.blending.test_parity import blended_logits
 from tests.blending.writers import fingerprint_of, write_writer
 
 SCENE = Scene()
-PARTS = SCENE.parts(first="stale")  # behind the header, too, a writer's KV is not the model's
+PARTS = SCENE.parts()  # behind the header a chunk's KV is the model's own
 PROBE = tuple(range(40, 60))
 
 
@@ -60,10 +63,12 @@ def full(model: Any, scene: Scene = SCENE) -> torch.Tensor:
         return model(input_ids=torch.tensor([scene.prompt.token_ids]), use_cache=False).logits[0, -1]
 
 
-def test_ratio_1_is_the_models_own_prefill_and_recomputes_the_first_chunk_too(written: Written) -> None:
+def test_ratio_1_is_the_models_own_prefill_and_the_first_chunk_is_exact_without_being_recomputed(
+    written: Written,
+) -> None:
     got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=1.0))
     assert (got - full(written.model)).abs().max() < 1e-4
-    assert len(recomputed) == sum(len(chunk.token_ids) for chunk in SCENE.chunks)
+    assert len(recomputed) == sum(len(chunk.token_ids) for chunk in SCENE.chunks[1:])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
@@ -82,9 +87,9 @@ def test_the_ranking_is_measured_while_the_writer_acts(written: Written, policy:
     got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=ratio, policy=policy))
     scores = [
         reference.static_deviation(written.writer, SCENE.header, list(PROBE), list(chunk.token_ids))
-        for chunk in SCENE.chunks
+        for chunk in SCENE.chunks[1:]
     ]
-    positions = torch.tensor([at for span in SCENE.prompt.spans for at in range(span.start, span.end)])
+    positions = torch.tensor([at for span in SCENE.prompt.spans[1:] for at in range(span.start, span.end)])
     score = torch.cat(scores)
     if policy == "static-query":
         asked = reference.question_attention(written.model, SCENE.header, PARTS, written.writer)
@@ -96,9 +101,16 @@ def test_the_ranking_is_measured_while_the_writer_acts(written: Written, policy:
 
 
 @pytest.mark.parametrize("reuse", ["off", "prefix"])
-def test_without_blending_nothing_that_was_written_is_read(written: Written, reuse: Any) -> None:
+def test_without_blending_nothing_that_was_written_is_read(
+    written: Written, reuse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    get = Entries.get
+    monkeypatch.setattr(Entries, "get", lambda self, *ids, **more: read.append((self, *ids)) or get(self, *ids, **more))
     plan = planned(written.engine, written.engine.request(SCENE.prompt, settings=BlendSettings(reuse=reuse)))
-    assert not plan.uses_stored_kv
+    assert not plan.stale
+    assert all(entries.writer is None for entries, token_ids, *_ in read if token_ids)
+    monkeypatch.undo()
     want = written.model.generate(
         torch.tensor([SCENE.prompt.token_ids]), max_new_tokens=6, do_sample=False, use_cache=False
     )
@@ -118,17 +130,34 @@ def test_the_model_is_as_it_was_once_the_writer_has_written(written: Written) ->
     assert torch.equal(full(written.model), full(make_model(written.model.config)))
 
 
-def test_prefix_caching_reads_a_first_chunk_that_the_model_itself_has_written(tmp_path: Path) -> None:
-    write_writer(tmp_path, BLENDED["llama"]())
-    model = make_model(BLENDED["llama"]())
-    with engine_for(model, SCENE) as plain, engine_for(model, SCENE, writer=tmp_path, store=plain.store) as engine:
-        for each in (plain, engine):
-            each.precompute(SCENE.chunks)
-        settings = BlendSettings(reuse="prefix")
-        plan = planned(engine, engine.request(SCENE.prompt, settings=settings))
-        assert [span.chunk for span in plan.exact] == [None, SCENE.chunks[0]]
+@pytest.mark.parametrize("reuse", ["prefix", "chunks"])
+def test_the_first_chunk_is_what_the_model_itself_has_written(written: Written, reuse: Any) -> None:
+    engine, settings = written.engine, BlendSettings(reuse=reuse, ratio=None if reuse == "prefix" else 0.0)
+    plan = planned(engine, engine.request(SCENE.prompt, settings=settings))
+    assert [span.chunk for span in plan.exact] == [None, SCENE.chunks[0]]
+    _, want = engine.subject().full_prefill([*SCENE.header, *SCENE.chunks[0].token_ids])
+    for index, layer in enumerate(want.layers):
+        stored = plan.exact[1].layer(index)
+        assert all(torch.allclose(a, b[:, 3:], atol=1e-5) for a, b in zip(stored, layer, strict=True))
+    if reuse == "prefix":
         got, _, _ = blended_logits(engine, SCENE, settings)
-        assert (got - full(model)).abs().max() < 1e-4
+        assert (got - full(written.model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["behind other text", "again"])
+def test_a_chunk_is_exact_only_where_it_is_the_first_behind_the_header(written: Written, kind: str) -> None:
+    scene = Scene()
+    if kind == "again":
+        scene.chunks[2] = scene.chunks[0]
+    parts, prompt = scene.parts(), scene.prompt
+    if kind == "behind other text":
+        parts[1:2] = [reference.Part([7, 8], "text"), reference.Part(parts[1].ids, "stale")]
+        ids = (*prompt.token_ids[:3], 7, 8, *prompt.token_ids[3:])
+        prompt = TokenizedPrompt(ids, tuple(ChunkSpan(s.chunk, s.start + 2, s.end + 2) for s in prompt.spans))
+    want = reference.blend(written.model, scene.header, parts, 0.3, writer=written.writer)
+    got, recomputed, _ = blended_logits(written.engine, SimpleNamespace(prompt=prompt), BlendSettings(ratio=0.3))
+    assert recomputed == want.recomputed
+    assert (got - want.logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,7 @@ def test_a_store_is_written_by_a_writer_and_says_what_to_do_without_it(run, mode
         return as_json(result)["mode"], result.stderr
 
     plain = as_json(run(*index))
-    mode, said = asked(*by)
-    assert mode == "prefill"
+    _, said = asked(*by)
     assert f"written without the KV writer in {writers[0]}" in said
     assert "cacheblend index --writer DIR" in said
 
@@ -71,6 +71,26 @@ def test_the_chunks_of_a_store_are_listed_and_removed_with_the_kv_that_the_write
     assert chunks
     assert all(item["nbytes"] for item in chunks)
     assert len(listed) == len(chunks) + 1  # the header's own
+    assert {len(item["keys"]) for item in chunks} == {2}, "a writer's KV, and beside it the model's own"
+    removed = as_json(run("store", "rm", chunks[0]["id"], "--store", store, "--json"))
+    assert removed
+    left = {item["id"]: item["nbytes"] for item in as_json(run("store", "ls", "--store", store, "--json"))}
+    assert left[chunks[0]["id"]] is None
+    assert len(left) == len(listed)
+
+
+def test_the_plan_of_an_index_counts_the_kv_of_both_hands(run, model_dir, documents, tmp_path, writers):
+    planned = []
+    for name, more in (("plain", []), ("both", ["--writer", writers[0]])):
+        store = tmp_path / name
+        made = run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40, *more)
+        assert made.exit_code == 0, made.stderr
+        said = re.search(r"KV will take about ([\d.]+) KiB", made.stderr)
+        assert said, made.stderr
+        kv = as_json(run("store", "stats", "--store", store, "--json"))["kv"]
+        planned.append(float(said[1]) * 1024)
+        assert planned[-1] == pytest.approx(kv["bytes"], rel=0.1), "it is told before it is computed"
+    assert planned[1] == pytest.approx(2 * planned[0], rel=0.01)
 
 
 def test_with_a_document_goes_its_kv_of_every_hand_also_without_the_writer(
@@ -85,7 +105,7 @@ def test_with_a_document_goes_its_kv_of_every_hand_also_without_the_writer(
     (documents / "observatory.md").unlink()
     assert run("index", documents, "--store", store, *model).exit_code in (0, 2)
     left = as_json(run("store", "ls", "--store", store, "--json"))
-    assert len(before) > 3
+    assert sum(len(item["keys"]) for item in before) > 3
     assert [item["tokens"] for item in left] == [0]  # the header's own
 
 

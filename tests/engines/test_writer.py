@@ -125,6 +125,7 @@ def test_a_model_that_is_not_blended_takes_no_writer(tmp_path: Path) -> None:
         engine_for(make_model(config()), SCENE, writer=tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:The store has KV")
 def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, model: Any) -> None:
     hands = []
     for seed in range(2):
@@ -135,17 +136,20 @@ def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, mode
     for engine in engines[1:]:
         engine.precompute(SCENE.chunks)
         settings = BlendSettings(ratio=0.5)
-        found = [each.generate(SCENE.prompt, ONE, settings).mode for each in engines]
-        assert found == ["blend" if each is engine else "prefill" for each in engines]
+        found = [each.generate(SCENE.prompt, ONE, settings).missing for each in engines]
+        # The first chunk is the model's own to all.
+        behind = tuple(chunk.id for chunk in SCENE.chunks[1:])
+        assert found == [() if each in (engine, engines[0]) else behind for each in engines]
         engine.forget(SCENE.chunks)
     engines[0].precompute(SCENE.chunks)
+    engines[1] = engine_for(model, SCENE, store=store, writer=hands[0], write_back=False)
     with pytest.warns(UserWarning, match=f"written without the KV writer in {hands[0]}.*Index") as said:
         for _ in range(2):
-            assert engines[1].generate(SCENE.prompt, ONE).mode == "prefill"
+            assert engines[1].generate(SCENE.prompt, ONE).missing == behind
     assert len(said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert engines[0].generate(SCENE.prompt, ONE).mode == "blend"
+        assert engines[0].generate(SCENE.prompt, ONE).missing == ()
 
 
 def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(directory: Path, model: Any) -> None:
@@ -153,8 +157,44 @@ def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(direc
         assert engine.generate(SCENE.prompt, ONE).mode == "prefill"
         again = engine.generate(SCENE.prompt, ONE, BlendSettings(ratio=0.5))
         assert (again.mode, again.missing) == ("blend", ())
-        assert all(engine.entries.contains(chunk.token_ids) for chunk in SCENE.chunks)
-        assert not any(engine.entries.by(None).contains(chunk.token_ids) for chunk in SCENE.chunks)
+        assert all(engine.entries.complete(chunk.token_ids) for chunk in SCENE.chunks)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_of_a_chunk_that_one_hand_has_written_the_other_writes_its_own_and_it_counts_once(
+    directory: Path, model: Any, own: bool
+) -> None:
+    with engine_for(model, SCENE, writer=directory) as engine:
+        both = engine.precompute(SCENE.chunks[:1])
+        assert (both.computed, both.present, both.tokens) == (1, 0, 24)
+        lost = engine.entries.by(None if own else engine.writer)
+        assert engine.store.delete(lost.own_key(SCENE.chunks[0].token_ids))
+        told: list[int] = []
+        again = engine.precompute(SCENE.chunks[:2], told.append)
+        assert (again.computed, again.present, sum(told)) == (2, 0, 2)
+        assert all(engine.entries.complete(chunk.token_ids) for chunk in SCENE.chunks[:2])
+        assert engine.forget(SCENE.chunks[:2]) == 4
+
+
+def test_a_first_chunk_without_the_models_own_kv_is_computed_in_place_and_written_back(
+    directory: Path, model: Any
+) -> None:
+    with engine_for(model, SCENE, writer=directory) as engine:
+        engine.precompute(SCENE.chunks)
+        first = SCENE.chunks[0]
+        engine.store.delete(engine.entries.by(None).own_key(first.token_ids))
+        assert engine.generate(SCENE.prompt, ONE).missing == (first.id,)
+        assert engine.generate(SCENE.prompt, ONE).missing == ()
+
+
+def test_the_models_own_kv_beside_a_writers_is_not_ranked(directory: Path, model: Any) -> None:
+    with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
+        engine._probe = (5, 6, 7)
+        assert engine.precompute(SCENE.chunks).ranked == len(SCENE.chunks)
+        hands = (engine.entries, engine.entries.by(None))
+        assert [[e.has_static(chunk.token_ids) for chunk in SCENE.chunks] for e in hands] == [[True] * 4, [False] * 4]
+        settings = BlendSettings(ratio=0.3, policy="static")
+        assert engine.generate(SCENE.prompt, ONE, settings).policy == "static"
 
 
 def test_a_writer_acts_only_while_no_prompt_runs(directory: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.base import Prompt, Request
-from cacheblend_rag.engines.entries import SideBySide, entries_of
+from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.results import Generation, Score, StreamEvent, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
@@ -229,16 +229,16 @@ class PromptRun:
 def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
     """Look up a prompt's entries, but for the ``unusable``, and return the plan for what was found."""
     reuse, runner, snapshots = request.settings.reuse, model.runner, model.snapshots
-    entries = model.entries.for_reuse(reuse)
+    entries = model.entries
 
-    def find(token_ids: Sequence[int]) -> StoredKV | None:
-        return entries.get(token_ids, snapshots.num_layers if snapshots else model.num_layers)
+    def find(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+        return hand.get(token_ids, snapshots.num_layers if snapshots else model.num_layers)
 
-    wanted = entries_of(request.prompt) if reuse == "chunks" else ()
-    look = SideBySide(find, (ids for ids in wanted if ids not in unusable), model.store.remote)
+    wanted = entries.wanted(request.prompt) if reuse == "chunks" else ()
+    look = SideBySide(find, (each for each in wanted if each[1] not in unusable), model.store.remote)
 
-    def lookup(token_ids: Sequence[int]) -> StoredKV | None:
-        return None if tuple(token_ids) in unusable else look(token_ids)
+    def lookup(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+        return None if tuple(token_ids) in unusable else look(hand, token_ids)
 
     if model.gate.passed:
         return entries.plan(request.prompt, lookup, reuse, runner.longest)

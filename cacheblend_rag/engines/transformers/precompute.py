@@ -14,7 +14,8 @@ import torch
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.blending.transfer import Arrival, fetch
-from cacheblend_rag.engines.entries import Entries, plan_precompute
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.precompute import PrecomputePlan, counting, plan_precompute, report_of
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk
@@ -93,43 +94,43 @@ def precompute(
     ``compute`` makes the entries, None for KV alone, for which a KV writer acts within ``writing``; ``turn`` is held meanwhile,
     and not while the disk is waited for.
     """
-    compute = compute or partial(_compute, runner, entries.store, writing)
     begin = time.perf_counter()
     probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
-    plan = plan_precompute(chunks, entries, context_window, progress, probe_tokens)
-    failed = dict(plan.failed)
-    rank_s = 0.0
+    plans = plan_precompute(chunks, entries, context_window, progress, probe_tokens)
+    failed = {chunk_id: why for plan in plans for chunk_id, why in plan.failed.items()}
+    rank_s, count = 0.0, counting(plans, progress)
 
-    def stored(token_ids: tuple[int, ...], future: Future[bool]) -> None:
+    def stored(plan: PrecomputePlan, token_ids: tuple[int, ...], future: Future[bool]) -> None:
         if not future.result() and token_ids:
             failed[plan.chunks[token_ids]] = "it does not fit the store's budget"
 
     # One writer: the disk works while the next batch is computed; a failed write surfaces before the next but one.
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store") as writer:
-        waiting: list[tuple[tuple[int, ...], Future[bool]]] = []
-        for batch in _batches(plan.token_ids, len(entries.header_ids), runner.device):
+        waiting: list[tuple[PrecomputePlan, tuple[int, ...], Future[bool]]] = []
+        for plan, batch in _batches_of(plans, runner.device):
+            hand = writing if plan.entries.writer is not None else nullcontext()
             with turn:
-                computed = dict(compute(entries.header_ids, batch))
+                make = compute or partial(_compute, runner, entries.store, hand)
+                computed = dict(make(entries.header_ids, batch))
                 begin_rank = time.perf_counter()
                 alone = {token_ids: kv for token_ids, (kv, _) in computed.items()}
                 static = {} if ranker is None else _ranks(ranker, alone, plan.most_ranked)
             rank_s += time.perf_counter() - begin_rank
-            for token_ids, future in waiting:
-                stored(token_ids, future)
+            for each in waiting:
+                stored(*each)
             waiting = [
-                (token_ids, writer.submit(_put, entries, token_ids, kv.start, arrive, static.get(token_ids)))
-                for token_ids, (kv, arrive) in computed.items()
+                (plan, ids, writer.submit(_put, plan.entries, ids, kv.start, arrive, static.get(ids)))
+                for ids, (kv, arrive) in computed.items()
             ]
             del computed, alone  # and with them the batch's cache
-            if progress is not None and (finished := sum(bool(token_ids) for token_ids in batch)):
-                progress(finished)
-        for token_ids, future in waiting:
-            stored(token_ids, future)
+            count(batch)
+        for each in waiting:
+            stored(*each)
     if ranker is not None:
         begin_rank = time.perf_counter()
-        _rank_stored(runner, entries, ranker, plan.unranked, turn)
+        _rank_stored(runner, entries, ranker, plans[0].unranked, turn)
         rank_s += time.perf_counter() - begin_rank
-    return plan.report(failed, time.perf_counter() - begin, rank_s)
+    return report_of(plans, failed, time.perf_counter() - begin, rank_s)
 
 
 def _rank_stored(
@@ -174,6 +175,16 @@ def _batches(wanted: Sequence[tuple[int, ...]], header: int, device: torch.devic
         batch.append(token_ids)
     if batch:
         yield batch
+
+
+def _batches_of(
+    plans: Sequence[PrecomputePlan], device: torch.device
+) -> list[tuple[PrecomputePlan, list[tuple[int, ...]]]]:
+    """Return what to compute at once, those of all hands by turns: longest first, so that chunks are finished from the start."""
+    found = [
+        (plan, batch) for plan in plans for batch in _batches(plan.token_ids, len(plan.entries.header_ids), device)
+    ]
+    return sorted(found, key=lambda each: -len(each[1][0]))
 
 
 def _compute(

@@ -13,7 +13,8 @@ from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.gate import GateReport
-from cacheblend_rag.engines.entries import Entries, plan_precompute
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.precompute import PrecomputePlan, counting, plan_precompute, report_of
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt
@@ -137,7 +138,7 @@ class Precompute:
     ) -> PrecomputeReport:
         """Compute what is not among ``entries``; see :meth:`BlendEngine.precompute`. With ``ranking``, static deviations, too."""
         begin = time.perf_counter()
-        plan = await asyncio.to_thread(
+        plans = await asyncio.to_thread(
             plan_precompute,
             chunks,
             entries,
@@ -145,33 +146,34 @@ class Precompute:
             progress,
             len(self._probe) if ranking else None,
         )
-        failed = dict(plan.failed)
-        unranked = set(plan.unranked)
+        failed = {chunk_id: why for plan in plans for chunk_id, why in plan.failed.items()}
+        header, count = entries.header_ids, counting(plans, progress)
 
-        header = entries.header_ids
-
-        async def one(token_ids: tuple[int, ...]) -> None:
+        async def one(plan: PrecomputePlan, token_ids: tuple[int, ...], unranked: bool = False) -> None:
+            hand = plan.entries
             async with self._slots:
-                key, why = entries.own_key(token_ids), ""
-                if token_ids not in unranked:
-                    why = await self._once(key, lambda: self._saved(entries, token_ids, header))
+                key, why = hand.own_key(token_ids), ""
+                if not unranked:
+                    why = await self._once(key, lambda: self._saved(hand, token_ids, header))
                 if not why and 0 < len(token_ids) <= plan.most_ranked:
                     before = (*header, *self._probe)
                     again = receipt(key, ranking=True)
-                    await self._once(again, lambda: self._saved(entries, token_ids, before, ranking=True))
-            if not token_ids or token_ids in unranked:
+                    await self._once(again, lambda: self._saved(hand, token_ids, before, ranking=True))
+            if unranked:
                 return
-            if why:
+            if why and token_ids:
                 failed[plan.chunks[token_ids]] = why
-            if progress is not None:
-                progress(1)
+            count([token_ids])
 
-        if ranking and (plan.chunks or unranked):
+        if ranking and (plans[0].chunks or plans[0].unranked):
             await self._compute_probe(entries)
         async with asyncio.TaskGroup() as group:
-            for token_ids in (*plan.token_ids, *unranked):
-                group.create_task(one(token_ids))
-        return plan.report(failed, time.perf_counter() - begin)
+            for plan in plans:
+                for token_ids in plan.token_ids:
+                    group.create_task(one(plan, token_ids))
+                for token_ids in plan.unranked:
+                    group.create_task(one(plan, token_ids, unranked=True))
+        return report_of(plans, failed, time.perf_counter() - begin)
 
     async def _once(self, name: str, compute: Callable[[], Coroutine[Any, Any, str]]) -> str:
         """Return why an entry is not in the store, or an empty string."""

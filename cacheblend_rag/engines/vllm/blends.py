@@ -19,7 +19,7 @@ from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.blending.trace import Trace
-from cacheblend_rag.engines.entries import Entries, SideBySide, entries_of
+from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.vllm.messages import BlendJob, LoadOrder, Save, SaveJob, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
@@ -257,23 +257,23 @@ class _Blend:
     def _plan(self) -> Generator[Segment, int | None, BlendPlan]:
         job = self.load.job
         assert isinstance(job, BlendJob)
-        entries = self._entries.for_reuse(job.settings.reuse)
+        entries = self._entries
 
-        def get(token_ids: Sequence[int]) -> StoredKV | None:
-            return entries.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+        def get(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+            return hand.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
 
         prompt = job.prompt(self.load.token_ids)
         unusable = self._unusable | self._late
-        wanted = [ids for ids in entries_of(prompt) if ids not in unusable]
+        wanted = [each for each in entries.wanted(prompt) if each[1] not in unusable]
         look = SideBySide(get, wanted, entries.store.remote)
         if entries.store.remote:
             yield Segment("load", awaited=look)
 
-        def lookup(token_ids: Sequence[int]) -> StoredKV | None:
+        def lookup(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
             kv = None
             try:
                 if tuple(token_ids) not in unusable:
-                    kv = look(token_ids)
+                    kv = look(hand, token_ids)
             except Exception:  # the other ranks wait for this one's vote
                 _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
             if kv is not None:

@@ -15,7 +15,7 @@ from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.trace import Trace
-from cacheblend_rag.engines.entries import Entries, SideBySide, entries_of
+from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.vllm.groups import PageGroup, PageLender
 from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
@@ -217,15 +217,15 @@ class SchedulerSide:
 
     def _plan(self, request: Request, job: BlendJob, trace: Trace | None) -> BlendPlan:
         begin = time.perf_counter()
-        entries = self._entries.within(job.namespace).for_reuse(job.settings.reuse)
+        entries = self._entries.within(job.namespace)
 
-        def lookup(token_ids: Sequence[int]) -> StoredKV | None:
+        def lookup(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
             if job.terms is not None:
-                return self._where.find(entries, token_ids, job.terms.wants_static(job.ratio))
-            return _PRESENT if entries.contains(token_ids) else None
+                return self._where.find(hand, token_ids, job.terms.wants_static(job.ratio))
+            return _PRESENT if hand.contains(token_ids) else None
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
-        look = SideBySide(lookup, entries_of(prompt), entries.store.remote)
+        look = SideBySide(lookup, entries.wanted(prompt), entries.store.remote)
         plan = entries.plan(prompt, look, job.settings.reuse, self._longest)
         if trace is not None:
             trace.planned(plan, begin)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -295,8 +294,8 @@ def calibrate_engine(
 
     def planner(prompt: TokenizedPrompt) -> BlendPlan:
         engine.precompute([span.chunk for span in prompt.spans])
-        lookup = partial(engine.entries.get, num_layers=engine.num_layers)
-        return engine.entries.plan(prompt, lookup, longest=engine.runner.longest)
+        layers = engine.num_layers
+        return engine.entries.plan(prompt, lambda hand, ids: hand.get(ids, layers), longest=engine.runner.longest)
 
     # In RAM, and with its budget: what it has no room for is computed anew where it is needed again.
     kept = engine.store, engine.ranking, engine.registry

@@ -105,7 +105,7 @@ def token_bytes(place: Workbench, codec: str = "none") -> int:
         stored = [engine.subject().full_prefill(tokens)[1]]
     else:
         engine.precompute([Chunk("stored", "", tuple(tokens))])
-        found = [engine.store.get(key) for key in engine.entries.keys(tokens)]
+        found = [engine.store.get(key) for key in engine.entries.written_keys(tokens)]
         stored = [whole for each in found if each is not None and (whole := read_whole(each)) is not None]
     encoded = (encode(layer) for kv in stored for layer in kv.layers)
     return sum(tensor.nbytes for tensors in encoded for tensor in tensors.values()) // len(tokens)

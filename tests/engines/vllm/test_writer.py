@@ -23,7 +23,7 @@ from tests.engines.vllm.engines import FULL, SHAPE, concurrently, first_logprobs
 from tests.engines.vllm.test_windows import _PIECES, _SHORT
 
 SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
-PARTS = SCENE.parts(first="stale")  # behind the header, too, a writer's KV is not the model's
+PARTS = SCENE.parts()  # behind the header a chunk's KV is the model's own
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "llama, chunked prefill": (
         lambda: hf.LlamaConfig(**SHAPE),
@@ -95,9 +95,9 @@ def test_the_ranking_is_measured_while_the_writer_acts(engine: Any, case: Case) 
     computed(case)
     engine.ranking = "lazy"
     header, probe = SCENE.header, list(engine.probe)
-    positions = torch.tensor([at for span in SCENE.prompt.spans for at in range(span.start, span.end)])
+    positions = torch.tensor([at for span in SCENE.prompt.spans[1:] for at in range(span.start, span.end)])
     score = torch.cat(
-        [reference.static_deviation(case.writer, header, probe, list(chunk.token_ids)) for chunk in SCENE.chunks]
+        [reference.static_deviation(case.writer, header, probe, list(chunk.token_ids)) for chunk in SCENE.chunks[1:]]
     )
     chosen = positions[score.argsort(descending=True)[: round(0.3 * len(score))]].sort().values.tolist()
     want = reference.blend(case.model, header, PARTS, 0.3, chosen=chosen, writer=case.writer)
@@ -107,24 +107,26 @@ def test_the_ranking_is_measured_while_the_writer_acts(engine: Any, case: Case) 
 
 def test_both_engines_write_the_same_and_read_each_others(engine: Any, case: Case) -> None:
     computed(case)
-    ours = [(ids, _whole(engine, ids)) for ids in ((), *(chunk.token_ids for chunk in SCENE.chunks))]
+    wanted = [(), *(chunk.token_ids for chunk in SCENE.chunks)]
+    ours = [(by, ids, _whole(engine.entries.by(by), ids)) for by in (engine.writer, None) for ids in wanted]
     store = case.directory / "transformers"
     with TransformersEngine(
         case.directory / "model", tokenizer=object(), device="cpu", header=SCENE.header, store=store,
         writer=case.directory / "writer",
     ) as other:  # fmt: skip
         other.precompute(SCENE.chunks)
-        for ids, mine in ours:
-            assert other.entries.own_key(ids) in engine.entries.read_keys(ids)
-            theirs = other.entries.get(ids, other.num_layers)
+        for by, ids, mine in ours:
+            hand = other.entries.by(by)
+            assert hand.own_key(ids) in engine.entries.by(by).read_keys(ids)
+            theirs = hand.get(ids, other.num_layers)
             for layer in range(other.num_layers):
                 for a, b in zip(mine(layer), theirs.layer(layer), strict=True):
                     torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
-def _whole(engine: Any, ids: Any) -> Any:
+def _whole(entries: Any, ids: Any) -> Any:
     """Return what gives a layer of an entry, its ranks' shards together."""
-    parts = [read_whole(engine.store.get(key)) for key in engine.entries.written_keys(ids)]
+    parts = [read_whole(entries.store.get(key)) for key in entries.written_keys(ids)]
     return lambda layer: [torch.cat(side) for side in zip(*(part.layer(layer) for part in parts), strict=True)]
 
 
@@ -145,8 +147,7 @@ def test_prompts_that_stream_meanwhile_are_the_models_own(engine: Any, case: Cas
 def test_what_a_prompt_found_missing_the_writer_writes_back(engine: Any, case: Case) -> None:
     engine.generate(SCENE.prompt)
     engine.flush()
-    assert all(engine.entries.contains(chunk.token_ids) for chunk in SCENE.chunks)
-    assert not any(engine.entries.by(None).contains(chunk.token_ids) for chunk in SCENE.chunks)
+    assert all(engine.entries.complete(chunk.token_ids) for chunk in SCENE.chunks)
     assert engine.generate(SCENE.prompt, settings=BlendSettings(ratio=0.5)).mode == "blend"
 
 
@@ -160,7 +161,7 @@ def test_chunks_that_end_at_every_place_of_a_block_are_written(engine: Any, case
     engine.precompute(scene.chunks)
     scene.header = SCENE.header
     got = first_logprobs(engine, scene.prompt, BlendSettings(ratio=0.0))
-    want = reference.blend(case.model, SCENE.header, scene.parts(first="stale"), 0.0, writer=case.writer)
+    want = reference.blend(case.model, SCENE.header, scene.parts(), 0.0, writer=case.writer)
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
 
 

@@ -126,17 +126,23 @@ def test_a_new_writer_writes_what_the_model_writes_and_the_model_stays_as_it_is(
 def test_what_a_writer_writes_is_blended_as_the_engine_with_that_writer_blends_it(family: str, tmp_path: Path) -> None:
     model, scene = make_model(BLENDED[family]()), Scene()
     fingerprint = fingerprint_of(model)
-    batch, blender = batch_of([scene]), BatchBlender(model)
+    batch, blender = batch_of([scene], exact=1), BatchBlender(model)
     writing = writing_copy(model, rank=2)
     generator = torch.Generator().manual_seed(0)
+    _, cache = blender.prefill(batch, keep_kv=True)
+    assert cache is not None
+
+    def blended(by: Any) -> torch.Tensor:
+        with torch.no_grad():
+            stored = blender.behind_exact(batch.layout, cache, blender.write(by, batch))
+            return blender.blend(batch, stored)[0, -1]
+
     with torch.no_grad():
         for tensor in weights_of(writing).values():
             tensor.copy_((0.2 * torch.randn(tensor.shape, generator=generator)).bfloat16())
-        got = blender.blend(batch, blender.write(writing, batch))[0, -1]
-        plain = blender.blend(batch, blender.write(model, batch))[0, -1]
+    got, plain = blended(writing), blended(model)
     save_writer(writing, tmp_path, fingerprint, {})
-    with torch.no_grad():
-        read = blender.blend(batch, blender.write(load_writing_copy(model, tmp_path), batch))[0, -1]
+    read = blended(load_writing_copy(model, tmp_path))
     engine = engine_for(model, scene, writer=tmp_path)
     engine.precompute(scene.chunks)
     request = engine.request(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.0))
