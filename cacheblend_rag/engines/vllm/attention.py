@@ -59,13 +59,19 @@ class WatchedPass:
         self._total = torch.zeros(len(ids), device=paged.device)
         # In host memory, and on the device.
         self._at = self._positions = torch.empty(0, dtype=torch.int64)
+        self._shares = torch.empty(0)
         self._watched = 0
+        # For what a pass sees, from one position to another: where it is in each group's pages, and the kernel's sums.
+        self._slots: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
 
     @torch.inference_mode()
     def run(self, positions: torch.Tensor) -> None:
         """Run the tokens at ascending ``positions``, ``[tokens]``, in host memory; every later call's lie behind them."""
         paged = self._paged
         self._at, self._positions = positions, sent(positions, paged.device)
+        watched = positions >= self._watch_from
+        self._shares = sent(watched.float(), paged.device)
         config = paged.config
         with (
             attention_replaced(paged.attention, self._attend_layer),
@@ -78,12 +84,14 @@ class WatchedPass:
             ),
         ):
             paged.run(self._ids[positions], self._positions)
-        self._watched += int((positions >= self._watch_from).sum())
+        self._watched += int(watched.sum())
 
     def mean(self) -> torch.Tensor:
         """Attention to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, heads and watched tokens."""
-        attentions = self._paged.attention
-        return self._total / (sum(int(a.num_heads) for a in attentions) * self._watched)
+        for (first, end, _), sums in self._sums.items():
+            self._total[first:end] += sums.sum(0)
+        self._sums.clear()
+        return self._total / (len(self._paged.attention) * self._watched)
 
     def _attend_layer(
         self,
@@ -104,19 +112,32 @@ class WatchedPass:
         self._computed[layer].append((self._at, self._positions, fresh))
         window = self._paged.window(layer)
         first = 0 if window is None else max(0, int(self._at[0]) - window + 1)
-        found = self._attend(module.impl, query, self._visible(layer, first), first, window)
-        return output.copy_(found.view_as(output))
+        kv, kernels = self._visible(layer, first), self._paged.kernels
+        if kernels is None or not kernels.can_watch:
+            found = self._attend(module.impl, query, kv, first, window)
+            return output.copy_(found.view_as(output))
+        kv_heads, seen = kv.k.shape[:2]
+        where = first, first + seen, kv_heads
+        if where not in self._sums:
+            self._sums[where] = torch.zeros(kv_heads, seen, device=query.device)
+        positions = self._positions - first if first else self._positions
+        kernels.watch(module, query, kv, positions, self._shares, self._sums[where], output)
+        return output
 
     def _visible(self, layer: int, first: int) -> LayerKV:
         """Return the KV of position ``first`` to the last that runs: the pages', and over it what this computed."""
         end = int(self._at[-1]) + 1
-        kv = self._paged.read(layer, self._pages.between(self._paged.group_of[layer], first, end))
+        where = self._paged.group_of[layer], first, end
+        if where not in self._slots:
+            self._slots[where] = sent(self._pages.between(*where), self._paged.device)
+        kv = self._paged.read(layer, self._slots[where])
         if lacking := end - first - kv.k.shape[1]:
             kv = LayerKV(*(pad(t, (0, 0, 0, lacking)) for t in kv))
         for at, positions, fresh in self._computed[layer]:
             before = int((at < first).sum())
+            own = positions[before:] - first
             for whole, part in zip(kv, fresh, strict=True):
-                whole[:, positions[before:] - first] = part[:, before:]
+                whole[:, own] = part[:, before:]
         return kv
 
     def _attend(self, impl: Any, query: torch.Tensor, kv: LayerKV, first: int, window: int | None) -> torch.Tensor:
@@ -156,7 +177,7 @@ class WatchedPass:
                     # One more score for each head, which takes its share of the attention and gives nothing.
                     scores = torch.cat([scores, sinks[own].expand(*scores.shape[:3], 1)], dim=-1)
                 weights = scores.softmax(-1)[..., :seen]
-                self._total[first : first + seen] += weights[:, unwatched:].sum((0, 1, 2))
+                self._total[first : first + seen].add_(weights[:, unwatched:].sum((0, 1, 2)), alpha=1 / heads)
                 found = weights.flatten(1, 2) @ kv.v[own, :seen].float()
                 out[part, own] = found.view(-1, len(at), groups, dim).transpose(0, 1)
         return out

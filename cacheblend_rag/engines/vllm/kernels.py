@@ -18,7 +18,7 @@ from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.rope import Move
 from cacheblend_rag.blending.transfer import transfer_to
 from cacheblend_rag.engines.kernels.bulk import place_in_bulk
-from cacheblend_rag.engines.kernels.check import attention_works, placing_works
+from cacheblend_rag.engines.kernels.check import attention_works, placing_works, shares_work
 from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
@@ -76,6 +76,11 @@ def _sinks(layer: Any) -> torch.Tensor | None:
     return getattr(layer.impl, "sinks", None)
 
 
+def _can_watch(layer: Any, memory: torch.Tensor) -> bool:
+    shape = int(layer.num_heads), int(layer.num_kv_heads), int(layer.head_size)
+    return not getattr(layer.impl, "logits_soft_cap", None) and shares_work(memory.device, memory.dtype, *shape)
+
+
 @contextmanager
 def attention_replaced(layers: Sequence[Any], attend: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Let ``attend`` compute the attention of ``layers``: called with a layer's index, then as vLLM calls ``impl.forward``.
@@ -92,17 +97,52 @@ def attention_replaced(layers: Sequence[Any], attend: Callable[..., torch.Tensor
 
 
 class Kernels:
-    """The kernels, bound to a model's attention layers."""
+    """The kernels, bound to a model's attention layers.
+
+    Attributes:
+        can_watch: Whether :meth:`watch` serves all of them.
+    """
 
     def __init__(self, layers: Sequence[Any], pages: Sequence[LayerKV]):
         """Take the layers and views of each one's pages; see :func:`kernels_for`."""
         self._layers, self._pages = layers, pages
         self._arrivals: Arrivals | None = None
+        # Tried now, not while a request waits.
+        self.can_watch = all(_can_watch(layer, pages[0].k) for layer in layers)
         self._group = min(int(layer.num_heads) // int(layer.num_kv_heads) for layer in layers)
 
     def are_faster(self, tokens: int, runs: int) -> bool:
         """Say whether to attend with ours, for so many tokens in so many runs of neighbours."""
         return tokens * self._group < runs * _ROWS
+
+    def watch(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv: LayerKV,
+        positions: torch.Tensor,
+        shares: torch.Tensor,
+        sums: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Write the attention of ``query``, ``[tokens, heads, head_dim]``, to ``output``, and add its weights to ``sums``.
+
+        Args:
+            layer: The attention layer.
+            query: The tokens' own, at ``positions`` of what ``kv`` holds.
+            kv: ``[kv_heads, keys, head_dim]``, not in pages.
+            positions: ``[tokens]``, ascending, on the device.
+            shares: ``[tokens]``, fp32: how much each token's weights count.
+            sums: ``[kv_heads, keys]``, fp32; see :func:`~cacheblend_rag.engines.kernels.shares.add_shares`.
+            output: Shaped like ``query``.
+        """
+        from cacheblend_rag.engines.kernels.attention import attend
+        from cacheblend_rag.engines.kernels.shares import add_shares
+
+        scale, window = layer.impl.scale, layer.sliding_window
+        lse = torch.empty(query.shape[:2], device=query.device)
+        attend(query, kv.k[None], kv.v[None], positions, None, output, scale, 0.0, window, _sinks(layer), lse)
+        add_shares(query, kv.k, positions, shares, lse, sums, scale, window)
 
     def place(self, layer: int, kv: LayerKV, move: Move | None, slots: torch.Tensor) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``slots``, ``[tokens]``, of the pages."""

@@ -201,7 +201,8 @@ class PagedModel:
         if not current_platform.is_cpu():
             assert isinstance(pages, LayerKV)  # tiles are a CPU's
             slots = sent(slots, cache.device)
-            return LayerKV(*(x[slots // size, :, slots % size].transpose(0, 1).contiguous() for x in pages))
+            at_pages, rows = slots // size, slots % size
+            return LayerKV(*(x[at_pages, :, rows].transpose(0, 1).contiguous() for x in pages))
         # Copied run by run: single tokens would be gathered along a strided axis, three times as slowly.
         copy = LayerKV(*(cache.new_empty(heads, len(slots), width // 2) for _ in range(2)))
         at = 0

@@ -14,6 +14,7 @@ from tests.blending import reference
 from tests.blending.prompts import Scene
 from tests.conftest import INTERPRETED
 from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, run, save_model, start
+from tests.engines.vllm.test_parity import chosen_by
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or compiles for this machine's GPU")
 SCENE = Scene(chunk_tokens=(50, 40, 61), question=9)
@@ -76,5 +77,10 @@ def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any, int]
         assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
         # Every layer's stored KV is placed once; the selected tokens are scattered, the dense pass before them is not.
         assert launches(engine) == (layers, layers)
+    _, want = chosen_by(engine, model, "query", SCENE)
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(0.3, "query", (check,)))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    # The question's pass has every layer's stored KV placed, and looks at it.
+    assert launches(engine) == (layers, 2 * layers)
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=1.0, check_layers=(check,)))
     torch.testing.assert_close(got, full, atol=1e-4, rtol=0)

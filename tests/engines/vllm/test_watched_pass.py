@@ -13,10 +13,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.groups import PageGroup
+from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV
+from tests.engines.kernels.interpreter import interpret
 
 HEADS, KV_HEADS, DIM, PROMPT, IN_PAGES = 6, 2, 8, 200, 150
 
@@ -29,7 +31,9 @@ class Paged:
     def __init__(self, kv: LayerKV, window: int | None, **impl: Any):
         self.kv, self._window = kv, window
         impl = {"scale": 0.3, "sinks": None, "logits_soft_cap": None, **impl}
-        self.attention = [SimpleNamespace(impl=SimpleNamespace(**impl), num_heads=HEADS, head_size=DIM)]
+        layer = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "sliding_window": window}
+        self.attention = [SimpleNamespace(impl=SimpleNamespace(**impl), **layer)]
+        self.kernels: Kernels | None = None
 
     def window(self, layer: int) -> int | None:
         return self._window
@@ -59,6 +63,7 @@ def defined(q: torch.Tensor, kv: LayerKV, at: int, paged: Paged) -> tuple[torch.
     return out, weights
 
 
+@pytest.mark.parametrize("with_kernels", [False, True])
 @pytest.mark.parametrize(
     ("window", "impl"),
     [
@@ -70,7 +75,9 @@ def defined(q: torch.Tensor, kv: LayerKV, at: int, paged: Paged) -> tuple[torch.
         (500, {}),
     ],
 )
-def test_attention_is_what_it_is_defined_to_be(window: int | None, impl: dict[str, Any]) -> None:
+def test_attention_is_what_it_is_defined_to_be(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, impl: dict[str, Any], with_kernels: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     kv = LayerKV(*(torch.randn(KV_HEADS, PROMPT, DIM, generator=generator) for _ in range(2)))
     queries = torch.randn(PROMPT, HEADS, DIM, generator=generator)
@@ -80,11 +87,16 @@ def test_attention_is_what_it_is_defined_to_be(window: int | None, impl: dict[st
         for tensor in stored:
             tensor[:, segment] = torch.nan
     paged = Paged(stored, window, **impl)
+    if with_kernels:
+        interpret(monkeypatch)
+        paged.kernels = Kernels(paged.attention, [stored])
+        assert paged.kernels.can_watch is ("logits_soft_cap" not in impl)
     pages = Pages(paged, [range(1, 1 + IN_PAGES // 10)], PROMPT)  # type: ignore[arg-type]
     watched = WatchedPass(paged, torch.arange(PROMPT), pages, lambda layer: None, 140)  # type: ignore[arg-type]
     total, count = torch.zeros(PROMPT), 0
     for segment in segments:
         watched._at = watched._positions = segment
+        watched._shares = (segment >= 140).float()
         given = [queries[segment], *(t[:, segment].transpose(0, 1) for t in kv)]
         got = watched._attend_layer(0, paged.attention[0], *given, kv.k, None, torch.empty_like(given[0]))  # type: ignore[arg-type]
         watched._watched += int((segment >= 140).sum())
