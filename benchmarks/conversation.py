@@ -53,7 +53,7 @@ def talk(engine: BlendEngine, way: str, prompts: Sequence[BlendPrompt], blend: B
     for prompt in prompts:
         if way == "forgotten":
             engine.reset_prefix_cache()
-        done.append(engine.generate(prompt, SHORT, BlendSettings(reuse="off") if way == "full" else blend))
+        done.append(engine.generate(prompt, SHORT, BlendSettings(quality="full") if way == "full" else blend))
     return done
 
 
@@ -98,7 +98,7 @@ def main() -> None:
         text = "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(bundled_corpus().iterdir()))
         notes = split_text(text, engine.tokenizer, options.chunk_tokens)[: options.turns * options.chunks]
         engine.precompute(notes)
-        blend = BlendSettings(ratio=options.ratio, reuse="chunks")
+        blend = BlendSettings(options.ratio)
         prompts = prompts_of(engine, notes, blend, options.turns, options.chunks)
         rounds = {way: [talk(engine, way, prompts, blend) for _ in range(options.rounds)] for way in WAYS}
         show(rounds)

@@ -38,7 +38,7 @@ from tests.device import simulated
 
 QUESTION, BF16 = 32, 2
 METHODS = {
-    "full recompute": BlendSettings(reuse="off"),
+    "full recompute": BlendSettings(quality="full"),
     "hkvd 15%": BlendSettings(0.15, "hkvd"),
     "static 15%": BlendSettings(0.15, "static"),
     "static 5%": BlendSettings(0.05, "static"),

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     options = parser.parse_args()
-    blend = BlendSettings(options.ratio, options.policy, reuse="chunks")
+    blend = BlendSettings(options.ratio, options.policy)
     with Workbench.open(BenchModel(options.model, options.random_weights, options.device, options.dtype)) as place:
         place.engine.rank_for(blend)
         place.engine.precompute(place.random_chunks(options.chunks, 512, 0))

@@ -8,7 +8,7 @@ some of its chunks in place, or all of the prompt, is sooner than waiting for it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, product
 from math import prod
 from typing import Any, Self
@@ -117,11 +117,13 @@ class Terms:
         costs: Of model and tiers, as they are now.
         dense: See :class:`Load`.
         dense_unranked: The same of the policy that chooses where a chunk has no static deviation; None if that is the same one.
+        more_unranked: How many times the ratio that one takes.
     """
 
     costs: Costs
     dense: float
     dense_unranked: float | None = None
+    more_unranked: float = 1.0
 
     @classmethod
     def of(cls, costs: Costs, profile: ModelProfile, settings: ResolvedSettings, num_layers: int) -> Self:
@@ -130,7 +132,9 @@ class Terms:
         dense = profile.dense_share(first.name, num_layers, settings.check_layers)
         if not first.needs_static:
             return cls(costs, dense)
-        return cls(costs, dense, profile.dense_share(first.without_static, num_layers, settings.check_layers))
+        second = policy(first.without_static)
+        unranked = profile.dense_share(second.name, num_layers, settings.check_layers)
+        return cls(costs, dense, unranked, second.effort / first.effort)
 
     def wants_static(self, ratio: float | TextRatio) -> bool:
         """Say whether :func:`control` asks for the chunks' static deviations."""
@@ -138,7 +142,7 @@ class Terms:
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :meth:`from_params` reads."""
-        return {"costs": self.costs.to_json(), "dense": self.dense, "dense_unranked": self.dense_unranked}
+        return {**asdict(self), "costs": self.costs.to_json()}
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Self:
@@ -149,7 +153,7 @@ class Terms:
         """
         unranked = params["dense_unranked"]
         costs, dense = Costs.from_json(params["costs"]), float(params["dense"])
-        return cls(costs, dense, None if unranked is None else float(unranked))
+        return cls(costs, dense, None if unranked is None else float(unranked), float(params["more_unranked"]))
 
 
 @dataclass(frozen=True)
@@ -225,20 +229,20 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
     spans = _chunks_of(plan)
     wanted = plan.candidates if terms.wants_static(ratio) else ()
     static = {span.start: span.static_deviation() for span in wanted}
+    dense, more = terms.dense, 1.0
+    if terms.dense_unranked is not None and any(each is None for each in static.values()):
+        dense, more = terms.dense_unranked, terms.more_unranked
 
     def least(used: Sequence[bool]) -> float:
         if not isinstance(ratio, TextRatio):
-            return ratio
+            return min(1.0, more * ratio)
         kept = [static[s.start] for s, use in zip(spans, used, strict=True) if use and s.start in static]
         # Where a chunk has none, the blend cannot tell either.
-        return ratio.least if (joined := joined_static(kept)) is None else ratio.choose(joined)
+        return min(1.0, more * (ratio.least if (joined := joined_static(kept)) is None else ratio.choose(joined)))
 
     located = [_located(span, span in plan.exact) for span in spans]
     header = next((_located(span, True) for span in plan.exact if span.chunk is None), None)
     forced = plan.num_tokens - plan.start - plan.stored_tokens
-    dense = terms.dense
-    if terms.dense_unranked is not None and any(each is None for each in static.values()):
-        dense = terms.dense_unranked
     behind = plan.num_tokens - max((span.end for span in spans), default=plan.start)
     load = Load(located, forced, least([True] * len(spans)), 1.0, dense, plan.start, waits_s, behind, header)
     found = decide(load, terms.costs)
@@ -249,14 +253,14 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
     most_wait_s = found.load_s + max(HICCUP_S, _Arm(load, terms.costs, at_hand).seconds(found.ratio))
     expected = f"expected in {found.seconds:.3g} s, an ordinary prefill in {found.prefill_s:.3g} s"
     if all(found.used):
-        return Choice(frozenset(), found.ratio, f" ({expected})", found.seconds, most_wait_s)
+        return Choice(frozenset(), found.ratio / more, f" ({expected})", found.seconds, most_wait_s)
     in_place = frozenset(span.end for span, use in zip(spans, found.used, strict=True) if not use)
     what = (
         f"{len(in_place)} of them computed in place, which is sooner than loading them"
         if found.blends
         else "none of it is used"
     )
-    return Choice(in_place, found.ratio, f"; {what} ({expected})", found.seconds, most_wait_s)
+    return Choice(in_place, found.ratio / more, f"; {what} ({expected})", found.seconds, most_wait_s)
 
 
 def _located(span: StoredSpan, exact: bool) -> Located:

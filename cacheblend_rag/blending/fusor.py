@@ -25,7 +25,7 @@ from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions, TextRatio
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
-from cacheblend_rag.blending.policies import policy as policy_named
+from cacheblend_rag.blending.policies import gave_way, possible
 from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.target import BlendTarget
@@ -115,7 +115,7 @@ def fuse_stepwise(
         UnusableSpanError: Stored KV is damaged, cannot be read now, or is late; the KV cache is unusable and the plan must be
             made anew.
         OtherRankError: Loading or placing KV failed on another tensor-parallel rank.
-        InputError: The policy needs attention, which this model does not show, or a check layer lies outside the model.
+        InputError: A check layer lies outside the model.
     """
     fusor = _Fusor(plan, target, options)
     with fusor.loader:
@@ -137,15 +137,18 @@ class _Fusor:
     def __init__(self, plan: BlendPlan, target: BlendTarget, options: FuseOptions):
         self._plan, self._began = plan, time.perf_counter()
         policy, ratio, trace = options.policy, options.ratio, options.trace
-        wants_static = policy.needs_static or isinstance(ratio, TextRatio)
+        watched = target.shows_attention
+        wants_static = possible(policy, True, watched).needs_static or isinstance(ratio, TextRatio)
         self._candidates = _candidates(plan, plan.static_deviation() if wants_static else None)
         # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
         self._unranked = wants_static and not target.agree(self._candidates.static is not None)
         if isinstance(ratio, TextRatio):
             static = None if self._unranked else self._candidates.static
             ratio = ratio.least if static is None else ratio.choose(static)
-        if self._unranked and policy.needs_static:
-            policy = policy_named(policy.without_static)
+        wanted, policy, self._gave_way = policy, possible(policy, not self._unranked, watched), ""
+        if policy is not wanted and 0 < ratio < 1:
+            ratio = min(1.0, ratio * policy.effort / wanted.effort)
+            self._gave_way = gave_way(wanted, policy, ratio, self._unranked)
         self._target, self._policy, self._ratio = target, policy, ratio
         self._forced = _forced(plan, self._candidates.positions)
         # Where the engine itself computes the question, its attention is wanted all the same.
@@ -272,6 +275,7 @@ class _Fusor:
         unranked = [] if not self._unranked else [span.chunk.id for span in plan.stale if span.chunk is not None]
         outcome = replace(
             plan.outcome(self._computed, len(self._recomputed), self._selection),
+            reason=plan.reason + self._gave_way,
             unranked=tuple(unranked),
             policy=self._policy.name,
             ratio=self._ratio,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blending.policies import possible
 from cacheblend_rag.blending.policies.base import SelectionPolicy
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.blending.trace import Trace
@@ -141,8 +142,8 @@ class FuseOptions:
     """Says how one prompt is blended; :meth:`~cacheblend_rag.blending.profile.ModelProfile.options` makes one of settings.
 
     Attributes:
-        policy: Chooses the tokens to recompute. Where a chunk has no static deviation, one that needs it gives way to the policy
-            it names for that.
+        policy: Chooses the tokens to recompute. Where it cannot (a chunk has no static deviation, a model's attention cannot be
+            watched), it gives way to the policy it names for that, at a ratio as much higher as that one needs.
         ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule that
             chooses it by the chunks' static deviations; where one has none, it is the lowest that the rule allows.
         schedule: Check layers, for policies that measure KV deviation.
@@ -158,6 +159,12 @@ class FuseOptions:
     trace: Trace | None = None
     most_wait_s: float | None = None
     whole: bool = False
+
+    @property
+    def watches_question(self) -> bool:
+        """Return whether what is recomputed may depend on what is asked."""
+        wanted = self.policy
+        return wanted.needs_attention or possible(wanted, ranked=False, watched=True).needs_attention
 
 
 def blend_terms(settings: ResolvedSettings, options: FuseOptions) -> dict[str, Any]:

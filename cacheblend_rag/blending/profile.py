@@ -20,6 +20,8 @@ from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Re
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import WrittenBy
 
+FAST = 0.15
+"""The highest ratio of ``quality="fast"``: a calibrated profile's own may be lower."""
 _FILE = "cacheblend.json"
 _log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ class ModelProfile:
     """Says how to blend one model.
 
     Attributes:
-        ratio: Default recompute ratio.
+        ratio: Default recompute ratio, that of ``quality="high"``.
         policy: Default token-selection policy.
         check_layers: Layers at which KV deviation is measured; the paper's layer 1 unless calibrated.
         widths: Size of the set at each check layer, as multiples of the ratio (gradual filtering).
@@ -39,8 +41,8 @@ class ModelProfile:
         origin: Where the above were read from; empty for the defaults.
     """
 
-    ratio: float = 0.15
-    policy: str = "hkvd"
+    ratio: float = 0.5
+    policy: str = "static-query"
     check_layers: tuple[int, ...] = (1,)
     widths: tuple[float, ...] = (1.0,)
     reuse: Reuse = "chunks"
@@ -76,18 +78,18 @@ class ModelProfile:
                 "ratio is 'auto', which needs a profile that says for which text its ratio holds, or the costs of loading and "
                 "computing: run `cacheblend doctor --calibrate` or `cacheblend store calibrate` for this model, or give a number."
             )
-        asked = settings.check_layers
+        asked, ratio = settings.check_layers, settings.ratio
         if asked is not None and asked[-1] >= num_layers:
             raise InputError(
                 f"check_layers is {list(asked)!s:.200}; this model's KV deviation can be checked at layers 1 to {num_layers - 1}."
             )
-        named = any(value is not None for value in (settings.ratio, settings.policy, asked))
-        reuse: Reuse = "chunks" if named else self.reuse
+        if ratio is None:
+            ratio = min(self.ratio, FAST) if settings.quality == "fast" else self.ratio
         return ResolvedSettings(
-            self.ratio if settings.ratio is None else settings.ratio,
+            ratio,
             self.policy if settings.policy is None else settings.policy,
             self.check_layers if asked is None else asked,
-            reuse if settings.reuse is None else settings.reuse,
+            settings.reuse or self.reuse,
         )
 
     def options(self, settings: ResolvedSettings) -> FuseOptions:

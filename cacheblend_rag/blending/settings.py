@@ -14,33 +14,19 @@ if TYPE_CHECKING:
     from cacheblend_rag.blending.policies.base import SelectionPolicy
 
 Reuse = Literal["chunks", "prefix", "off"]
+"""``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only what an ordinary prefix cache could, ``"off"`` nothing."""
 Ratio = float | Literal["auto"]
+Quality = Literal["full", "exact", "high", "fast"]
+_REUSE: dict[Quality, Reuse] = {"full": "off", "exact": "prefix", "high": "chunks", "fast": "chunks"}
 
 
 @dataclass(frozen=True)
-class BlendSettings:
-    """Says how to treat stored KV in one prompt. This is the one list of blend options; the profile says the rest.
-
-    Attributes:
-        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1; or
-            ``"auto"``: at least what the text needs, the profile's and more for text unlike that of its calibration
-            (:mod:`cacheblend_rag.blending.options`); and, where the costs of loading were measured, as much more as costs no
-            time (:mod:`cacheblend_rag.blending.controller`).
-        policy: A token-selection policy: its name, ours or an installed package's (:mod:`cacheblend_rag.blending.policies`); or,
-            where the model runs in this process, a :class:`~cacheblend_rag.blending.policies.base.SelectionPolicy`.
-        check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
-        reuse: ``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only what an ordinary prefix cache could,
-            ``"off"`` is the full prefill. Left open, it is the profile's where ratio, policy and check layers are, too; else
-            ``"chunks"``: who names one of these wants a blend.
-
-    Raises:
-        InputError: A value out of range, or an unknown policy. Layers beyond the model are refused by the engine.
-    """
+class _How:
+    """Says how a blend chooses what it recomputes; see :class:`BlendSettings`."""
 
     ratio: Ratio | None = None
     policy: str | SelectionPolicy | None = None
     check_layers: tuple[int, ...] | None = None
-    reuse: Reuse | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no model could be blended with."""
@@ -52,8 +38,6 @@ class BlendSettings:
             check_policy(self.policy)
         if self.check_layers is not None:
             object.__setattr__(self, "check_layers", _ascending_layers(self.check_layers))
-        if self.reuse is not None and self.reuse not in get_args(Reuse):
-            raise InputError(f"reuse is {self.reuse!r}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
 
     def to_params(self) -> dict[str, Any]:
         """Return the options that are not left open, as JSON values; :meth:`from_params` reads them, in any process.
@@ -61,7 +45,7 @@ class BlendSettings:
         Raises:
             InputError: The policy is an object that other processes cannot find by its name.
         """
-        given: dict[str, Any] = {name: getattr(self, name) for name in OPTION_NAMES}
+        given: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
         if self.policy is not None:
             given["policy"] = name_elsewhere(self.policy)
         if self.check_layers is not None:
@@ -75,28 +59,95 @@ class BlendSettings:
         Raises:
             InputError: An option that does not exist, or a value out of range.
         """
-        if unknown := sorted(set(params) - set(OPTION_NAMES)):
-            raise InputError(f"There is no blend option {unknown[0]!r}; there are {', '.join(OPTION_NAMES)}.")
+        known = [option.name for option in fields(cls)]
+        if unknown := sorted(set(params) - set(known)):
+            raise InputError(f"There is no blend option {unknown[0]!r}; there are {', '.join(known)}.")
         return cls(**{name: value for name, value in params.items() if value is not None})
 
 
 @dataclass(frozen=True)
-class ResolvedSettings(BlendSettings):
-    """Holds blend options with nothing left open; :meth:`ModelProfile.resolve` makes them."""
+class BlendSettings(_How):
+    """Says how to treat stored KV in one prompt. This is the one list of blend options; the profile says the rest.
+
+    Attributes:
+        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1; or
+            ``"auto"``: at least what the text needs, the profile's and more for text unlike that of its calibration
+            (:mod:`cacheblend_rag.blending.options`); and, where the costs of loading were measured, as much more as costs no
+            time (:mod:`cacheblend_rag.blending.controller`).
+        policy: A token-selection policy: its name, ours or an installed package's (:mod:`cacheblend_rag.blending.policies`); or,
+            where the model runs in this process, a :class:`~cacheblend_rag.blending.policies.base.SelectionPolicy`.
+        check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
+        quality: In place of the three: ``"high"`` blends by the profile, ``"fast"`` recomputes less, ``"exact"`` reuses only what
+            an ordinary prefix cache could, which changes nothing, and ``"full"`` reuses nothing. With all left open it is
+            ``"high"``, or ``"exact"`` where calibration found that no blend is good enough.
+
+    Raises:
+        InputError: A value out of range, an unknown policy, or a quality beside what it stands for. Layers beyond the model are
+            refused by the engine.
+    """
+
+    quality: Quality | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself, too."""
+        super().__post_init__()
+        if self.quality is None:
+            return
+        if self.quality not in get_args(Quality):
+            raise InputError(
+                f"quality is {self.quality!r:.200}; give one of {', '.join(map(repr, get_args(Quality)))}."
+            )
+        if self.named:
+            raise InputError(f"quality={self.quality!r} chooses {self.named[0]}; give one or the other.")
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Return which of the options are given that say how to blend."""
+        return tuple(name for name in HOW_NAMES if getattr(self, name) is not None)
+
+    @property
+    def reuse(self) -> Reuse | None:
+        """Return what of the stored KV is used; None leaves it to the profile."""
+        return _REUSE[self.quality] if self.quality is not None else "chunks" if self.named else None
+
+
+@dataclass(frozen=True)
+class ResolvedSettings(_How):
+    """Holds what is done with a prompt's stored KV, nothing left open; :meth:`ModelProfile.resolve` makes it.
+
+    Attributes:
+        ratio: See :class:`BlendSettings`; so are the next two.
+        policy: Its policy.
+        check_layers: Its check layers.
+        reuse: What of the stored KV is used at all.
+
+    Raises:
+        InputError: As there.
+    """
 
     ratio: Ratio
     policy: str | SelectionPolicy
     check_layers: tuple[int, ...]
-    reuse: Reuse
+    reuse: Reuse = None  # type: ignore[assignment]  # refused below: a field behind inherited defaults must have one
 
     def __post_init__(self) -> None:
         """Refuse an option left open, too."""
-        for name in OPTION_NAMES:
-            if getattr(self, name) is None:
-                raise InputError(f"{name} is left open; give a value.")
+        for option in fields(self):
+            if getattr(self, option.name) is None:
+                raise InputError(f"{option.name} is left open; give a value.")
         super().__post_init__()
+        if self.reuse not in get_args(Reuse):
+            raise InputError(f"reuse is {self.reuse!r}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
+
+    @property
+    def asked(self) -> BlendSettings:
+        """Return the options that ask for just this, whatever the profile."""
+        if self.reuse == "chunks":
+            return BlendSettings(self.ratio, self.policy, self.check_layers)
+        return FULL_RECOMPUTE if self.reuse == "off" else PREFIX_CACHING
 
 
+HOW_NAMES = tuple(option.name for option in fields(_How))
 OPTION_NAMES = tuple(option.name for option in fields(BlendSettings))
 
 
@@ -113,8 +164,18 @@ def _ascending_layers(layers: Any) -> tuple[int, ...]:
     return found
 
 
-BLEND = BlendSettings(reuse="chunks")
+BLEND = BlendSettings(quality="high")
 """The profile's blend, even where the profile says that there better were none."""
-FULL_RECOMPUTE = BlendSettings(reuse="off")
-PREFIX_CACHING = BlendSettings(reuse="prefix")
+FULL_RECOMPUTE = BlendSettings(quality="full")
+PREFIX_CACHING = BlendSettings(quality="exact")
 FULL_REUSE = BlendSettings(ratio=0.0, policy="full-reuse")
+
+
+def blend_by(
+    ratio: Ratio | None = None,
+    policy: str | SelectionPolicy | None = None,
+    check_layers: tuple[int, ...] | None = None,
+) -> BlendSettings:
+    """Return a blend by what is given; with nothing given it is :data:`BLEND`."""
+    given = BlendSettings(ratio, policy, check_layers)
+    return given if given.named else BLEND

@@ -29,11 +29,16 @@ class BlendTarget(Protocol):
         num_layers: Number of transformer layers.
         device: Where positions and placed KV must be.
         rope: The model's rotation.
+        shows_attention: Whether its attention can be watched.
     """
 
     num_layers: int
     device: torch.device
     rope: Rope
+
+    @property
+    def shows_attention(self) -> bool:
+        """Return it."""
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``positions``, ``[tokens]``, of the cache."""
@@ -67,18 +72,14 @@ class BlendTarget(Protocol):
         """Return whether every tensor-parallel rank says ``ok``."""
 
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> Watch:
-        """Prepare to run tokens as :meth:`forward` does, through all layers, and to watch those at ``watch_from`` and behind.
-
-        Raises:
-            InputError: This model's attention cannot be watched.
-        """
+        """Prepare to run tokens as :meth:`forward` does, through all layers, and to watch those at ``watch_from`` and behind."""
 
 
 class Watch(Protocol):
     """Runs tokens while their attention is watched. What this writes at their positions is computed again later."""
 
     def run(self, positions: torch.Tensor) -> None:
-        """Run the tokens at ascending ``positions``; every later call's lie behind them. May raise InputError as above."""
+        """Run the tokens at ascending ``positions``; every later call's lie behind them."""
 
     def mean(self) -> torch.Tensor:
         """Return how much the watched tokens attend to each token of the prompt, ``[prompt tokens]``, fp32.

@@ -97,6 +97,7 @@ class BlendOptions:
     ratio: options.BlendRatio = None
     policy: options.Policy = None
     check_layers: options.CheckLayers = None
+    quality: options.Quality = None
 
     def settings(self) -> BlendSettings:
         """Return them as the engines take them.
@@ -106,7 +107,7 @@ class BlendOptions:
         """
         from cacheblend_rag.blending.settings import BlendSettings
 
-        return BlendSettings(options.ratio(self.ratio), self.policy, options.layers(self.check_layers))
+        return BlendSettings(options.ratio(self.ratio), self.policy, options.layers(self.check_layers), self.quality)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,15 @@ Policy = Annotated[
         rich_help_panel=_BLEND,
     ),
 ]
+Quality = Annotated[
+    Literal["full", "exact", "high", "fast"] | None,
+    typer.Option(
+        help="In place of the three above: high (the model profile's blend), fast (recomputes less: sooner, and further off), "
+        "exact (reuses only what changes nothing) or full (reuses nothing) (default: high, or exact where calibration found that "
+        "no blend is good enough).",
+        rich_help_panel=_BLEND,
+    ),
+]
 Ranking = Annotated[
     Literal["now", "lazy", "off"] | None,
     typer.Option(

@@ -3,7 +3,7 @@
 They use nearly all of it as soon as they are imported, so nothing here waits for its first use.
 """
 
-from cacheblend_rag.blending.settings import Reuse as Reuse
+from cacheblend_rag.blending.settings import Quality as Quality
 from cacheblend_rag.engines.base import Request as Request
 from cacheblend_rag.frameworks.altered import explain_miss as explain_miss
 from cacheblend_rag.frameworks.asking import Asked as Asked

@@ -46,20 +46,22 @@ class Asked:
 
     def answer(self) -> Generation:
         """Return the answer; raises as :meth:`BlendEngine.generate` does."""
-        return self.engine.generate(self.request.prompt, self.request.sampling, self.request.settings)
+        return self.engine.generate(self.request.prompt, self.request.sampling, self.request.settings.asked)
 
     async def aanswer(self) -> Generation:
         """Async twin of :meth:`answer`."""
-        return await self.engine.agenerate(self.request.prompt, self.request.sampling, self.request.settings)
+        return await self.engine.agenerate(self.request.prompt, self.request.sampling, self.request.settings.asked)
 
     def events(self) -> closing[Any]:
         """Return the stream of the answer as a context manager; leaving it ends the engine's work."""
-        return closing(cast(Any, self.engine.stream(self.request.prompt, self.request.sampling, self.request.settings)))
+        return closing(
+            cast(Any, self.engine.stream(self.request.prompt, self.request.sampling, self.request.settings.asked))
+        )
 
     def aevents(self) -> aclosing[Any]:
         """Async twin of :meth:`events`."""
         return aclosing(
-            cast(Any, self.engine.astream(self.request.prompt, self.request.sampling, self.request.settings))
+            cast(Any, self.engine.astream(self.request.prompt, self.request.sampling, self.request.settings.asked))
         )
 
     def read(self, text: str, last: bool = True) -> AnswerPart:

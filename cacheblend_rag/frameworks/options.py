@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
-from cacheblend_rag.blending.settings import OPTION_NAMES, BlendSettings
+from cacheblend_rag.blending.settings import HOW_NAMES, OPTION_NAMES, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.frameworks.misses import checked_on_miss
@@ -82,6 +83,14 @@ def check_given(options: Mapping[str, Any]) -> None:
     checked_on_miss(options.get("on_miss", "warn"))
 
 
-def options_of(model: Any) -> dict[str, Any]:
-    """Return the attributes of a framework's model that a call may give, too."""
-    return {name: getattr(model, name) for name in CALL_OPTIONS}
+def options_of(model: Any, call: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the attributes of a framework's model that a call may give, too, and over them what ``call`` gives.
+
+    Where a call gives ``quality`` the model's ratio, policy and check layers are nothing to it, and the other way round.
+    """
+    own = {name: getattr(model, name) for name in CALL_OPTIONS}
+    if call.get("quality") is not None:
+        own |= dict.fromkeys(HOW_NAMES)
+    elif any(call.get(name) is not None for name in HOW_NAMES):
+        own["quality"] = None
+    return {**own, **call}

@@ -60,7 +60,7 @@ class AnswerPanel:
             )
             own = gr.Checkbox(True, label="Model's own ratio", min_width=140, elem_id="cb-own-ratio")
             ratio = gr.Slider(
-                0, 1, 0.15, step=0.01, label="Recompute ratio", min_width=140, visible=False, elem_id="cb-ratio"
+                0, 1, 0.5, step=0.01, label="Recompute ratio", min_width=140, visible=False, elem_id="cb-ratio"
             )
         shown = gr.Radio([_STORED, _MEASURED], value=_STORED, label="KV deviation", elem_id="cb-deviation")
         own.change(

@@ -48,7 +48,7 @@ def test_from_a_device_slower_than_computing_nothing_is_loaded() -> None:
     assert "none of it is used (expected in" in done.reason
     assert done.missing == ()  # it is stored: nothing is to be written back
     assert done.in_place == tuple(chunk.id for chunk in SCENE.chunks)
-    full = engine.generate(SCENE.prompt, ONE, BlendSettings(reuse="off"))
+    full = engine.generate(SCENE.prompt, ONE, BlendSettings(quality="full"))
     assert done.token_ids == full.token_ids
     assert (seen[0] - seen[1]).abs().max() < 1e-5
 

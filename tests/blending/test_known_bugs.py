@@ -54,7 +54,7 @@ def ready_engine(family: str = "llama", scene: Scene | None = None) -> tuple[Any
 
 
 def assert_equals_reference(engine: Any, scene: Scene, ratio: float = 0.3) -> None:
-    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio))
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio, policy="hkvd"))
     want = reference.blend(engine.runner.model, scene.header, scene.parts(), ratio)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
@@ -107,7 +107,7 @@ def test_3_a_missing_chunk_does_not_lose_the_chunks_behind_it(bug: bool, monkeyp
 
     if bug:
         monkeypatch.setattr(entries_module, "make_plan", stop_at_first_miss)
-    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.0))
+    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.0, policy="hkvd"))
     with fails_if(bug):
         assert answer.usage.reused_tokens == len(scene.header) + sum(len(scene.chunks[i].token_ids) for i in (0, 2, 3))
 
@@ -186,7 +186,7 @@ def test_5_the_store_holds_only_kv_computed_behind_the_header(bug: bool, monkeyp
                     self.entries.put(span.chunk.token_ids, ChunkKV(cut, span.start))
 
         monkeypatch.setattr(ModelOwner, "write_back", from_the_prompt)
-    before = engine.generate(scene.prompt, SamplingParams(max_tokens=4), BlendSettings(ratio=0.15))
+    before = engine.generate(scene.prompt, SamplingParams(max_tokens=4), BlendSettings(ratio=0.15, policy="hkvd"))
     assert set(before.missing) == {c.id for c in scene.chunks[2:]}
     clean = engine_for(model, scene)
     clean.precompute(scene.chunks)
@@ -205,7 +205,7 @@ def test_5_blending_leaves_the_stored_kv_as_it_was() -> None:
     keys = [engine.entries.own_key(c.token_ids) for c in scene.chunks]
     before = [[t.clone() for layer in range(5) for t in engine.store.get(key).layer(layer)] for key in keys]
     for ratio in (0.0, 0.3, 1.0):
-        engine.generate(scene.prompt, SamplingParams(max_tokens=3), BlendSettings(ratio=ratio))
+        engine.generate(scene.prompt, SamplingParams(max_tokens=3), BlendSettings(ratio=ratio, policy="hkvd"))
     after = [[t for layer in range(5) for t in engine.store.get(key).layer(layer)] for key in keys]
     assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
 
@@ -221,6 +221,7 @@ def test_7_all_tensor_parallel_ranks_choose_the_same_tokens(bug: bool) -> None:
     class Rank:
         num_layers, device = layers, torch.device("cpu")
         rope = Rope([], [0] * layers, ["none"] * layers)
+        shows_attention = True
 
         def __init__(self, number: int):
             self.number, self.own, self.ran = number, slice(2 * number, 2 * number + 2), []

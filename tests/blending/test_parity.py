@@ -52,10 +52,10 @@ def test_every_family_passes_the_gate_and_ratio_1_equals_the_full_prefill(family
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits[0, -1]
         tokens = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)[0, ids.shape[1] :].tolist()
-    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0, policy="hkvd"))
     assert (got - want).abs().max() < 1e-4
     assert len(recomputed) == sum(len(c.token_ids) for c in scene.chunks[1:])
-    answer = engine.generate(scene.prompt, GREEDY, BlendSettings(ratio=1.0))
+    answer = engine.generate(scene.prompt, GREEDY, BlendSettings(ratio=1.0, policy="hkvd"))
     assert answer.mode == "blend"
     assert list(answer.token_ids) == tokens[: len(answer.token_ids)]
     assert len(answer.token_ids) == 8 or tokens[len(answer.token_ids)] == 2
@@ -67,7 +67,7 @@ def test_ratios_between_equal_the_independent_reference(family: str, ratio: floa
     model, scene = model_of(family), Scene()
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
-    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio))
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio, policy="hkvd"))
     want = reference.blend(model, scene.header, scene.parts(), ratio)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
@@ -82,7 +82,7 @@ def test_deeper_check_layers_and_gradual_filtering_equal_the_reference(family: s
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
     widths = engine.profile.schedule(checks).widths
-    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.3, check_layers=checks))
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.3, policy="hkvd", check_layers=checks))
     want = reference.blend(model, scene.header, scene.parts(), 0.3, checks, widths)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
@@ -107,7 +107,7 @@ def test_behind_the_first_piece_of_chunked_local_attention_nothing_is_blended_an
     want = models_own(model, scene, 12)  # behind 110 tokens: the answer, too, stands behind a cut
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
-    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=0.15))
+    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=0.15, policy="hkvd"))
     assert (answer.mode, answer.token_ids) == ("prefill", want)
     assert f"cut after {piece} tokens" in answer.reason
 
@@ -118,7 +118,7 @@ def test_an_answer_behind_a_blend_may_be_cut_by_chunked_local_attention() -> Non
     want = models_own(model, scene, 12)
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
-    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=1.0))
+    answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=1.0, policy="hkvd"))
     assert (answer.mode, answer.token_ids) == ("blend", want)
 
 
@@ -154,11 +154,11 @@ def test_missing_chunks_are_computed_in_place_and_the_others_still_reused(
     model, scene = model_of("llama"), Scene()
     engine = engine_for(model, scene, write_back=False)
     engine.precompute([c for i, c in enumerate(scene.chunks) if i not in missing])
-    got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=ratio))
+    got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=ratio, policy="hkvd"))
     want = reference.blend(model, scene.header, scene.parts(missing), ratio)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
-    usage = engine.generate(scene.prompt, GREEDY, BlendSettings(ratio=ratio)).usage
+    usage = engine.generate(scene.prompt, GREEDY, BlendSettings(ratio=ratio, policy="hkvd")).usage
     stored = sum(len(c.token_ids) for i, c in enumerate(scene.chunks) if i not in missing)
     assert usage.reused_tokens == stored + len(scene.header) - len(recomputed)
     assert usage.computed_tokens == result.usage.computed_tokens == usage.prompt_tokens - usage.reused_tokens
@@ -174,7 +174,7 @@ def test_a_prompt_that_does_not_start_with_the_header_blends_all_its_chunks() ->
     assert len(plan.stale) == len(scene.chunks)
     parts = scene.parts()
     parts[0].kind, parts[1].kind = "text", "stale"
-    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.2))
+    got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.2, policy="hkvd"))
     want = reference.blend(model, other.header, parts, 0.2)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
@@ -184,7 +184,7 @@ def test_a_prompt_may_end_with_a_chunk() -> None:
     model, scene = model_of("llama"), Scene(question=0, gap=0)
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
-    got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=0.0))
+    got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=0.0, policy="hkvd"))
     want = reference.blend(model, scene.header, scene.parts(), 0.0)
     assert recomputed == []
     assert result.usage.computed_tokens == 1
@@ -199,7 +199,7 @@ def test_half_precision_passes_the_gate_and_stays_near_its_own_full_prefill(dtyp
     engine.precompute(scene.chunks)
     with torch.no_grad():
         want = model(input_ids=torch.tensor([scene.prompt.token_ids]), use_cache=False).logits[0, -1].float()
-    got, _, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
+    got, _, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0, policy="hkvd"))
     assert (got.float() - want).abs().max() < 0.2 * want.std()
 
 
@@ -220,7 +220,7 @@ def test_alibi_by_distance_alone_is_blended_and_ratio_1_equals_the_full_prefill(
     engine = engine_for(model, scene)
     assert engine.gate.passed, engine.gate.reason
     engine.precompute(scene.chunks)
-    got, _, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
+    got, _, _ = blended_logits(engine, scene, BlendSettings(ratio=1.0, policy="hkvd"))
     with torch.no_grad():
         want = model(input_ids=torch.tensor([scene.prompt.token_ids]), use_cache=False).logits[0, -1]
     assert (got - want).abs().max() < 1e-4
@@ -251,7 +251,7 @@ def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
     tmp_path: Path, header: int, ratio: float, checks: tuple[int, ...]
 ) -> None:
     model, scene = model_of("gemma3"), Scene(header=header)
-    settings = BlendSettings(ratio=ratio, check_layers=checks)
+    settings = BlendSettings(ratio=ratio, policy="hkvd", check_layers=checks)
     in_ram = engine_for(model, scene)
     on_disk = engine_for(model, scene, store=open_store(tmp_path, ram_budget=1))
     foreign = Scene(seed=5).chunks[

@@ -79,7 +79,7 @@ def test_the_ends_of_the_ratio_are_full_kv_reuse_and_the_full_prefill(name: str,
             engine.generate(scene.prompt, SamplingParams(1), settings)
             return found[0]
 
-        full, none = logits(BlendSettings(reuse="off")), logits(BlendSettings(0.0, "full-reuse"))
+        full, none = logits(BlendSettings(quality="full")), logits(BlendSettings(0.0, "full-reuse"))
         torch.testing.assert_close(logits(BlendSettings(1.0, name)), full, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(logits(BlendSettings(0.0, name)), none, atol=1e-5, rtol=1e-5)
         between = logits(BlendSettings(0.3, name, (1, 2)))
@@ -117,12 +117,30 @@ def test_missing_chunks_do_not_disturb_the_probe(name: str) -> None:
         assert torch.isfinite(found[0]).all()
 
 
-def test_a_target_that_shows_no_attention_is_named() -> None:
+@pytest.mark.parametrize(
+    ("ranking", "asked", "instead"),
+    [("now", "query", "static 0.54"), ("now", "static-query", "static 0.54"), ("off", "static-query", "hkvd 1")],
+)
+def test_a_model_that_shows_no_attention_is_blended_as_near_by_another_policy(
+    ranking: Any, asked: str, instead: str
+) -> None:
     scene = Scene()
     with engine_for(make_model(BLENDED["gemma2"]()), scene) as engine:
+        engine.ranking = ranking
         engine.precompute(scene.chunks)
-        with pytest.raises(InputError, match="eager attention"):
-            engine.generate(scene.prompt, SamplingParams(1), BlendSettings(0.3, "query"))
+        done = engine.generate(scene.prompt, SamplingParams(1), BlendSettings(0.3, asked))
+        assert f"{asked} gave way to {instead}, since" in done.reason
+        assert done.policy == instead.split(maxsplit=1)[0]
+
+
+def test_chunks_that_are_not_ranked_are_blended_as_near_by_the_question_alone() -> None:
+    scene = Scene()
+    with engine_for(make_model(BLENDED["llama"]()), scene) as engine:
+        engine.ranking = "off"
+        engine.precompute(scene.chunks)
+        done = engine.generate(scene.prompt, SamplingParams(1), BlendSettings(0.3, "static-query"))
+    assert (done.policy, done.ratio) == ("query", 0.3)
+    assert "static-query gave way to query 0.3, since not all chunks are ranked" in done.reason
 
 
 @st.composite

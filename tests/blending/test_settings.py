@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.options import TextRange
 from cacheblend_rag.blending.policies import POLICIES, policy
-from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
-from cacheblend_rag.blending.settings import OPTION_NAMES, BlendSettings, ResolvedSettings
+from cacheblend_rag.blending.profile import FAST, ModelProfile, load_profile, save_profile
+from cacheblend_rag.blending.settings import HOW_NAMES, BlendSettings, Quality, ResolvedSettings
 from cacheblend_rag.errors import InputError
 
 LAYERS = st.sets(st.integers(1, 200), min_size=1, max_size=4).map(lambda layers: tuple(sorted(layers)))
@@ -23,8 +23,7 @@ SETTINGS = st.builds(
     ratio=st.none() | st.just("auto") | st.floats(0, 1),
     policy=st.none() | st.sampled_from(sorted(POLICIES)),
     check_layers=st.none() | LAYERS,
-    reuse=st.sampled_from(["chunks", "prefix", "off"]),
-)
+) | st.builds(BlendSettings, quality=st.sampled_from(get_args(Quality)))
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"ratio": -0.1}, "-0.1"),
     ({"ratio": 1.5}, "1.5"),
@@ -42,8 +41,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"check_layers": "1"}, "'1'"),
     ({"check_layers": (1.0,)}, "1.0"),
     ({"check_layers": (True,)}, "True"),
-    ({"reuse": "nothing"}, "'nothing'"),
-    ({"reuse": ["chunks"]}, "chunks"),
+    ({"quality": "best"}, "'best'"),
+    ({"quality": ["high"]}, "high"),
+    ({"quality": "fast", "ratio": 0.3}, "quality='fast' chooses ratio"),
+    ({"quality": "full", "policy": "static"}, "quality='full' chooses policy"),
     ({"widths": (1.0,)}, "'widths'"),
 ]
 
@@ -57,18 +58,37 @@ def test_options_survive_a_trip_through_json(settings: BlendSettings) -> None:
 def test_a_profile_fills_in_what_is_left_open_and_changes_nothing_else(settings: BlendSettings) -> None:
     profile = ModelProfile(0.05, "sink", (2,), (1.0,), text=TextRange(0.4, 0.1))
     resolved = profile.resolve(settings, num_layers=1000)
-    for name in OPTION_NAMES:
+    for name in HOW_NAMES:
         given = getattr(settings, name)
         assert getattr(resolved, name) == (getattr(profile, name) if given is None else given)
+    other = ModelProfile(0.7, "static", (1,), reuse="prefix", text=TextRange(0.4, 0.1))
+    again = other.resolve(resolved.asked, num_layers=1000)
+    assert again == resolved if resolved.reuse == "chunks" else again.reuse == resolved.reuse
     assert ResolvedSettings.from_params(json.loads(json.dumps(resolved.to_params()))) == resolved
 
 
 def test_a_profile_that_says_not_to_blend_is_followed_unless_a_blend_is_asked_for() -> None:
     profile = ModelProfile(reuse="prefix")
     assert profile.resolve(BlendSettings(), 8).reuse == "prefix"
-    assert profile.resolve(BlendSettings(reuse="off"), 8).reuse == "off"
-    for asked in ({"ratio": 0.3}, {"policy": "sink"}, {"check_layers": (1,)}, {"reuse": "chunks"}):
+    assert profile.resolve(BlendSettings(quality="full"), 8).reuse == "off"
+    for asked in ({"ratio": 0.3}, {"policy": "sink"}, {"check_layers": (1,)}, {"quality": "high"}, {"quality": "fast"}):
         assert profile.resolve(BlendSettings(**asked), 8).reuse == "chunks"  # type: ignore[arg-type]
+
+
+def test_each_quality_stands_for_what_the_profile_says() -> None:
+    def resolved(profile: ModelProfile, quality: Quality) -> tuple[str, float, str]:
+        found = profile.resolve(BlendSettings(quality=quality), 8)
+        assert isinstance(found.policy, str)
+        assert isinstance(found.ratio, float)
+        return found.policy, found.ratio, found.reuse
+
+    uncalibrated, calibrated = ModelProfile(), ModelProfile(0.05, "static", origin="a file")
+    assert resolved(uncalibrated, "high") == (ModelProfile.policy, ModelProfile.ratio, "chunks")
+    assert resolved(uncalibrated, "fast") == (ModelProfile.policy, FAST, "chunks")
+    assert resolved(calibrated, "high") == resolved(calibrated, "fast") == ("static", 0.05, "chunks")
+    for quality, reuse in (("exact", "prefix"), ("full", "off")):
+        assert resolved(uncalibrated, quality)[2] == reuse  # type: ignore[arg-type]
+    assert ModelProfile.ratio > FAST
 
 
 def test_a_ratio_given_to_the_engine_asks_for_a_blend(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

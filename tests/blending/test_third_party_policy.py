@@ -91,7 +91,7 @@ def test_the_example_answers_by_name_and_as_an_object_and_chooses_what_it_says(e
                 return torch.tensor([place in want for place in places])
 
         torch.testing.assert_close(answer(BlendSettings(ratio, Wanted()))[1], logits, atol=1e-5, rtol=1e-5)
-        full = answer(BlendSettings(reuse="off"))[1]
+        full = answer(BlendSettings(quality="full"))[1]
         none = answer(BlendSettings(0.0, "full-reuse"))[1]
         for which in ("late-starts", example):
             torch.testing.assert_close(answer(BlendSettings(1.0, which))[1], full, atol=1e-4, rtol=1e-4)

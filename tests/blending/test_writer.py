@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import FULL_REUSE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.engine import planned
@@ -66,14 +66,14 @@ def full(model: Any, scene: Scene = SCENE) -> torch.Tensor:
 def test_ratio_1_is_the_models_own_prefill_and_the_first_chunk_is_exact_without_being_recomputed(
     written: Written,
 ) -> None:
-    got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=1.0))
+    got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=1.0, policy="hkvd"))
     assert (got - full(written.model)).abs().max() < 1e-4
     assert len(recomputed) == sum(len(chunk.token_ids) for chunk in SCENE.chunks[1:])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
 def test_blends_equal_the_reference_over_what_peft_computes(written: Written, ratio: float) -> None:
-    got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=ratio))
+    got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=ratio, policy="hkvd"))
     want = reference.blend(written.model, SCENE.header, PARTS, ratio, writer=written.writer)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
@@ -100,21 +100,21 @@ def test_the_ranking_is_measured_while_the_writer_acts(written: Written, policy:
     assert (got - want.logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("reuse", ["off", "prefix"])
+@pytest.mark.parametrize("quality", ["full", "exact"])
 def test_without_blending_nothing_that_was_written_is_read(
-    written: Written, reuse: Any, monkeypatch: pytest.MonkeyPatch
+    written: Written, quality: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
     get = Entries.get
     monkeypatch.setattr(Entries, "get", lambda self, *ids, **more: read.append((self, *ids)) or get(self, *ids, **more))
-    plan = planned(written.engine, written.engine.request(SCENE.prompt, settings=BlendSettings(reuse=reuse)))
+    plan = planned(written.engine, written.engine.request(SCENE.prompt, settings=BlendSettings(quality=quality)))
     assert not plan.stale
     assert all(entries.writer is None for entries, token_ids, *_ in read if token_ids)
     monkeypatch.undo()
     want = written.model.generate(
         torch.tensor([SCENE.prompt.token_ids]), max_new_tokens=6, do_sample=False, use_cache=False
     )
-    answer = written.engine.generate(SCENE.prompt, SamplingParams(max_tokens=6), BlendSettings(reuse=reuse))
+    answer = written.engine.generate(SCENE.prompt, SamplingParams(max_tokens=6), BlendSettings(quality=quality))
     assert list(answer.token_ids) == want[0, len(SCENE.prompt.token_ids) :].tolist()[: len(answer.token_ids)]
 
 
@@ -130,16 +130,16 @@ def test_the_model_is_as_it_was_once_the_writer_has_written(written: Written) ->
     assert torch.equal(full(written.model), full(make_model(written.model.config)))
 
 
-@pytest.mark.parametrize("reuse", ["prefix", "chunks"])
-def test_the_first_chunk_is_what_the_model_itself_has_written(written: Written, reuse: Any) -> None:
-    engine, settings = written.engine, BlendSettings(reuse=reuse, ratio=None if reuse == "prefix" else 0.0)
+@pytest.mark.parametrize("settings", [PREFIX_CACHING, FULL_REUSE])
+def test_the_first_chunk_is_what_the_model_itself_has_written(written: Written, settings: BlendSettings) -> None:
+    engine = written.engine
     plan = planned(engine, engine.request(SCENE.prompt, settings=settings))
     assert [span.chunk for span in plan.exact] == [None, SCENE.chunks[0]]
     _, want = engine.subject().full_prefill([*SCENE.header, *SCENE.chunks[0].token_ids])
     for index, layer in enumerate(want.layers):
         stored = plan.exact[1].layer(index)
         assert all(torch.allclose(a, b[:, 3:], atol=1e-5) for a, b in zip(stored, layer, strict=True))
-    if reuse == "prefix":
+    if settings is PREFIX_CACHING:
         got, _, _ = blended_logits(engine, SCENE, settings)
         assert (got - full(written.model)).abs().max() < 1e-4
 
@@ -155,7 +155,7 @@ def test_a_chunk_is_exact_only_where_it_is_the_first_behind_the_header(written: 
         ids = (*prompt.token_ids[:3], 7, 8, *prompt.token_ids[3:])
         prompt = TokenizedPrompt(ids, tuple(ChunkSpan(s.chunk, s.start + 2, s.end + 2) for s in prompt.spans))
     want = reference.blend(written.model, scene.header, parts, 0.3, writer=written.writer)
-    got, recomputed, _ = blended_logits(written.engine, SimpleNamespace(prompt=prompt), BlendSettings(ratio=0.3))
+    got, recomputed, _ = blended_logits(written.engine, SimpleNamespace(prompt=prompt), BlendSettings(0.3, "hkvd"))
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
 
@@ -167,6 +167,6 @@ def test_in_half_precision_a_writer_writes_what_peft_does_but_for_rounding(tmp_p
     describe(tmp_path, fingerprint_of(model), {})
     with engine_for(model, SCENE, writer=tmp_path) as engine:
         engine.precompute(SCENE.chunks)
-        got, _, _ = blended_logits(engine, SCENE, BlendSettings(ratio=0.0))
+        got, _, _ = blended_logits(engine, SCENE, BlendSettings(ratio=0.0, policy="hkvd"))
     want = reference.blend(make_model(BLENDED["qwen3"]()), SCENE.header, PARTS, 0.0, writer=exact).logits
     assert (got.float() - want).abs().max() < 0.2 * want.std()

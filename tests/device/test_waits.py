@@ -36,6 +36,7 @@ class Target:
 
     num_layers = LAYERS
     rope = Rope([], [0] * LAYERS, ["none"] * LAYERS)
+    shows_attention = True
 
     def __init__(self, device: str):
         self.device = torch.device(device)

@@ -26,7 +26,7 @@ TEXTS = [
     "Who runs the company now? The founder's daughter.",
 ]
 SHORT = SamplingParams(max_tokens=12)
-FULL = BlendSettings(reuse="off")
+FULL = BlendSettings(quality="full")
 
 
 def _skip_without_scoring(engine: BlendEngine) -> None:
@@ -116,7 +116,7 @@ class EngineContract:
         engine.precompute(chunks)
         full, prefix = (
             engine.generate(prompt, SHORT, FULL),
-            engine.generate(prompt, SHORT, BlendSettings(reuse="prefix")),
+            engine.generate(prompt, SHORT, BlendSettings(quality="exact")),
         )
         assert (full.mode, full.usage.reused_tokens) == ("prefill", 0)
         assert prefix.usage.reused_tokens == len(engine.header_ids) + len(chunks[0].token_ids)
@@ -192,9 +192,10 @@ class EngineContract:
         assert engine.precompute(chunks).computed == 0
 
     def test_once_its_chunks_are_ready_a_prompt_has_one_answer_and_before_that_answers_say_so(
-        self, engine, chunks, prompt
+        self, engine, chunks, prompt, monkeypatch
     ) -> None:
-        for settings in (BlendSettings(ratio=0.3), BlendSettings(ratio=0.3, policy="static")):
+        monkeypatch.setattr(engine, "ranking", "lazy")
+        for settings in (BlendSettings(ratio=0.3, policy="hkvd"), BlendSettings(ratio=0.3, policy="static")):
             answers = []
             for _ in range(4):
                 answers.append(engine.generate(prompt, SHORT, settings))

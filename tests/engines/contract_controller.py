@@ -51,7 +51,7 @@ class ControllerContract:
         assert given.usage == done.usage
 
     def test_from_storage_slower_than_computing_auto_prefills(self, engine, chunks, prompt) -> None:
-        full = engine.generate(prompt, SHORT, BlendSettings(reuse="off"))
+        full = engine.generate(prompt, SHORT, BlendSettings(quality="full"))
         engine.precompute(chunks)
         reckon(engine, chunks, 1000.0)
         done = engine.generate(prompt, SHORT, AUTO)
@@ -90,7 +90,13 @@ class ControllerContract:
         assert done.ratio > 0.2
         assert done.expected_s == pytest.approx(PER_TOKEN_S * done.usage.computed_tokens, rel=0.02)
 
-    def test_what_is_expected_of_chunks_without_a_rank_counts_the_dense_pass(self, engine, chunks, prompt) -> None:
+    def test_what_is_expected_of_chunks_without_a_rank_counts_the_dense_pass(
+        self, engine, chunks, prompt, monkeypatch
+    ) -> None:
+        for holder in (engine, getattr(engine, "client", engine)):
+            monkeypatch.setattr(holder, "profile", replace(engine.profile, ratio=0.05, text=TextRange(0.3, 0.0)))
+        monkeypatch.setattr(engine, "ranking", "off")
+        engine.forget(chunks)
         engine.precompute(chunks)
         reckon(engine, chunks, 1e-6)
         done = engine.generate(prompt, SHORT, BlendSettings("auto", "static", (1,)))

@@ -20,7 +20,7 @@ NOTES = [
     for number, name in enumerate(("Marlow", "Ada", "Bren", "Log", "Calm", "Dawn", "North", "West", "Sea", "Wind"))
 ]
 FEW = SamplingParams(max_tokens=6, logprobs=4)
-FULL = BlendSettings(reuse="off")
+FULL = BlendSettings(quality="full")
 
 
 def talk(
@@ -51,7 +51,7 @@ class ConversationContract:
         engine.precompute([make_chunk(text, engine.tokenizer) for text in NOTES])
         return engine
 
-    @pytest.mark.parametrize("settings", [BlendSettings(ratio=0.25, policy="hkvd"), BlendSettings(reuse="prefix")])
+    @pytest.mark.parametrize("settings", [BlendSettings(ratio=0.25, policy="hkvd"), BlendSettings(quality="exact")])
     def test_what_was_said_before_is_not_computed_again(self, noted, settings) -> None:
         turns = talk(noted, settings, 4)
         assert turns[0][1].usage.kept_tokens == 0

@@ -69,7 +69,7 @@ class SpansContract:
         assert all(before[1] <= after[0] + slack for before, after in itertools.pairwise(order))
 
     def test_a_prefill_is_told_as_one_and_a_missing_chunk_is_counted(self, engine, chunks, prompt, kept) -> None:
-        engine.generate(prompt, FEW, BlendSettings(reuse="off"))
+        engine.generate(prompt, FEW, BlendSettings(quality="full"))
         spans = kept.get_finished_spans()
         assert tree(spans)["cacheblend.generate"] == {"cacheblend.prefill", "cacheblend.decode"}
         assert named(spans, "cacheblend.generate")["cacheblend.mode"] == "prefill"

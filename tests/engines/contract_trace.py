@@ -84,7 +84,7 @@ class TraceContract:
                 open_until.append(event["ts"] + event["dur"])
 
     def test_a_prefill_and_the_answers_tokens_are_recorded_too(self, engine, prompt, tmp_path) -> None:
-        answer, events = traced(engine, prompt, BlendSettings(reuse="off"), tmp_path / "out.json")
+        answer, events = traced(engine, prompt, BlendSettings(quality="full"), tmp_path / "out.json")
         prefill, *tokens = of(events, "computing")
         assert (prefill["name"], prefill["args"]["tokens"]) == ("prefill", answer.usage.prompt_tokens)
         assert {event["name"] for event in tokens} == {"token of the answer"}

@@ -121,7 +121,7 @@ def test_a_prompt_of_two_tokens_is_no_conversation_that_any_other_goes_on_with(e
 
 
 def test_a_full_prefill_neither_finds_a_conversation_nor_leaves_one(engine: TransformersEngine) -> None:
-    off = BlendSettings(reuse="off")
+    off = BlendSettings(quality="full")
     assert [kept(engine, 1, off), kept(engine, 2, off), kept(engine, 2)] == [0, 0, 0]
     assert kept(engine, 3) > 0
     assert kept(engine, 3, off) == 0
@@ -183,7 +183,7 @@ def test_the_memory_of_a_prompt_is_free_when_it_ends_and_not_when_garbage_is_col
     model: Any, policy: str | None, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(model, conversations=0)
-    settings = BlendSettings(reuse="off") if policy is None else BlendSettings(ratio=RATIO, policy=policy)
+    settings = BlendSettings(quality="full") if policy is None else BlendSettings(ratio=RATIO, policy=policy)
     prompt = asked(engine, 1)
     engine.generate(prompt, SamplingParams(max_tokens=1), settings)
     made: list[weakref.ref[Any]] = []

@@ -99,7 +99,7 @@ def test_a_chunk_that_cannot_be_read_is_computed_in_place_and_stays_stored(model
         far.reads, far.fails_at = 0, -1
         assert answer(engine, settings)[1].missing == ()
         assert far.stats().damaged == 0
-        full = answer(whole, BlendSettings(reuse="off"))[0][0]
+        full = answer(whole, BlendSettings(quality="full"))[0][0]
         assert torch.allclose(answer(engine, BlendSettings(ratio=1.0))[0][0], full, atol=1e-3)
 
 
@@ -107,7 +107,8 @@ def test_a_damaged_copy_leaves_the_healthy_one_of_another_tier_alone(model, redi
     other = RedisStore(redis_url, timeout_s=30)
     import redis
 
-    with engine_for(model, SCENE, store=TieredStore([other, near := MemoryStore()]), write_back=False) as engine:
+    tiers = TieredStore([other, near := MemoryStore()])
+    with engine_for(model, SCENE, store=tiers, write_back=False, ranking="off") as engine:
         engine.precompute(SCENE.chunks)
         server = redis.Redis.from_url(redis_url)
         for name in server.keys("cacheblend:kv:*"):

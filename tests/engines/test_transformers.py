@@ -105,7 +105,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
 
         engine.precompute(chunks)
         answers = [[5, 6, 7], [9, 8, 7, 6, 5]]
-        for settings in (BlendSettings(reuse="off"), BlendSettings(ratio=1.0)):
+        for settings in (BlendSettings(quality="full"), BlendSettings(ratio=1.0)):
             for ids, got in zip(answers, engine.score(prompt, answers, settings), strict=True):
                 whole = torch.tensor([[*engine.tokenize(prompt).token_ids, *ids]])
                 with torch.no_grad():

@@ -112,7 +112,7 @@ def test_a_writer_serves_its_model_in_every_dtype(tmp_path: Path) -> None:
     with TransformersEngine(tmp_path / "model", tokenizer=object(), header=SCENE.header, device="cpu") as engine:
         write_writer(tmp_path / "writer", LLAMA())
         describe(tmp_path / "writer", engine.fingerprint, {})
-    options: dict[str, Any] = {"tokenizer": object(), "header": SCENE.header, "device": "cpu"}
+    options: dict[str, Any] = {"tokenizer": object(), "header": SCENE.header, "device": "cpu", "ranking": "off"}
     with TransformersEngine(tmp_path / "model", dtype=torch.bfloat16, writer=tmp_path / "writer", **options) as engine:
         assert engine.writer is not None
         assert engine.precompute(SCENE.chunks).computed == len(SCENE.chunks)

@@ -82,7 +82,7 @@ def test_replicas_that_are_killed_give_no_wrong_answer_and_lose_nothing(server_m
         list(pool.map(opened.enter_context, servers))
         assert servers[0].post("/v1/chunks", {"texts": TEXTS}).json()["report"]["computed"] == len(TEXTS)
         want = {(order, 0.0): ask(servers[0], order, BLENDS[0])[0] for order in ORDERS}
-        want |= {(order, 1.0): ask(servers[0], order, {"reuse": "off"})[0] for order in ORDERS}
+        want |= {(order, 1.0): ask(servers[0], order, {"quality": "full"})[0] for order in ORDERS}
         assert len({tuple(tokens) for tokens in want.values()}) > 1
         stop, loads = threading.Event(), [Load(server, want) for server in servers]
         running = [pool.submit(load.run, stop) for load in loads]

@@ -33,7 +33,7 @@ def ask(server: RunningServer, **blend: Any) -> dict[str, Any]:
 def test_sigterm_lets_streams_end_and_a_restart_knows_the_chunks(server_model: Path, tmp_path: Path) -> None:
     with RunningServer(server_model, tmp_path / "store") as server:
         ids = [c["id"] for c in server.post("/v1/chunks", {"texts": TEXTS}).json()["data"]]
-        want = ask(server, reuse="off")["choices"][0]["token_ids"]
+        want = ask(server, quality="full")["choices"][0]["token_ids"]
         fields = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
         fields |= {"stream_options": {"include_usage": True}}
         lines: list[str] = []
@@ -102,7 +102,7 @@ def test_the_command_starts_says_where_it_serves_and_stops_when_told(server_mode
 def test_two_tensor_parallel_ranks_serve_blend_and_forget(server_model: Path, tmp_path: Path) -> None:
     with RunningServer(server_model, tmp_path / "store", "--tensor-parallel-size", "2") as server:
         assert ask(server)["usage"]["cacheblend"]["reason"] == "no known chunk in the prompt"
-        want = ask(server, reuse="off")["choices"][0]["token_ids"]
+        want = ask(server, quality="full")["choices"][0]["token_ids"]
         ids = [c["id"] for c in server.post("/v1/chunks", {"texts": TEXTS}).json()["data"]]
         blended = ask(server, ratio=1.0)
         assert blended["usage"]["cacheblend"]["mode"] == "blend"

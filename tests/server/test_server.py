@@ -59,7 +59,7 @@ class TestChat:
     def test_registered_chunks_are_found_in_plain_text_and_ratio_1_answers_as_the_full_prefill(self, server) -> None:
         assert reuse(chat(server, PLAIN))["reason"] == "no known chunk in the prompt"
         register(server)
-        full = chat(server, PLAIN, cacheblend={"reuse": "off"})
+        full = chat(server, PLAIN, cacheblend={"quality": "full"})
         assert (reuse(full)["mode"], reuse(full)["reused_tokens"]) == ("prefill", 0)
         blended = chat(server, PLAIN, cacheblend={"ratio": 1.0})
         assert reuse(blended)["mode"] == "blend"
@@ -127,13 +127,13 @@ class TestChat:
 
     def test_approximate_kv_never_serves_an_exact_request(self, server) -> None:
         register(server)
-        exact = chat(server, PLAIN, cacheblend={"reuse": "off"})["choices"][0]["token_ids"]
+        exact = chat(server, PLAIN, cacheblend={"quality": "full"})["choices"][0]["token_ids"]
         for ratio in (0.0, 0.2):
             chat(server, PLAIN, cacheblend={"ratio": ratio})
-            again = chat(server, PLAIN, cacheblend={"reuse": "off"})
+            again = chat(server, PLAIN, cacheblend={"quality": "full"})
             assert (again["choices"][0]["token_ids"], reuse(again)["reused_tokens"]) == (exact, 0)
             # The same salt spelled out by a client is another salt.
-            salted = chat(server, PLAIN, cacheblend={"reuse": "off"}, cache_salt="cacheblend-" + "0" * 32)
+            salted = chat(server, PLAIN, cacheblend={"quality": "full"}, cache_salt="cacheblend-" + "0" * 32)
             assert salted["choices"][0]["token_ids"] == exact
 
     def test_what_cannot_be_blended_says_why(self, server) -> None:
@@ -292,7 +292,7 @@ class TestRefusals:
             {"cacheblend": {"check_layers": [1, 99]}},
             {"cacheblend": {"check_layers": [10**30]}},
             {"cacheblend": {"ratios": 0.1}},
-            {"cacheblend": {"reuse": "some"}},
+            {"cacheblend": {"quality": "some"}},
             {"cacheblend": {"spans": [{"id": "a", "start": 0, "end": 9999}]}},
             {"cacheblend": "yes"},
             {"chunk_ids": ["unknown"]},
@@ -323,7 +323,7 @@ class TestFaults:
         import shutil
 
         register(server)
-        full = chat(server, PLAIN, cacheblend={"reuse": "off"})["choices"][0]["token_ids"]
+        full = chat(server, PLAIN, cacheblend={"quality": "full"})["choices"][0]["token_ids"]
         shutil.rmtree(server.store / "kv")
         answer = chat(server, PLAIN, cacheblend={"ratio": 1.0})
         assert answer["choices"][0]["token_ids"] == full
@@ -332,7 +332,7 @@ class TestFaults:
     def test_concurrent_requests_of_all_kinds_do_not_mix(self, server) -> None:
         register(server)
         questions = [f"{TEXTS[i % 4]}\n\n{TEXTS[(i + 1) % 4]}\n\nQuestion: number {i}?" for i in range(6)]
-        kinds: list[dict[str, Any]] = [{"cacheblend": {"ratio": 0.3}}, {"cacheblend": {"reuse": "off"}}]
+        kinds: list[dict[str, Any]] = [{"cacheblend": {"ratio": 0.3}}, {"cacheblend": {"quality": "full"}}]
         want = {
             (q, k): chat(server, questions[q], **kinds[k])["choices"][0]["token_ids"]
             for q in range(6)
@@ -354,7 +354,7 @@ class TestFaults:
     def test_requests_of_every_fate_leave_no_block_behind(self, server) -> None:
         register(server)
         prompts = [f"{TEXTS[i % 4]}\n\n{TEXTS[(i + 1) % 4]}\n\n{'Once more. ' * i}Question?" for i in range(5)]
-        settings = [{"ratio": 1.0}, {"ratio": 0.3}, {"reuse": "off"}, {"reuse": "prefix"}]
+        settings = [{"ratio": 1.0}, {"ratio": 0.3}, {"quality": "full"}, {"quality": "exact"}]
 
         def answered(i: int) -> list[int]:
             return chat(server, prompts[i % 5], cacheblend=settings[i % 4])["choices"][0]["token_ids"]

@@ -221,7 +221,7 @@ def test_ratio_1_over_own_and_shared_chunks_is_the_full_prefill(tenants: Tenants
     tenants.register("public", *TEXTS)
     tenants.register("acme", PRIVATE)
     prompt, fields = f"{PRIVATE}\n\n{PLAIN}", {"max_tokens": 8, "return_token_ids": True}
-    full = tenants.ask("acme", prompt, cacheblend={"reuse": "off"}, **fields)
+    full = tenants.ask("acme", prompt, cacheblend={"quality": "full"}, **fields)
     blended = tenants.ask("acme", prompt, cacheblend={"ratio": 1.0}, **fields)
     assert blended["usage"]["cacheblend"]["mode"] == "blend"
     assert blended["choices"][0]["token_ids"] == full["choices"][0]["token_ids"]

@@ -61,6 +61,22 @@ def policy(which: str | SelectionPolicy) -> SelectionPolicy:
     return _named(which)
 
 
+def possible(wanted: SelectionPolicy, ranked: bool, watched: bool) -> SelectionPolicy:
+    """Return ``wanted``, or the policy that takes its place where chunks are not ranked or attention is not to be watched."""
+    chosen = wanted
+    while (chosen.needs_static and not ranked) or (chosen.needs_attention and not watched):
+        chosen = policy(chosen.without_static if chosen.needs_static and not ranked else chosen.without_attention)
+    return chosen
+
+
+def gave_way(wanted: SelectionPolicy, chosen: SelectionPolicy, ratio: float, unranked: bool) -> str:
+    """Say in words that another policy chose, by which ratio, and why."""
+    why = (
+        "not all chunks are ranked" if wanted.needs_static and unranked else "this model's attention cannot be watched"
+    )
+    return f"; {wanted.name} gave way to {chosen.name} {ratio:.3g}, since {why}"
+
+
 def policy_name(which: str | SelectionPolicy) -> str:
     """Return a policy's name, to be written down or shown."""
     return which if isinstance(which, str) else which.name

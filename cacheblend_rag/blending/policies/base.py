@@ -54,6 +54,9 @@ class SelectionPolicy(ABC):
             the stored KV of all layers).
         without_static: Of one that needs static deviations: name of the policy, without such a need, that takes its place where
             a chunk has none.
+        without_attention: Of one that needs attention: the same where a model's cannot be watched.
+        effort: How many times the tokens of `static-query` it takes to come as near to full recompute (docs/results.md): where
+            a policy gives way, the other one's ratio is so much higher.
     """
 
     name: str
@@ -61,6 +64,8 @@ class SelectionPolicy(ABC):
     needs_deviation: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
     without_static: ClassVar[str] = "hkvd"
+    without_attention: ClassVar[str] = "static"
+    effort: ClassVar[float] = 1.0
 
     @abstractmethod
     def score(self, candidates: Candidates) -> torch.Tensor:

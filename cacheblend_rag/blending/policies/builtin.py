@@ -45,6 +45,7 @@ class HKVDPolicy(SelectionPolicy):
 
     name = "hkvd"
     needs_deviation = True
+    effort = 3.6
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         """Return the KV deviation."""
@@ -57,6 +58,7 @@ class StaticPolicy(SelectionPolicy):
 
     name = "static"
     needs_static = True
+    effort = 1.8
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         """Return the static deviation."""
@@ -74,6 +76,7 @@ class StaticQueryPolicy(SelectionPolicy):
     name = "static-query"
     needs_static = True
     needs_attention = True
+    without_static = "query"
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         """Return the product."""
@@ -112,6 +115,7 @@ class HybridPolicy(SelectionPolicy):
     name = "hybrid"
     needs_deviation = True
     needs_attention = True
+    without_attention = "hkvd"
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         """Return the product, from 0 to 1.1; infinity for the first two tokens of every chunk."""

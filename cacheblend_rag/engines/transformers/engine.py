@@ -169,7 +169,7 @@ class PromptRun:
             self._turn_ends,
             len(model.header_ids),
             blend_terms(settings, self._options),
-            self._options.policy.needs_attention,
+            self._options.watches_question,
         )
         return Said(prompt.token_ids, found, model.namespace.name, len(prompt.token_ids))
 

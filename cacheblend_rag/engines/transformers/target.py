@@ -16,7 +16,6 @@ from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking, scattered
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.graphs import Graphs
-from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 # Slots kept free behind the prompt, so that most answers never move the cache.
@@ -263,6 +262,11 @@ class TransformersTarget:
         self.cache.filled(len(self._ids))
         return None
 
+    @property
+    def shows_attention(self) -> bool:
+        """Return whether the model runs an attention of ours: one that runs eager attention of its own cannot be watched."""
+        return bool(self._runner.model.config.get_text_config()._attn_implementation != "eager")
+
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> _Watch:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         return _Watch(self, watch_from, before_layer, len(self._ids))
@@ -291,11 +295,6 @@ class _Watch:
         watched = (positions >= self._watch_from).float()
         self._looks = Looks(sent(watched / watched.sum(), self._target.device))
         self._target.look(positions, self._before_layer, self._looks)
-        if self._looks.layers != self._target.num_layers:
-            raise InputError(
-                "The attention of this model cannot be watched, since it runs eager attention of its own; choose a policy "
-                "that does not need it, such as hkvd."
-            )
 
     def mean(self) -> torch.Tensor:
         assert self._looks is not None

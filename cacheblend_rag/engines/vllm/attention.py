@@ -16,7 +16,6 @@ from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.vllm.kernels import attention_replaced
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
-from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV
 
 # Scores in memory at once. On a CPU as many as its caches hold: fresh memory for more costs as much as the products.
@@ -43,16 +42,7 @@ class WatchedPass:
             pages: Those of the first positions, or of all.
             before_layer: Called with each layer's index before its pages are read.
             watch_from: The first watched position.
-
-        Raises:
-            InputError: The model's attention is not the plain one.
         """
-        for attention in paged.attention:
-            if getattr(attention.impl, "alibi_slopes", None) is not None:
-                raise InputError(
-                    "The attention of this model cannot be watched in vLLM; choose a policy that does not need it, such as "
-                    "static or hkvd."
-                )
         self._paged, self._ids, self._pages = paged, ids, pages
         self._before_layer, self._watch_from = before_layer, watch_from
         self._computed: list[list[tuple[torch.Tensor, torch.Tensor, LayerKV]]] = [[] for _ in paged.attention]

@@ -231,7 +231,7 @@ class BlendClient:
     async def _answer(self, request: Request, spans: RequestSpans) -> AsyncGenerator[StreamEvent, None]:
         begin = time.perf_counter()
         prompt, sampling, settings = request.prompt, request.sampling, request.settings
-        tokens, params = self.tokens_prompt(prompt, settings, traced=spans.trace is not None)
+        tokens, params = self.tokens_prompt(prompt, settings.asked, traced=spans.trace is not None)
         wanted = vllm_sampling(sampling, params, self._end_tokens, self.tokenizer is not None, settings.reuse == "off")
         text, ttft = "", 0.0
         arrived: list[tuple[float, int]] = []
@@ -285,7 +285,7 @@ class BlendClient:
         prompt = replace(request.prompt, token_ids=(*request.prompt.token_ids, *completion), text=None)
         check_length(len(prompt.token_ids), 1, self.context_window)
         # A salt of its own: vLLM gives no log-probabilities of tokens that it finds in its prefix cache.
-        tokens, params = self.tokens_prompt(prompt, request.settings, salt=uuid4().hex)
+        tokens, params = self.tokens_prompt(prompt, request.settings.asked, salt=uuid4().hex)
         wanted = VLLMSampling(
             max_tokens=1,
             temperature=0.0,

@@ -21,7 +21,7 @@ from cacheblend_rag.blending.options import (
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import Origin, origins
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import OPTION_NAMES, ResolvedSettings
+from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.blending.trace import Recorded
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -78,7 +78,7 @@ class BlendJob:
         Raises:
             KeyError, TypeError, ValueError, InputError: It is malformed.
         """
-        settings = ResolvedSettings.from_params({name: params["settings"][name] for name in OPTION_NAMES})
+        settings = ResolvedSettings.from_params(params["settings"])
         job = cls(
             tuple((int(a), int(b), str(name)) for a, b, name in params["spans"]),
             settings,
@@ -108,7 +108,7 @@ class BlendJob:
             self.turn_ends,
             header_tokens,
             blend_terms(self.settings, self.options),
-            self.options.policy.needs_attention,
+            self.options.watches_question,
         )
 
     def prompt(self, token_ids: tuple[int, ...]) -> TokenizedPrompt:

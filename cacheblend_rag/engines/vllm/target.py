@@ -66,6 +66,11 @@ class PagedTarget:
         self.hidden = result
         return None
 
+    @property
+    def shows_attention(self) -> bool:
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`: attention by distance alone (ALiBi) is not watched."""
+        return all(getattr(each.impl, "alibi_slopes", None) is None for each in self._paged.attention)
+
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> WatchedPass:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`. Nothing is written: positions without blocks may be run."""
         return WatchedPass(self._paged, self.ids, self.pages, before_layer, watch_from)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings, blend_by
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds
 from cacheblend_rag.lab.doctor.workbench import Workbench
@@ -62,7 +62,7 @@ def bench_streams(
     prompts = [
         place.prompt(chunks[i * size : (i + 1) * size], settings.question_tokens, i) for i in range(settings.prompts)
     ]
-    methods = {"full": FULL_RECOMPUTE, "blend": BlendSettings(settings.ratio, reuse="chunks")}
+    methods = {"full": FULL_RECOMPUTE, "blend": blend_by(settings.ratio)}
     rounds: dict[str, list[list[float]]] = {name: [] for name in methods}
     for index, round_name in count_rounds(settings.repeat):
         for name, how in methods.items():

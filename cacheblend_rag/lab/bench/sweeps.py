@@ -105,7 +105,10 @@ def sweep_devices(
         raise InputError("Storage devices are simulated by a throttled store; open a transformers engine with one.")
     usual = engine.costs, engine.profile
     compute = measure_compute(place)
-    compared = name_methods(blend) | {"controller": replace(blend, ratio="auto"), READY: blend}
+    compared = name_methods(blend) | {
+        "controller": BlendSettings("auto", blend.policy, blend.check_layers),
+        READY: blend,
+    }
     points = []
     lowest = blend.ratio if isinstance(blend.ratio, float) else engine.profile.ratio
     # Random tokens are unlike any text, which would raise the ratio above what the controller chooses.

@@ -11,7 +11,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings, blend_by
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.measure import check_positive
@@ -106,7 +106,7 @@ def bench_throughput(
     """
     say = progress or (lambda line: None)
     corpus = place.random_chunks(settings.corpus, settings.chunk_tokens, settings.seed)
-    blend = BlendSettings(settings.ratio, settings.policy, reuse="chunks")
+    blend = blend_by(settings.ratio, settings.policy)
     methods = {"full": _Way(FULL_RECOMPUTE), "prefix": _Way(PREFIX_CACHING), "blend": _Way(blend)}
     if place.engine.prefix_cache_tokens:
         methods["reorder"] = _Way(BlendSettings(), reordered=True, ordinary=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, blend_by
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import traced
@@ -103,7 +103,7 @@ def bench_ttft(
     engine = place.engine
     chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed)
     prompt = place.prompt(chunks, settings.question_tokens, settings.seed)
-    blend = BlendSettings(settings.ratio, settings.policy, settings.check_layers, "chunks")
+    blend = blend_by(settings.ratio, settings.policy, settings.check_layers)
     methods = {name: _Method(how) for name, how in name_methods(blend).items()}
     say("computing the chunks' KV")
     engine.rank_for(blend)

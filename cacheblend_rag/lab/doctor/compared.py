@@ -20,6 +20,7 @@ from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.blending.target import BlendTarget
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
@@ -122,9 +123,12 @@ class PromptMeasurement:
         return ChunkKV(alone.layers, alone.start, static=static_deviation(alone, behind, len(before), self._rope))
 
     def compare(self, options: FuseOptions) -> Comparison:
-        """Blend, and compare the distributions of the answer's tokens; raises InputError as the fusor does."""
+        """Blend, and compare the distributions of the answer's tokens; raises InputError where another policy had to choose."""
         target = self._subject.target(self.prompt.token_ids, self._rope)
-        done = fuse(self._plan, target, options).outcome.usage
+        outcome = fuse(self._plan, target, options).outcome
+        if outcome.policy != options.policy.name:
+            raise InputError(outcome.reason)
+        done = outcome.usage
         blended = self._follow(target).double().log_softmax(-1).cpu()
         truth = self._truth.double().log_softmax(-1)
         kl = (truth.exp() * (truth - blended)).sum(-1)

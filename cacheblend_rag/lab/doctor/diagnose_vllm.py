@@ -110,10 +110,10 @@ def measure_blend(engine: VLLMEngine) -> BlendCost:
     chunks = place.random_chunks(_CHUNKS, min(_CHUNK_TOKENS, room // _CHUNKS), seed=0)
     prompt = place.prompt(chunks, _QUESTION_TOKENS, seed=0)
     engine.precompute(chunks)
-    full = [_answer(engine, prompt, BlendSettings(reuse="off")) for _ in range(_RUNS)]
-    _answer(engine, prompt, BlendSettings(reuse="chunks"))  # the first loads code and warms caches
+    full = [_answer(engine, prompt, BlendSettings(quality="full")) for _ in range(_RUNS)]
+    _answer(engine, prompt, BlendSettings(quality="high"))  # the first loads code and warms caches
     before = engine.ask_worker("cacheblend_passes")
-    blends = [_answer(engine, prompt, BlendSettings(reuse="chunks")) for _ in range(_RUNS)]
+    blends = [_answer(engine, prompt, BlendSettings(quality="high")) for _ in range(_RUNS)]
     passes = {}
     for kind, (tokens, seconds) in engine.ask_worker("cacheblend_passes").items():
         done, took = before.get(kind, (0.0, 0.0))

@@ -162,20 +162,20 @@ def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
 
 def _method(name: str, blend: ResolvedSettings) -> Method:
     # The method is a blend, even where the profile says that there better were none.
-    blend = replace(blend, reuse="chunks")
-    how = f"{policy_name(blend.policy)} {_ratio(blend)}"
+    blended = replace(blend, reuse="chunks").asked
+    how = f"{policy_name(blend.policy)} {_ratio(blended)}"
     named: dict[str, Callable[[], Method]] = {
         "full": lambda: SettingsMethod(name, LABELS[name], FULL_RECOMPUTE),
         "prefix": lambda: SettingsMethod(name, LABELS[name], PREFIX_CACHING, free_loads=True),
         "reuse": lambda: SettingsMethod(name, LABELS[name], FULL_REUSE),
-        "blend": lambda: SettingsMethod(name, f"blend, {how}", blend),
+        "blend": lambda: SettingsMethod(name, f"blend, {how}", blended),
         "map_reduce": lambda: ChunkwiseMethod(MapReduce),
         "map_rerank": lambda: ChunkwiseMethod(MapRerank),
         "langchain_map_reduce": lambda: LangChainMethod(name),
         "langchain_map_rerank": lambda: LangChainMethod(name),
         "marginal": MarginalMethod,
         "reorder": lambda: ReorderMethod(name, LABELS[name], None),
-        "reorder+blend": lambda: ReorderMethod(name, f"{LABELS[name]}, {how}", blend),
+        "reorder+blend": lambda: ReorderMethod(name, f"{LABELS[name]}, {how}", blended),
     }
     if name in named:
         return named[name]()

@@ -30,8 +30,8 @@ from cacheblend_rag.frameworks import (
     Asked,
     EngineName,
     OnMiss,
+    Quality,
     Request,
-    Reuse,
     ToolsAsked,
     ask,
     check_given,
@@ -99,7 +99,8 @@ class EngineFields(Serializable):
             None takes the profile's, as with the next three.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
-        reuse: ``"chunks"``, ``"prefix"`` or ``"off"`` (full prefill).
+        quality: In place of the three: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less), ``"exact"`` (only what a
+            prefix cache could reuse) or ``"full"`` (full prefill).
         on_miss: What to do where a formatter has altered retrieved chunks, so that their stored KV is of no use: ``"warn"`` (a
             log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Answers say it in any case.
     """
@@ -126,7 +127,7 @@ class EngineFields(Serializable):
     ratio: float | Literal["auto"] | None = None
     policy: str | None = None
     check_layers: tuple[int, ...] | None = None
-    reuse: Reuse | None = None
+    quality: Quality | None = None
     on_miss: OnMiss = "warn"
 
     @model_validator(mode="before")
@@ -247,7 +248,7 @@ class EngineFields(Serializable):
             raise InputError(
                 f"This engine runs {self.model_name!r} and cannot answer as {kwargs['model']!r}; make an engine for it."
             )
-        options = {**options_of(self), "on_miss": self.on_miss, **kwargs}
+        options = options_of(self, {"on_miss": self.on_miss, **kwargs})
         if stop is not None:
             options["stop"] = stop
         return ask(self.engine, build, options, log=RETRIEVALS, run=run, tools=tools)

@@ -145,7 +145,8 @@ def test_answers_with_a_history_are_those_of_a_model_that_keeps_nothing(
     llm: ChatCacheBlend, retriever: CacheBlendRetriever
 ) -> None:
     kept, whole = (
-        with_message_history(llm.model_copy(update=how), retriever, {}) for how in ({"ratio": 1.0}, {"reuse": "off"})
+        with_message_history(llm.model_copy(update=how), retriever, {})
+        for how in ({"ratio": 1.0}, {"ratio": None, "quality": "full"})
     )
     for question in QUESTIONS:
         assert kept(question, []).content == whole(question, []).content

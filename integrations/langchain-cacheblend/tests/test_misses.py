@@ -161,7 +161,7 @@ def test_escaped_chunks_are_reused_from_the_second_prompt_on(engine: BlendEngine
     assert details["cache_read"] > 0.7 * again.usage_metadata["input_tokens"]
     # At ratio 1 the answer is that of an ordinary prefill of the same prompt: the tokens are the prompt's own.
     blended = asked.invoke("Who cast it?")
-    plain = chain(engine, of(engine, texts), form, reuse="off").invoke("Who cast it?")
+    plain = chain(engine, of(engine, texts), form, quality="full").invoke("Who cast it?")
     assert (blended.content, blended.usage_metadata["input_tokens"]) == (
         plain.content,
         plain.usage_metadata["input_tokens"],

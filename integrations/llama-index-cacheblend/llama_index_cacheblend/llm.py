@@ -34,7 +34,7 @@ from cacheblend_rag.frameworks import (
     CallsRead,
     EngineName,
     OnMiss,
-    Reuse,
+    Quality,
     check_given,
     encoder_for,
     options_of,
@@ -91,7 +91,8 @@ class CacheBlendLLM(FunctionCallingLLM):
             None takes the profile's, as with the next three.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
-        reuse: ``"chunks"``, ``"prefix"`` or ``"off"`` (full prefill).
+        quality: In place of the three: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less), ``"exact"`` (only what a
+            prefix cache could reuse) or ``"full"`` (full prefill).
         on_miss: What to do where retrieved chunks have been altered on their way to the prompt, so that their stored KV is of no
             use: ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Responses say it in
             any case: ``raw["retrieved"]``.
@@ -112,7 +113,7 @@ class CacheBlendLLM(FunctionCallingLLM):
     ratio: float | Literal["auto"] | None = None
     policy: str | None = None
     check_layers: tuple[int, ...] | None = None
-    reuse: Reuse | None = None
+    quality: Quality | None = None
     on_miss: OnMiss = "warn"
     context_window: int | None = None
     is_chat_model: bool = True

@@ -71,7 +71,7 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
         raise InputError(f"A call of {type(llm).__name__} takes no {listed(unknown)}. It takes {listed(_KNOWN)}.")
     tools = tools_asked(kwargs.get("tools") or (), kwargs.get("tool_choice"))
     check_shown(llm.engine, tools.specs)
-    options = {**options_of(llm), "on_miss": llm.on_miss, **kwargs}
+    options = options_of(llm, {"on_miss": llm.on_miss, **kwargs})
     ids = [*checked_ids(kwargs.get(CHUNK_IDS)), *named]
     return ask(llm.engine, lambda: build(ids, tools.specs), options, log=RETRIEVALS, run=current_span(), tools=tools)
 

@@ -86,7 +86,7 @@ def test_settings_reach_the_engine_and_a_call_overrides_them(scripted: ScriptedE
     sampling, blend = scripted.asked[-1].sampling, scripted.asked[-1].settings
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (9, 0.5, 0.9, 3)
     assert (sampling.stop, blend.ratio) == (("\n",), 0.3)
-    llm.chat(user("x"), max_tokens=5, stop="!", reuse="off", temperature=0.0)
+    llm.chat(user("x"), max_tokens=5, stop="!", quality="full", temperature=0.0)
     sampling, blend = scripted.asked[-1].sampling, scripted.asked[-1].settings
     assert (sampling.max_tokens, sampling.stop, sampling.temperature, blend.reuse) == (5, ("!",), 0.0, "off")
 

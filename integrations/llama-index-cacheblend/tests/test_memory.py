@@ -76,6 +76,6 @@ def test_a_chat_is_answered_as_by_a_model_that_keeps_nothing(
     llm: CacheBlendLLM, engine: BlendEngine, index: VectorStoreIndex
 ) -> None:
     kept = over(index, CacheBlendLLM(engine=engine, max_tokens=10, ratio=1.0))
-    whole = over(index, CacheBlendLLM(engine=engine, max_tokens=10, reuse="off"))
+    whole = over(index, CacheBlendLLM(engine=engine, max_tokens=10, quality="full"))
     for question in QUESTIONS:
         assert str(kept.chat(question)) == str(whole.chat(question))

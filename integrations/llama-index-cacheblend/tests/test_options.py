@@ -18,8 +18,8 @@ from llama_index_cacheblend import CacheBlendLLM, ChunkPreservingPromptHelper, u
 
 USER = [ChatMessage(role="user", content="Who is the captain?")]
 DEFAULTS = {"max_tokens": None, "temperature": 0.0, "top_p": 1.0, "seed": None, "stop": None}
-BLEND_DEFAULTS = {"ratio": None, "policy": None, "check_layers": None, "reuse": None}
-OTHERS = {"ratio": 0.3, "policy": "sink", "check_layers": (1, 3), "reuse": "prefix"}
+BLEND_DEFAULTS = {"ratio": None, "policy": None, "check_layers": None, "quality": None}
+OTHERS = {"ratio": 0.3, "policy": "sink", "check_layers": (1, 3)}
 WRONG = [
     ("ratio", -0.1),
     ("ratio", 10**30),
@@ -29,7 +29,7 @@ WRONG = [
     ("check_layers", (3, 1)),
     ("check_layers", (-1,)),
     ("check_layers", 10**30),
-    ("reuse", "nothing"),
+    ("quality", "nothing"),
     ("temperature", -1.0),
     ("top_p", 0.0),
     ("max_tokens", 0),
@@ -58,10 +58,13 @@ def test_blend_options_of_a_call_go_before_those_of_the_llm(scripted: ScriptedEn
     llm = CacheBlendLLM(engine=scripted, **OTHERS)
     llm.chat(USER)
     assert scripted.asked[-1].settings == scripted.profile.resolve(BlendSettings(**OTHERS), 8)
-    llm.complete("Who?", ratio=0.7, policy=None, check_layers=[2], reuse="off")
+    llm.complete("Who?", ratio=0.7, policy=None, check_layers=[2])
     settings = scripted.asked[-1].settings
     assert (settings.ratio, settings.policy, settings.check_layers) == (0.7, scripted.profile.policy, (2,))
-    assert settings.reuse == "off"
+    llm.complete("Who?", quality="full")
+    assert scripted.asked[-1].settings.reuse == "off"
+    with pytest.raises(InputError, match="quality='fast' chooses ratio"):
+        llm.complete("Who?", quality="fast", ratio=0.7)
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)

@@ -16,7 +16,7 @@ from tests.blending.families import _BASE, make_model
 VOCABULARY = 300
 SHAPE = {**_BASE, "hidden_size": 128, "vocab_size": VOCABULARY, "eos_token_id": None}
 """Four heads of 32 dimensions, the smallest that vLLM's CPU kernels take."""
-FULL = BlendSettings(reuse="off")
+FULL = BlendSettings(quality="full")
 
 
 def save_model(config: Any, directory: Path) -> Any:

@@ -11,12 +11,13 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.vllm.attention import WatchedPass
 from cacheblend_rag.engines.vllm.groups import PageGroup
 from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.engines.vllm.target import PagedTarget
 from cacheblend_rag.store.kv import LayerKV
 from tests.engines.kernels.interpreter import interpret
 
@@ -109,9 +110,10 @@ def test_attention_is_what_it_is_defined_to_be(
 
 
 def test_attention_by_distance_is_not_watched() -> None:
-    layer = SimpleNamespace(impl=SimpleNamespace(alibi_slopes=[0.5]))
-    with pytest.raises(InputError, match="cannot be watched"):
-        WatchedPass(SimpleNamespace(attention=[layer]), torch.arange(9), [[1]], lambda layer: None, 5)  # type: ignore[arg-type]
+    for slopes, shown in ((None, True), ([0.5], False)):
+        layer = SimpleNamespace(impl=SimpleNamespace(alibi_slopes=slopes))
+        paged = SimpleNamespace(attention=[layer], num_layers=1, device=torch.device("cpu"))
+        assert PagedTarget(paged, Rope([], [0], ["none"]), [1], []).shows_attention == shown  # type: ignore[arg-type]
 
 
 def test_tokens_that_see_none_of_the_pages_read_nothing() -> None:

@@ -76,7 +76,7 @@ def test_ratio_1_is_the_full_prefill_of_the_model_itself(engine: Any, case: Case
         want = case.model(input_ids=torch.tensor([SCENE.prompt.token_ids]), use_cache=False).logits[0, -1]
     torch.testing.assert_close(full, want.log_softmax(-1), atol=1e-4, rtol=0)
     computed(case)
-    for settings in (BlendSettings(ratio=1.0), FULL, BlendSettings(reuse="prefix")):
+    for settings in (BlendSettings(ratio=1.0), FULL, BlendSettings(quality="exact")):
         torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), full, atol=1e-4, rtol=0)
 
 
