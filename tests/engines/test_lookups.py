@@ -4,34 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Barrier
+from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.entries import SideBySide
+from cacheblend_rag.engines.entries import Entries, SideBySide
+from cacheblend_rag.store import open_store
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
+
+WRITTEN = Entries(open_store(None), ModelFingerprint("0" * 32, "a model"), (), writer=WrittenBy("1" * 32, "a writer"))
+OWN = WRITTEN.by(None)
 
 
-def test_look_ups_of_a_store_on_another_machine_run_side_by_side() -> None:
-    together = Barrier(3)
+def test_look_ups_of_a_store_on_another_machine_run_side_by_side_also_of_one_chunk_by_both_hands() -> None:
+    together = Barrier(4)
 
-    def look(ids: Sequence[int]) -> int:
+    def look(hand: Entries, ids: Sequence[int]) -> int:
         together.wait(30)  # none answers before all are asked
-        return sum(ids)
+        return sum(ids) + (100 if hand is OWN else 0)
 
-    found = SideBySide(look, [(), (1, 2), (3,), (3,)], remote=True)
-    assert [found(ids) for ids in ((3,), [1, 2], (), (3,))] == [3, 3, 0, 3]
+    wanted: list[tuple[Entries, tuple[int, ...]]] = [
+        (WRITTEN, ()),
+        (OWN, (3,)),
+        (WRITTEN, (1, 2)),
+        (WRITTEN, (3,)),
+        (WRITTEN, (3,)),
+    ]
+    found = SideBySide(look, wanted, remote=True)
+    asked: list[Any] = [(WRITTEN, (3,)), (WRITTEN.by(None), (3,)), (WRITTEN, [1, 2]), (WRITTEN, ()), (WRITTEN, (3,))]
+    assert [found(hand, ids) for hand, ids in asked] == [3, 103, 3, 0, 3]
 
 
 def test_near_look_ups_are_made_when_they_are_asked_for() -> None:
     asked: list[Sequence[int]] = []
-    found = SideBySide(asked.append, [(1,), (2,)], remote=False)
+    found = SideBySide(lambda _, ids: asked.append(ids), [(OWN, (1,)), (OWN, (2,))], remote=False)
     assert asked == []
-    found((2,))
+    found(OWN, (2,))
     assert asked == [(2,)]
 
 
 def test_what_a_look_up_raises_is_raised_where_it_is_asked_for() -> None:
-    found = SideBySide(lambda ids: 1 // len(ids), [(), (7,)], remote=True)
-    assert found((7,)) == 1
-    assert found((7, 8)) == 0, "one that nobody announced"
+    found = SideBySide(lambda _, ids: 1 // len(ids), [(OWN, ()), (OWN, (7,))], remote=True)
+    assert found(OWN, (7,)) == 1
+    assert found(OWN, (7, 8)) == 0, "one that nobody announced"
     with pytest.raises(ZeroDivisionError):
-        found(())
+        found(OWN, ())
