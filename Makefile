@@ -11,7 +11,7 @@ JOBS   ?= 2
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo browser quick test faults fuzz test-gpu bench-gpu vllm-versions lint types docs check audit demo-model demo-corpus clean
+.PHONY: help setup demo browser quick test faults fuzz mutants test-gpu bench-gpu vllm-versions lint types docs check audit demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ faults: setup      ## Kill, fill and overload stores for minutes: the tests of f
 
 fuzz: setup        ## Try inputs nobody has thought of for a quarter of an hour, others each time
 	CACHEBLEND_FUZZ=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/fuzz
+
+mutants: setup     ## Break the code in a hundred places, one at a time, and look whether a test notices (a quarter of an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS)
 
 test-gpu: setup    ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -1,15 +1,20 @@
-"""What an earlier prompt's KV may serve: the tokens in common, as far as they were made in the same way."""
+"""What a prompt takes of the store, and what its KV may serve later: the tokens in common, as far as they were made alike."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from cacheblend_rag.blending.options import blend_terms
-from cacheblend_rag.blending.plan import Origin, common_tokens, origins
+from cacheblend_rag.blending.plan import BlendPlan, Origin, StoredSpan, common_tokens, make_plan, origins
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 HEADER = 2
 IDS = tuple(range(40))
@@ -68,3 +73,94 @@ def test_other_words_count_where_they_select_and_only_within_their_turn() -> Non
 def test_tokens_in_common_are_counted_to_the_last() -> None:
     for common in range(len(IDS) + 1):
         assert common_tokens(IDS, (), (*IDS[:common], 99), ()) == common
+
+
+TEXT, QUESTION = (50, 51, 52), (90, 91)
+CHUNKS = [Chunk(f"{n}", f"chunk {n}", tuple(range(10 * n, 10 * n + 4))) for n in (1, 2, 3)]
+
+
+def entry(tokens: int) -> ChunkKV:
+    """KV whose values say which token they are of, in two layers; so does its static deviation."""
+    values = torch.arange(tokens, dtype=torch.float32)
+    return ChunkKV([LayerKV(values[None, :, None], values[None, :, None])] * 2, HEADER, static=values)
+
+
+def planned(*pieces: tuple[int, ...] | Chunk, stored: list[Chunk] | None = None, **options: Any) -> BlendPlan:
+    """The plan of a prompt of texts and chunks, where the header and all chunks are stored, or ``stored`` alone."""
+    ids: list[int] = []
+    spans = []
+    for piece in pieces:
+        tokens = piece.token_ids if isinstance(piece, Chunk) else piece
+        if isinstance(piece, Chunk):
+            spans.append(ChunkSpan(piece, len(ids), len(ids) + len(tokens)))
+        ids += tokens
+    known = {chunk.token_ids: entry(4) for chunk in (CHUNKS if stored is None else stored)}
+    known |= {(): entry(HEADER)} if stored is None else {}
+
+    def look(token_ids: Sequence[int]) -> ChunkKV | None:
+        return known.get(tuple(token_ids))
+
+    return make_plan(TokenizedPrompt(tuple(ids), tuple(spans)), IDS[:HEADER], look, **options)
+
+
+def places(spans: tuple[StoredSpan, ...]) -> list[tuple[int, int]]:
+    return [(span.start, span.end) for span in spans]
+
+
+def test_a_chunk_right_behind_the_header_is_exact_and_one_behind_any_text_is_stale() -> None:
+    first, second, _ = CHUNKS
+    plan = planned(IDS[:HEADER], first, TEXT, second, QUESTION)
+    assert (places(plan.exact), places(plan.stale), plan.exact_tokens) == ([(0, 2), (2, 6)], [(9, 13)], 6)
+    behind_text = planned(IDS[:HEADER], TEXT, first, QUESTION)
+    assert (places(behind_text.exact), places(behind_text.stale)) == ([(0, 2)], [(5, 9)])
+    elsewhere = planned((7, 8), first, QUESTION)
+    assert (places(elsewhere.exact), places(elsewhere.stale)) == ([], [(2, 6)])
+    headless = planned(IDS[:HEADER], first, QUESTION, stored=CHUNKS)
+    assert (places(headless.exact), places(headless.stale)) == ([], [(2, 6)]), "the header's own KV is not stored"
+
+
+def test_behind_a_kv_writer_the_first_chunk_is_what_the_model_itself_has_written() -> None:
+    own, (first, second, _) = entry(4), CHUNKS
+    plan = planned(IDS[:HEADER], first, second, QUESTION, own=lambda _: own)
+    assert [span.kv is own for span in (*plan.exact, *plan.stale)] == [False, True, False]
+    lacking = planned(IDS[:HEADER], first, second, QUESTION, own=lambda _: None)
+    assert (places(lacking.exact), places(lacking.stale), lacking.missing) == ([(0, 2)], [(6, 10)], (first,))
+
+
+def test_the_last_token_is_always_computed() -> None:
+    plan = planned(IDS[:HEADER], CHUNKS[0])
+    assert (places(plan.exact), places(plan.stale), places(plan.candidates)) == ([(0, 2)], [(2, 6)], [(2, 5)])
+    assert places(plan.within(0, 6).candidates) == [(2, 6)], "where its logits are wanted"
+
+
+def test_prefix_caching_takes_what_is_exact_alone() -> None:
+    first, second, _ = CHUNKS
+    assert places(planned(IDS[:HEADER], first, second, QUESTION, reuse="prefix").exact) == [(0, 2), (2, 6)]
+    for pieces in (
+        (IDS[:HEADER], first, second, QUESTION),
+        ((7, 8), first, QUESTION),
+        (IDS[:HEADER], TEXT, first, TEXT),
+    ):
+        assert planned(*pieces, reuse="prefix").stale == ()
+
+
+def test_a_prompt_as_long_as_the_longest_is_planned_and_a_longer_one_is_computed() -> None:
+    pieces = (IDS[:HEADER], CHUNKS[0], QUESTION)
+    assert planned(*pieces, longest=8).uses_stored_kv
+    assert not planned(*pieces, longest=7).uses_stored_kv
+
+
+def test_a_header_without_a_chunk_is_not_worth_a_blend() -> None:
+    plan = planned(IDS[:HEADER], TEXT, CHUNKS[0], QUESTION)
+    assert not plan.without(plan.stale, "sooner").uses_stored_kv
+    two = planned(IDS[:HEADER], CHUNKS[0], CHUNKS[1], QUESTION)
+    assert places(two.without(two.stale, "sooner").exact) == [(0, 2), (2, 6)]
+
+
+def test_a_part_of_a_plan_reads_the_tokens_at_its_positions() -> None:
+    (span,) = planned((7, 8, 9), CHUNKS[0], QUESTION).within(4, 6).stale
+    (again,) = planned((7, 8, 9), CHUNKS[0], QUESTION).within(4, 7).within(5, 7).stale
+    for part, want in ((span, [1.0, 2.0]), (again, [2.0, 3.0])):
+        assert part.layer(1).k[0, :, 0].tolist() == part.layer(0).v[0, :, 0].tolist() == want
+        static = part.static_deviation()
+        assert static is not None and static.tolist() == want

@@ -169,6 +169,14 @@ def test_only_what_the_prefix_cache_lacks_is_reckoned_with(tmp_path: Path) -> No
     assert scheduler.blend("c", computed=CHUNKS * TOKENS) == 0
 
 
+def test_what_the_prefix_cache_has_when_a_prompt_is_asked_for_again_counts(tmp_path: Path) -> None:
+    scheduler = Scheduler(tmp_path, disk=1e-6)
+    request = scheduler.request("a")
+    for computed in (0, 3 * TOKENS):
+        assert scheduler.side.matched_tokens(request, computed) == (CHUNKS * TOKENS - computed, True)
+    assert scheduler.outcome("a").usage.kept_tokens == 3 * TOKENS
+
+
 def test_a_prompt_does_not_wait_for_many_blends_before_it(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=1e-6)
     names = [f"blend {n}" for n in range(20)]
@@ -219,8 +227,10 @@ def test_every_fact_of_a_blend_reaches_the_client(tmp_path: Path) -> None:
 
 def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=1e-6)
-    assert scheduler.blend("a") > 0
+    request = scheduler.request("a")
+    assert scheduler.side.matched_tokens(request, 0) == (CHUNKS * TOKENS, True)
     scheduler.report("a", failed={"a": "out of memory"})
+    assert scheduler.side.matched_tokens(request, 0) == (0, False), "it is not tried again"
     outcome = scheduler.outcome("a")
     assert (outcome.reason, outcome.mode) == ("out of memory", "prefill")
     assert outcome.expected_s is None

@@ -63,12 +63,15 @@ class Scheduler:
         self.side.new_request(request)
         return request
 
-    def blend(self, before: int = 20, chunks: int = 1) -> Request:
-        """A conversation with the stored chunk behind ``before`` tokens, so many times: once in each turn."""
+    def blend(self, before: int = 20, chunks: int = 1, behind: int = 5) -> Request:
+        """A conversation with the stored chunk behind ``before`` tokens, so many times: once in each turn.
+
+        Its last turn ends with ``behind`` tokens of text.
+        """
         size = len(CHUNK)
         spans = tuple((before + i * size, before + (i + 1) * size, f"chunk {i}") for i in range(chunks))
         settings = ResolvedSettings(ratio=0.2, policy="hkvd", check_layers=(1,), reuse="chunks")
-        ids = (*range(1, before + 1), *CHUNK * chunks, *range(200, 205))
+        ids = (*range(1, before + 1), *CHUNK * chunks, *range(200, 200 + behind))
         ends = tuple(end for _, end, _ in spans[:-1])
         return self.request(ids, BlendJob(spans, settings, (1.0,), 0.2, turn_ends=ends))
 
@@ -215,6 +218,38 @@ def test_precomputed_kv_is_copied_out_before_its_pages_go(each: int, window: int
     for save in saves:
         for pages in save.pages:
             assert NO_PAGE not in pages[save.begin // BLOCK : -(-save.end // BLOCK)]
+
+
+def test_the_last_token_is_left_to_vllm_which_wants_its_logits() -> None:
+    scheduler = Scheduler(100, window=1000)
+    assert scheduler.admit(scheduler.blend(behind=0)) == 20 + len(CHUNK) - 1
+    assert scheduler.admit(scheduler.blend(behind=1)) == 20 + len(CHUNK)
+
+
+def test_a_request_that_is_aborted_before_its_blend_gives_its_lent_pages_back() -> None:
+    scheduler = Scheduler(100)
+    before = scheduler.free
+    request, waiting = scheduler.blend(), scheduler.blend(before=24)
+    assert scheduler.admit(request) == 80
+    assert scheduler.admit(waiting) is None, "what the first has borrowed is not there"
+    scheduler.side.finished(request)
+    scheduler.manager.free(request)
+    assert scheduler.free == before
+    assert scheduler.step().loads == []
+    assert scheduler.admit(waiting) == 84
+
+
+def test_blended_kv_is_found_by_prompts_that_are_blended_alike_alone() -> None:
+    scheduler = Scheduler(300, window=1000)
+    first = scheduler.blend()
+    assert scheduler.admit(first) == 80
+    scheduler.ended(first)
+    scheduler.manager.cache_blocks(first, 80)
+    ids = tuple(first.prompt_token_ids or ())
+    assert scheduler.manager.get_computed_blocks(scheduler.blend())[1] == 80
+    assert scheduler.manager.get_computed_blocks(scheduler.request(ids))[1] == 20, (
+        "what stands before its chunk is exact"
+    )
 
 
 def test_a_position_without_a_page_is_neither_read_nor_written() -> None:

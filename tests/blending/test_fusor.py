@@ -1,0 +1,272 @@
+"""The fusor and its loader over a model that computes nothing: what is placed where, what is measured, chosen and run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.blending.bulk import StoredLayers
+from cacheblend_rag.blending.fusor import FuseResult, OtherRankError, fuse, fuse_stepwise
+from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
+from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError
+from cacheblend_rag.blending.rope import Move, Rope, moved
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
+
+LAYERS, HEADS, DIM = 4, 2, 8
+HEADER, FIRST, TEXT, SECOND, QUESTION = range(2), range(2, 6), range(6, 8), range(8, 18), range(18, 20)
+HERE = torch.device("cpu")
+
+
+def table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03]).repeat(2)
+    return angles.cos(), angles.sin()
+
+
+ROPE = Rope([table], [0] * LAYERS, ["half"] * LAYERS)
+
+
+def bare(seed: int, tokens: int) -> list[LayerKV]:
+    """KV of a chunk's tokens, layer by layer, keys as at position 0."""
+    drawn = torch.Generator().manual_seed(seed)
+    return [LayerKV(*(torch.rand(HEADS, tokens, DIM, generator=drawn) for _ in "kv")) for _ in range(LAYERS)]
+
+
+def at(layer: LayerKV, first: int) -> LayerKV:
+    """The same tokens from position ``first`` on."""
+    tokens = torch.arange(layer.k.shape[1])
+    return LayerKV(ROPE.rotate(0, layer.k, ROPE.rotations(torch.zeros_like(tokens), tokens + first)), layer.v)
+
+
+def stored(seed: int, tokens: int, start: int, static: torch.Tensor | None = None, tier: str = "ram") -> ChunkKV:
+    return ChunkKV([at(layer, start) for layer in bare(seed, tokens)], start, tier, static)
+
+
+STATIC = torch.tensor([0.0, 5.0, 1.0, 0.5, 4.0, 0.2, 3.0, 0.1, 2.0, 0.3])
+
+
+def plan(static: torch.Tensor | None = STATIC, **changes: Any) -> BlendPlan:
+    """Header and first chunk exact, then text, a chunk that was computed behind the header, and the question."""
+    exact = (StoredSpan(0, 2, stored(1, 2, 0)), StoredSpan(2, 6, stored(2, 4, 2), Chunk("a", "a", (1,) * 4)))
+    stale = (StoredSpan(8, 18, stored(3, 10, 2, static), Chunk("b", "b", (2,) * 10)),)
+    return BlendPlan(20, exact, stale, (), "", **changes)
+
+
+class Target:
+    """Notes what it is given; fresh KV is the stored KV, at its positions, but for the tokens that ``moves`` names."""
+
+    num_layers, rope, device, shows_attention = LAYERS, ROPE, HERE, True
+
+    def __init__(self, keys: tuple[int, ...] = (), values: tuple[int, ...] = (), votes: Iterator[bool] | None = None):
+        self._keys, self._values, self._votes = keys, values, votes
+        self.placed: dict[int, tuple[LayerKV, list[int]]] = {}
+        self.ran: list[list[int]] = []
+        self.brought: list[int] = []
+        self.seen = torch.rand(20, generator=torch.Generator().manual_seed(9))
+
+    def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
+        self.placed[layer] = moved(kv, move), positions.tolist()
+
+    def place_layers(self, stored: StoredLayers) -> Callable[[int], None]:
+        return self.brought.append
+
+    def forward(self, positions: torch.Tensor, before_layer: Any, stop_layer: int | None = None) -> LayerKV | None:
+        for layer in range(LAYERS if stop_layer is None else stop_layer + 1):
+            before_layer(layer)
+        self.ran.append(positions.tolist())
+        if stop_layer is None:
+            return None
+        right = at(bare(3, 10)[stop_layer], SECOND.start)
+        k, v = (torch.zeros(HEADS, 20, DIM) for _ in "kv")
+        k[:, SECOND.start : SECOND.stop], v[:, SECOND.start : SECOND.stop] = right.k, right.v
+        k[:, self._keys] += 0.01  # less than a rotation changes
+        v[:, self._values] += 0.01
+        return LayerKV(k[:, positions], v[:, positions])
+
+    def attention(self, watch_from: int, before_layer: Any) -> Any:
+        def run(positions: torch.Tensor) -> None:
+            self.forward(positions, before_layer)
+
+        return SimpleNamespace(run=run, mean=lambda: self.seen)
+
+    def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        return positions[:most]
+
+    def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
+        return deviation
+
+    def agree(self, ok: bool) -> bool:
+        return ok if self._votes is None else next(self._votes) and ok
+
+
+def blended(
+    target: Target, chosen: SelectionPolicy | str, ratio: float, *layers: int, of: BlendPlan | None = None
+) -> FuseResult:
+    schedule = BlendSchedule(layers, (*(3.0 - i for i in range(len(layers) - 1)), 1.0)) if layers else BlendSchedule()
+    named = policy(chosen) if isinstance(chosen, str) else chosen
+    return fuse(of or plan(), target, FuseOptions(named, ratio, schedule))  # type: ignore[arg-type]
+
+
+class Spy(SelectionPolicy):
+    """Chooses all, and notes what it is shown."""
+
+    name = "spy"
+
+    def __init__(self, mask: Callable[[Candidates], torch.Tensor] = lambda c: torch.ones(len(c.positions)) > 0):
+        self.mask = mask
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        raise NotImplementedError
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        self.shown, self.count = candidates, count
+        return self.mask(candidates)
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(0.28, 3), (0.22, 2), (0.06, 1), (0.04, 0)])
+def test_as_many_tokens_are_recomputed_as_the_ratio_says_rounded(ratio: float, count: int) -> None:
+    best = (STATIC.argsort(descending=True)[:count] + SECOND.start).sort().values
+    assert torch.equal(blended(Target(), "static", ratio).recomputed, best)
+    deviating = tuple(best.tolist())
+    assert blended(Target(keys=deviating), "hkvd", ratio).recomputed.tolist() == list(deviating)
+
+
+@pytest.mark.parametrize("layers", [(1,), (1, 2), (1, 2, 3)])
+def test_the_tokens_whose_keys_or_values_are_others_at_their_positions_are_recomputed(layers: tuple[int, ...]) -> None:
+    target = Target(keys=(11, 16), values=(13,))
+    assert blended(target, "hkvd", 0.3, *layers).recomputed.tolist() == [11, 13, 16]
+    assert target.ran[0] == [*TEXT, *SECOND], "all that is not exact, up to the last candidate"
+    assert target.ran[-1] == [*TEXT, 11, 13, 16, *QUESTION]
+
+
+def test_every_layer_is_placed_once_at_the_prompts_positions_and_what_is_exact_keeps_its_bits() -> None:
+    target = Target()
+    blended(target, "static", 0.3)
+    assert list(target.placed) == list(range(LAYERS))
+    for layer, (kv, positions) in target.placed.items():
+        assert positions == [*HEADER, *FIRST, *SECOND]
+        exact = [at(bare(seed, count)[layer], first) for seed, count, first in ((1, 2, 0), (2, 4, 2))]
+        assert torch.equal(kv.k[:, :6], torch.cat([part.k for part in exact], 1))
+        torch.testing.assert_close(kv.k[:, 6:], at(bare(3, 10)[layer], SECOND.start).k)
+        assert torch.equal(kv.v[:, 6:], bare(3, 10)[layer].v)
+
+
+def test_below_the_check_layer_nothing_stale_is_read_unless_the_question_is_asked_first() -> None:
+    asked, measured = Target(), Target()
+    blended(measured, "hkvd", 0.3, 2)
+    assert [len(measured.placed[layer][1]) for layer in range(LAYERS)] == [6, 6, 16, 16]
+    blended(asked, "hybrid", 0.3, 2)
+    assert [len(asked.placed[layer][1]) for layer in range(LAYERS)] == [16] * LAYERS
+
+
+def test_a_policy_is_shown_the_attention_to_its_candidates() -> None:
+    class Asking(Spy):
+        needs_attention = True
+
+    spy, target = Asking(), Target()
+    blended(target, spy, 0.3)
+    assert spy.shown.positions.tolist() == list(SECOND) and spy.count == 3
+    assert spy.shown.attention is not None
+    assert torch.equal(spy.shown.attention, target.seen[list(SECOND)])
+
+
+def test_what_is_placed_is_placed_where_nothing_is_computed_too() -> None:
+    target = Target()
+    blended(target, "full-reuse", 0.0, of=plan().within(0, 6))
+    assert (list(target.placed), target.ran) == (list(range(LAYERS)), [])
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(10), torch.ones(9) > 0, torch.ones(10, 1) > 0])
+def test_a_mask_that_is_no_boolean_for_each_candidate_is_refused(wrong: torch.Tensor) -> None:
+    with pytest.raises(InputError, match="'spy' returned"):
+        blended(Target(), Spy(lambda _: wrong), 0.3)
+
+
+def test_where_another_rank_has_no_ranking_none_uses_its_own() -> None:
+    votes = iter([False, *[True] * 20])
+    done = blended(Target(votes=votes), "static", 0.3)
+    assert done.outcome.policy != "static"
+    assert done.outcome.unranked == ("b",)
+
+
+def test_where_another_rank_cannot_place_a_layer_none_goes_on() -> None:
+    with pytest.raises(OtherRankError):
+        blended(Target(votes=iter([False] * 20)), "hkvd", 0.3)
+
+
+def test_a_blend_that_is_given_up_lets_what_comes_next_wait_for_the_kv_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LayerLoader, "rest", lambda self, first: StoredLayers(first, (), None, torch.empty(0)))
+    target = Target()
+    steps = fuse_stepwise(plan(), target, FuseOptions(policy("static"), 0.3))  # type: ignore[arg-type]
+    assert next(steps).kind == "sparse"
+    steps.close()
+    assert target.brought == [LAYERS - 1]
+
+
+def loader(spans: tuple[StoredSpan, ...] = (), **options: Any) -> LayerLoader:
+    """A loader of the plan's spans, or of others that are stale."""
+    of = plan()
+    return LayerLoader(() if spans else of.exact, spans or of.stale, ROPE, LAYERS, HERE, **options)
+
+
+def test_a_part_of_an_entry_is_moved_from_where_its_own_tokens_were_computed() -> None:
+    (part,) = plan().within(11, 15).stale
+    with loader((part,)) as loading:
+        placed = loading.layer(2)
+        assert placed is not None and placed.positions.tolist() == [11, 12, 13, 14]
+        torch.testing.assert_close(placed.moved().kv.k, at(bare(3, 10)[2], SECOND.start).k[:, 3:7])
+
+
+def test_stale_spans_come_from_their_first_layer_on() -> None:
+    with loader(stale_from_layer=2) as loading:
+        assert [len(placed.positions) for layer in range(LAYERS) if (placed := loading.layer(layer))] == [6, 6, 16, 16]
+
+
+def test_what_is_in_ram_is_never_overdue_nor_late() -> None:
+    far = StoredSpan(18, 28, stored(4, 10, 2, tier="disk"))
+    with loader((*plan().stale, far), most_wait_s=0.0) as loading:
+        assert loading.too_late().spans == (far,)
+    with loader(most_wait_s=0.0) as loading:
+        assert loading.ready and not loading.overdue
+
+
+def test_the_time_that_was_waited_is_taken_off_what_is_left() -> None:
+    left: list[float | None] = []
+
+    def late(index: int, seconds: float | None) -> Any:
+        left.append(seconds)
+        raise NotYetError
+
+    with loader(most_wait_s=3.0) as loading:
+        loading.wait_s, loading._reads.parts = 2.0, late  # type: ignore[method-assign]
+        with pytest.raises(UnusableSpanError, match="is late"):
+            loading.layer(0)
+    assert left == [1.0]
+
+
+def test_a_blend_that_has_failed_does_not_wait_for_reads_that_have_begun() -> None:
+    go_on, ended = threading.Event(), threading.Event()
+
+    class Slow(ChunkKV):
+        def layer(self, index: int) -> LayerKV:
+            go_on.wait(20)
+            ended.set()
+            return super().layer(index)
+
+    slow = Slow([at(layer, 2) for layer in bare(4, 10)], 2, "disk")
+    with pytest.raises(ZeroDivisionError), loader((StoredSpan(18, 28, slow),)):
+        raise ZeroDivisionError
+    assert not ended.is_set()
+    go_on.set()
