@@ -175,6 +175,8 @@ class _Fusor:
             whole=options.whole,
             most_wait_s=options.most_wait_s,
         )
+        if self.checks and not self._watches and trace is None:
+            self.loader.expect_rest(self.checks[-1][0] + 1)
         self._trace = None if trace is None else LayerTrace(trace)
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, self._trace)
         self._computed, self._selection = 0, 0.0

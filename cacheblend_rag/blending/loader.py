@@ -147,6 +147,11 @@ class LayerLoader:
         move = None if count == fixed else self._rope.move(index, self._rotations, first=fixed)
         return PlacedLayer(kv, move, self._positions[:count], fixed)
 
+    def expect_rest(self, first: int) -> None:
+        """Copy nothing from layer ``first`` on ahead of its use, where :meth:`rest` may bring all of it."""
+        if self._reads.in_place:
+            self._reads.until = first
+
     def rest(self, first: int) -> StoredLayers | None:
         """Return what is left from layer ``first`` on, if nothing of it must be read; :meth:`layer` is not to be called for it.
 

@@ -70,10 +70,12 @@ class Reads(Protocol):
     Attributes:
         meter: What the reads took so far.
         in_place: Whether all KV lies in page-locked memory, from where a device copies by itself.
+        until: No layer from this one on is begun with before it is asked for.
     """
 
     meter: ReadMeter
     in_place: bool
+    until: int
 
     def ready(self) -> bool:
         """Say whether all layers are in host memory."""
@@ -123,6 +125,7 @@ class _CPUReads:
 
     def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, whole: bool):
         self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
+        self.until = num_layers
         every = spans(num_layers - 1)
         threads = _at_once(every)
         self._ahead = num_layers if whole else max(_CPU_LAYERS_AHEAD, threads + 1)
@@ -167,7 +170,7 @@ class _DeviceReads:
 
     def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, transfer: Transfer, whole: bool):
         self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
-        self._transfer = transfer
+        self._transfer, self.until = transfer, num_layers
         every = spans(num_layers - 1)
         self._tokens = sum(span.kv.num_tokens for span in every)
         self.in_place = all(span.kv.tier == "ram" and span.kv.layer(0).k.is_pinned() for span in every)
@@ -190,6 +193,7 @@ class _DeviceReads:
 
     def parts(self, layer: int, most_s: float | None = None) -> list[LayerKV]:
         if layer not in self._pending:
+            self.until = self.until if layer < self.until else self._num_layers
             self._fill()
         staged = _within(most_s, self._pending[layer][1])
         self._transfer.wait(staged)
@@ -209,7 +213,7 @@ class _DeviceReads:
 
     def _fill(self) -> None:
         """Begin with the next layers while there are slots for them."""
-        while self._next < self._num_layers and (self._slots or not self._spans(self._next)):
+        while self._next < self.until and (self._slots or not self._spans(self._next)):
             if self._spans(self._next):
                 slot = self._slots.pop(0)
                 self._pending[self._next] = slot, self._begin(slot, self._next)
