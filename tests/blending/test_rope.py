@@ -111,6 +111,16 @@ def test_keys_without_rotation_are_left_alone_and_keys_that_move_otherwise_are_r
         detect_rope([table_of(16, 1e4, 1.0, "half")], [k, k], [k, k + torch.randn(2, 8, 16)], at, at + 5)
 
 
+def test_a_token_that_was_sent_to_other_experts_does_not_hide_the_rotation_and_many_are_none() -> None:
+    at, table, k = torch.arange(9), table_of(16, 1e4, 1.0, "half"), torch.randn(2, 9, 16)
+    there = move(table, "half", k, 0, 5)
+    there[:, 3] = torch.randn(2, 16)
+    assert detect_rope([table], [k], [there], at, at + 5).layout_of_layer == ("half",)
+    there[:, 4:] = torch.randn(2, 5, 16)
+    with pytest.raises(NotRotaryError):
+        detect_rope([table], [k], [there], at, at + 5)
+
+
 def test_tokens_before_the_first_keep_their_bits() -> None:
     table, k = table_of(16, 1e4, 1.0, "half"), torch.randn(2, 9, 16).bfloat16()
     rope = Rope([table], [0], ["half"])

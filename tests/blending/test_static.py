@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.blending.static import probe_ids, static_deviation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.store import DiskStore
-from cacheblend_rag.store.kv import ChunkKV
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from tests.blending import reference
 from tests.blending.families import BLENDED
 from tests.blending.prompts import Scene, engine_for
@@ -49,6 +50,32 @@ def reference_scores(model: Any, engine: Any, scene: Scene) -> tuple[list[int], 
 def top(positions: list[int], scores: torch.Tensor, ratio: float) -> list[int]:
     order = sorted(range(len(positions)), key=lambda i: (-float(scores[i]), i))
     return sorted(positions[i] for i in order[: round(ratio * len(positions))])
+
+
+def test_a_static_deviation_is_the_squared_distance_of_keys_and_values_over_their_layers_mean_square() -> None:
+    """By its definition, token by token: layer 0 left out, keys compared at the positions that they have behind the probe."""
+
+    def table(at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = at[:, None].float() * torch.tensor([1.0, 0.1]).repeat(2)
+        return angles.cos(), angles.sin()
+
+    layers, heads, tokens, dim, start, behind = 4, 2, 5, 4, 3, 40
+    drawn = torch.Generator().manual_seed(0)
+    alone, fresh = (
+        [LayerKV(*(torch.randn(heads, tokens, dim, generator=drawn) * (1 + n) for _ in "kv")) for n in range(layers)]
+        for _ in "ab"
+    )
+    rope = Rope([table], [0] * layers, ["half"] * layers)
+    at = torch.arange(tokens)
+    rotations = rope.rotations(at + start, at + behind)
+    want = torch.zeros(tokens)
+    for layer in range(1, layers):
+        pairs = (fresh[layer].k, rope.rotate(layer, alone[layer].k, rotations)), (fresh[layer].v, alone[layer].v)
+        for token in range(tokens):
+            for new, old in pairs:
+                want[token] += (new[:, token] - old[:, token]).square().sum() / new.square().mean() / (layers - 1)
+    got = static_deviation(ChunkKV(alone, start), fresh, behind, rope)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.slow

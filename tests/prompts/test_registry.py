@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.prompts.matching import Indices, Signatures, signatures_of
-from cacheblend_rag.prompts.registry import MATCH_WINDOW, ChunkRegistry
+from cacheblend_rag.prompts.registry import MATCH_WINDOW, AddedChunks, ChunkRegistry, _chunk_at
 
 
 def chunk(text: str) -> Chunk:
@@ -223,3 +223,35 @@ def test_readers_see_whole_chunks_while_others_write() -> None:
         stop.set()
         for writer in writers:
             writer.join()
+
+
+def test_of_two_sources_the_one_attached_first_is_asked_and_a_lent_one_is_not_listed() -> None:
+    def source(text: str) -> AddedChunks:
+        made = AddedChunks()
+        made.put([Chunk("same", text * 9, (1,))])
+        return made
+
+    registry, first, second = ChunkRegistry(), source("The first. "), source("The second. ")
+    registry.attach(first)
+    registry.attach(second)
+    assert [chunk.text for chunk in registry] == [registry.get("same").text] == ["The first. " * 9]
+    registry.detach(first)
+    registry.attach(first, lent=True)
+    assert [chunk.text for chunk in registry] == ["The second. " * 9]
+    registry.detach(first)
+    registry.attach(first)
+    assert len(registry) == 2, "who is attached again need not be lent again"
+
+
+def test_a_chunk_is_not_its_own_other() -> None:
+    text = "The harbour master counts the boats at noon, and again at dusk. " * 3
+    registry, one = ChunkRegistry(), Chunk("one", text, (1,))
+    registry.add([one])
+    assert not registry.others_have(one)
+    registry.add([Chunk("two", text, (1,))])
+    assert registry.others_have(one)
+
+
+def test_what_a_source_that_was_detached_since_had_is_text() -> None:
+    table_says_second_source = 1
+    assert _chunk_at((AddedChunks(),), table_says_second_source) is None

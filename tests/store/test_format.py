@@ -153,6 +153,31 @@ def test_every_single_bit_of_the_header_counts(store: DiskStore) -> None:
         assert outcome(store, 1) in {"miss", "damage"}, position
 
 
+@pytest.mark.parametrize(
+    ("there", "instead"),
+    [(b'"BF16"', b'"F16" '), (b'"shape":[2,3,4]', b'"shape":[4,3,2]'), (b"[2,3,6]", b"[3,2,6]")],
+)
+def test_what_a_layers_bytes_mean_is_under_its_checksum_too(store: DiskStore, there: bytes, instead: bytes) -> None:
+    store.put(key_of(1), kv_of(1, dtype=torch.bfloat16), replace=True)
+    path = file_of(store, 1)
+    assert there in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(there, instead, 1))
+    found = store.get(key_of(1))
+    with pytest.raises(DamagedKVError, match="checksum"):
+        [found.layer(index) for index in range(2)]
+
+
+def test_a_file_with_more_in_it_than_its_header_says_is_a_miss(store: DiskStore) -> None:
+    path = file_of(store, 1)
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert outcome(store, 1) == "miss"
+
+
+def test_a_static_deviation_of_other_tokens_is_none(store: DiskStore) -> None:
+    store.put(key_of(1), ChunkKV(kv_of(1).layers, 1, static=torch.arange(2.0)), replace=True)
+    assert store.get(key_of(1)).static_deviation() is None
+
+
 def test_a_file_of_another_key_is_a_miss(store: DiskStore) -> None:
     file_of(store, 1).write_bytes(file_of(store, NEIGHBOUR).read_bytes())
     assert outcome(store, 1) == "miss"
