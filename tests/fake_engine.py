@@ -9,6 +9,7 @@ import torch
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings
@@ -25,6 +26,7 @@ from tests.conftest import tokenizer_named
 class FakeEngine(BlendEngine):
     gate = GateReport(True)
     num_layers = 1
+    profile = ModelProfile(origin="made up")
 
     def __init__(self, store: KVStore | None = None, name: str = "fake", tokenizer: Any = None, window: int = 100_000):
         self.tokenizer = tokenizer or tokenizer_named("byte_level")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.rag.planning import IndexPlan
+    from cacheblend_rag.rag.spot_check import SpotCheck
     from cacheblend_rag.retrieval.documents import FoundDocuments
 
 
@@ -82,8 +83,8 @@ def index(
         namespace=namespace,
     )
     looks = partial(_unchanged, chosen, budgets, found, root, namespace, chunk_tokens, overlap, embedding)
-    report = _index(found, home, opened, ranking, looks)
-    _print_report(report, as_json)
+    report, check = _index(found, home, opened, ranking, looks)
+    _print_report(report, check, as_json)
     if not (report.added or report.changed or report.unchanged or report.removed):
         raise typer.Exit(2)
 
@@ -129,19 +130,22 @@ def _index(
     opened: AbstractContextManager[RagPipeline],
     ranking: Ranking | None,
     looks: Callable[[], IndexReport | None],
-) -> IndexReport:
+) -> tuple[IndexReport, SpotCheck | None]:
     from cacheblend_rag.rag.locking import indexing_into
+    from cacheblend_rag.rag.spot_check import spot_check
 
     shown = _Shown()
     try:
         with indexing_into(directory):
             if (report := looks()) is not None:
-                return report
+                return report, None
             with opened as pipeline, progress("Indexing") as show:
                 shown.show = show
                 if ranking is not None:
                     pipeline.engine.ranking = ranking
-                return pipeline.index(found, shown)
+                report = pipeline.index(found, shown)
+                show(1, 1, "(asking a few questions)")
+                return report, spot_check(pipeline, report.tokens, report.seconds)
     except KeyboardInterrupt:
         typer.echo(f"\n{shown.interrupted()}", err=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
@@ -201,11 +205,11 @@ def _room_line(plan: IndexPlan, expected: int) -> str:
     )
 
 
-def _print_report(report: IndexReport, as_json: bool) -> None:
+def _print_report(report: IndexReport, check: SpotCheck | None, as_json: bool) -> None:
     for skipped in report.skipped:
         typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
     if as_json:
-        print_json(asdict(report))
+        print_json({**asdict(report), "check": None if check is None else asdict(check)})
         return
     counts = {
         "added": len(report.added),
@@ -230,3 +234,13 @@ def _print_report(report: IndexReport, as_json: bool) -> None:
     for reason in sorted(set(report.without_kv.values())):
         count = sum(reason == other for other in report.without_kv.values())
         typer.echo(f"Warning: {count} chunks have no stored KV and are computed when asked for: {reason}", err=True)
+    if check is not None:
+        typer.echo(
+            f"checked    {check.same} of {counted(check.questions, 'answer')} as full recompute gives it, the first token "
+            f"{check.speedup:.1f}x sooner"
+        )
+        if check.same < check.questions:
+            typer.echo(
+                "           What differs may be as good. `cacheblend doctor --calibrate` finds how much to recompute here; "
+                "--quality exact changes nothing."
+            )

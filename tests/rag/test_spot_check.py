@@ -1,0 +1,50 @@
+"""The few questions at the end of indexing: asked where there is something to find out, and in its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.rag.spot_check import spot_check
+
+TOPICS = ("tower", "harbour", "mill", "bridge", "garden")
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Iterator[RagPipeline]:
+    for topic in TOPICS:
+        (tmp_path / f"{topic}.md").write_text(f"# The {topic}\n\nIt was restored by friends of the {topic}.")
+    with TransformersEngine() as engine, RagPipeline(engine, tmp_path / "store", chunk_tokens=64) as pipeline:
+        engine.profile = ModelProfile()
+        engine.ranking = "now"
+        pipeline.index(sorted(tmp_path.glob("*.md")))
+        yield pipeline
+
+
+def test_answers_of_an_uncalibrated_model_are_compared_with_full_recompute(pipeline: RagPipeline) -> None:
+    pipeline.engine.profile = ModelProfile(ratio=1.0)
+    found = spot_check(pipeline, tokens=1000, seconds=0.1)
+    assert found is not None
+    assert (found.questions, found.same) == (4, 4)
+    assert found.speedup > 0
+
+
+def test_nothing_is_asked_where_there_is_nothing_to_find_out_or_no_time(
+    pipeline: RagPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*args: Any) -> Any:
+        raise AssertionError
+
+    engine = pipeline.engine
+    monkeypatch.setattr(engine, "generate", generate)
+    assert spot_check(pipeline, tokens=0, seconds=1.0) is None
+    assert spot_check(pipeline, tokens=1, seconds=100.0) is None  # at 100 s a token even one question takes too long
+    engine.profile = replace(engine.profile, origin="a calibration's file")
+    assert spot_check(pipeline, tokens=1000, seconds=1.0) is None
