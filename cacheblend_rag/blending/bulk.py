@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,19 +26,29 @@ class StoredLayers:
     Attributes:
         first: The layer.
         spans: Whose KV: each a :class:`ChunkKV` in page-locked memory, every layer of it one block.
-        move: What their keys need, the same in all layers; None for nothing.
+        moves: What each layer's keys need, from layer 0 on: one object for all layers that rotate alike, None for nothing.
         positions: ``[tokens]``, on the device: where they belong, span after span.
     """
 
     first: int
     spans: tuple[StoredSpan, ...]
-    move: Move | None
+    moves: tuple[Move | None, ...]
     positions: torch.Tensor
 
     @property
     def layer_bytes(self) -> int:
         """Return the size of one layer of the whole entries."""
         return sum(span.kv.nbytes // span.kv.num_layers for span in self.spans)
+
+    def alike(self, begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+        """Yield those of the layers ``begin`` to before ``end`` that are stored, in runs of up to ``most`` that rotate alike."""
+        at = max(begin, self.first) if self.spans else end
+        while at < end:
+            until = at + 1
+            while until < min(at + most, end) and self.moves[until] is self.moves[at]:
+                until += 1
+            yield at, until
+            at = until
 
     def table(self) -> torch.Tensor:
         """Return for each token how many tokens the entries before its own have, which of its own it is, and how many that has.
@@ -106,15 +116,14 @@ def bring(
         transfer: To the device.
         arrivals: Will tell when it has been placed.
         place: Called with device memory and the layers, begin and end, that it will hold of each entry one behind another: queues
-            their placing.
+            their placing. They rotate alike.
         used: What that reads and writes on the device, beside what was copied.
     """
     at_once = max(1, _STAGED_BYTES // max(stored.layer_bytes, 1))
     steps = []
     for begin, end, event in arrivals.groups:
-        parts = range(max(begin, stored.first), end, at_once) if stored.spans else ()
-        for a in parts:
-            b = min(a + at_once, end)
+        parts = list(stored.alike(begin, end, at_once))
+        for a, b in parts:
             steps.append(Step(stored.sources(a, b), partial(_placing, place, a, b), event if b == end else None))
         if not parts:  # what waits for it must not wait for an earlier prompt's
             steps.append(Step((), lambda memory: None, event))

@@ -155,7 +155,7 @@ class LayerLoader:
     def rest(self, first: int) -> StoredLayers | None:
         """Return what is left from layer ``first`` on, if nothing of it must be read; :meth:`layer` is not to be called for it.
 
-        None where it is not in page-locked memory, or where layers differ in what they want or in how their keys move.
+        None where it is not in page-locked memory, or where layers differ in what they want.
         """
         spans = self._all if first >= self._stale_from_layer else ()
         if not self._reads.in_place or (self._all and not spans):
@@ -164,12 +164,12 @@ class LayerLoader:
             kv = span.kv
             if not isinstance(kv, ChunkKV) or kv.blocks(0, kv.num_layers) is None:
                 return None
-        rope, fixed, left = self._rope, self._exact_tokens, range(first, self._num_layers)
-        if len({(rope.table_of_layer[layer], rope.layout_of_layer[layer]) for layer in left}) > 1:
-            return None
-        stays = not left or len(self._positions) == fixed
-        move = None if stays else rope.move(first, self._rotations, first=fixed)
-        return StoredLayers(first, spans, move, self._positions)
+        rope, fixed, made = self._rope, self._exact_tokens, {}
+        kinds = list(zip(rope.table_of_layer, rope.layout_of_layer, strict=True))
+        for layer, kind in enumerate(kinds if len(self._positions) > fixed else ()):
+            if kind not in made:
+                made[kind] = rope.move(layer, self._rotations, first=fixed)
+        return StoredLayers(first, spans, tuple(made.get(kind) for kind in kinds), self._positions)
 
     def brought(self, stored: StoredLayers) -> None:
         """Count ``stored`` as loaded."""

@@ -207,7 +207,7 @@ def test_where_another_rank_cannot_place_a_layer_none_goes_on() -> None:
 def test_a_blend_that_is_given_up_lets_what_comes_next_wait_for_the_kv_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LayerLoader, "rest", lambda self, first: StoredLayers(first, (), None, torch.empty(0)))
+    monkeypatch.setattr(LayerLoader, "rest", lambda self, first: StoredLayers(first, (), (), torch.empty(0)))
     target = Target()
     steps = fuse_stepwise(plan(), target, FuseOptions(policy("static"), 0.3))  # type: ignore[arg-type]
     assert next(steps).kind == "sparse"

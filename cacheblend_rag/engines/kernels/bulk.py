@@ -37,7 +37,8 @@ def place_in_bulk(
     table = place.TokenTable(before, within, length, slots)
 
     def some(copied: torch.Tensor, begin: int, end: int) -> None:
-        place.place_layers(copied, table, stored.move, layers._replace(offsets=layers.offsets[begin:end]))
+        place.place_layers(copied, table, stored.moves[begin], layers._replace(offsets=layers.offsets[begin:end]))
 
-    turned = () if stored.move is None else (stored.move.rotation.cos, stored.move.rotation.sin)
+    moves = {id(move): move for move in stored.moves if move is not None}.values()
+    turned = [tensor for move in moves for tensor in (move.rotation.cos, move.rotation.sin)]
     bring(stored, transfer, arrivals, some, (*memory, *table, *turned, layers.offsets))
