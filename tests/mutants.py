@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.toml"
-_COPIED = ("cacheblend_rag", "tests", "examples", "pyproject.toml")
+_COPIED = ("cacheblend_rag", "tests", "examples", "docs", "pyproject.toml")
 _TIMEOUT_S = 300
 _ALWAYS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header")
 # vLLM takes seconds to import, so that all of its tests are marked slow; here it is imported once.
@@ -106,10 +106,19 @@ class _Copy:
         os.environ |= {"PYTHONPATH": str(self.directory), "PYTHONDONTWRITEBYTECODE": "1"}
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "cacheblend_rag")]:
             del sys.modules[name]
+        import hypothesis
         import pytest
 
+        # That an example fails is enough: it need not become a small one, which takes minutes.
+        hypothesis.settings.register_profile(
+            "mutants", deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+        )
         marked = _IN_VLLM if _needs_vllm(tests) else _FAST
-        return int(pytest.main([*_ALWAYS, "-m", marked, "--rootdir", str(self.directory), *tests]))
+        return int(
+            pytest.main(
+                [*_ALWAYS, "--hypothesis-profile", "mutants", "-m", marked, "--rootdir", str(self.directory), *tests]
+            )
+        )
 
 
 def _needs_vllm(tests: Sequence[str]) -> bool:

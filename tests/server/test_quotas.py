@@ -84,6 +84,17 @@ async def ask(app: App, tenant: str, method: str = "POST") -> httpx.Response:
         return await client.request(method, "/v1/chunks", headers={"Authorization": f"Bearer {tenant}"})
 
 
+def test_as_many_requests_are_let_in_as_may_be_at_a_time() -> None:
+    admission = Admission(Quota(max_concurrent=2))
+    for _ in range(2):
+        assert admission.refusal() is None
+        admission.begin()
+    refused = admission.refusal()
+    assert refused is not None and "2 requests" in refused[0]
+    admission.end()
+    assert admission.refusal() is None
+
+
 async def test_requests_beyond_those_allowed_at_a_time_are_told_to_come_again_and_other_tenants_are_served() -> None:
     begun, go_on = asyncio.Semaphore(0), asyncio.Event()
 
