@@ -39,8 +39,8 @@ _ENDS = (("full-reuse", 0.0), ("full-recompute", 1.0))
 class Frontier:
     """Measures prompts on one model.
 
-    Without a writer the first chunk is exact, as the engines have it; with one every chunk is stale. Beside it stands what it
-    would be if the first chunk were stored as the model writes it, too. In any case full KV reuse is measured and, without a
+    The first chunk is exact, with a writer and without, as the engines have it. With one stands beside it what it would be if
+    the writer wrote that chunk, too, and every chunk were stale. In any case full KV reuse is measured and, without a
     writer, a blend that recomputes all: how far that is from the full prefill is the noise of the numbers.
     """
 
