@@ -242,8 +242,11 @@ class _Blend:
             return
 
     def _fuse(self, plan: BlendPlan) -> Generator[Segment, int | None, FuseResult]:
-        options = replace(self.load.options, trace=self.trace, whole=self._streams)
-        return fuse_stepwise(plan.within(self.load.start, self.load.end), self._target(), options)
+        load, options = self.load, replace(self.load.options, trace=self.trace, whole=self._streams)
+        assert isinstance(load.job, BlendJob)
+        part = plan.within(load.start, load.end)
+        part = replace(part, behind=max(0, part.behind - load.job.unasked))
+        return fuse_stepwise(part, self._target(), options)
 
     def _target(self) -> BlendTarget:
         return PagedTarget(self._paged, self._rope, self.load.token_ids, self._pages())

@@ -138,6 +138,7 @@ class BlendClient:
         settings: BlendSettings | None = None,
         salt: str | None = None,
         traced: bool = False,
+        unasked: int = 0,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return vLLM's prompt and the ``kv_transfer_params`` for it (empty: nothing to blend).
 
@@ -146,6 +147,7 @@ class BlendClient:
             settings: How to treat stored KV.
             salt: A salt of the caller's own.
             traced: Whether the outcome is to have a trace.
+            unasked: How many tokens at its end are an answer to be scored.
 
         Raises:
             InputError: A check layer beyond the model.
@@ -163,7 +165,7 @@ class BlendClient:
             terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
         ratio = self.profile.ratio_of(resolved)
         ends = turn_ends(prompt.token_ids, turn_lead(self.tokenizer))
-        job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.namespace, ends)
+        job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.namespace, ends, unasked)
         return tokens, {PARAMS: job.to_params()}
 
     def report(
@@ -285,7 +287,7 @@ class BlendClient:
         prompt = replace(request.prompt, token_ids=(*request.prompt.token_ids, *completion), text=None)
         check_length(len(prompt.token_ids), 1, self.context_window)
         # A salt of its own: vLLM gives no log-probabilities of tokens that it finds in its prefix cache.
-        tokens, params = self.tokens_prompt(prompt, request.settings.asked, salt=uuid4().hex)
+        tokens, params = self.tokens_prompt(prompt, request.settings.asked, uuid4().hex, unasked=len(completion))
         wanted = VLLMSampling(
             max_tokens=1,
             temperature=0.0,

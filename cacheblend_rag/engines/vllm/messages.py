@@ -46,6 +46,7 @@ class BlendJob:
         trace: Whether to record when each layer is loaded and computed.
         namespace: Where the stored KV is that it uses.
         turn_ends: Where earlier prompts of the conversation ended: the scheduler knows no template.
+        unasked: How many tokens at the end are no question, but an answer to be scored: their attention selects nothing.
     """
 
     spans: tuple[tuple[int, int, str], ...]
@@ -56,6 +57,7 @@ class BlendJob:
     trace: bool = False
     namespace: Namespace = DEFAULT
     turn_ends: tuple[int, ...] = ()
+    unasked: int = 0
 
     @property
     def options(self) -> FuseOptions:
@@ -65,7 +67,11 @@ class BlendJob:
 
     def to_params(self) -> dict[str, Any]:
         """Return JSON values that :meth:`from_params` reads."""
-        params: dict[str, Any] = {"spans": [list(span) for span in self.spans], "turn_ends": list(self.turn_ends)}
+        params: dict[str, Any] = {
+            "spans": [list(span) for span in self.spans],
+            "turn_ends": list(self.turn_ends),
+            "unasked": self.unasked,
+        }
         settings = self.settings.to_params()
         params |= {"settings": settings, "widths": list(self.widths), "ratio": ratio_to_json(self.ratio)}
         params |= {"trace": self.trace, **self.namespace.to_params()}
@@ -88,6 +94,7 @@ class BlendJob:
             bool(params["trace"]),
             Namespace.from_params(params),
             tuple(int(end) for end in params["turn_ends"]),
+            int(params["unasked"]),
         )
         if len(job.widths) != len(job.settings.check_layers):
             raise ValueError("widths and check_layers differ in number")
@@ -96,6 +103,8 @@ class BlendJob:
             raise ValueError("the spans are not ascending")
         if edges and not 0 <= edges[0] <= edges[-1] <= prompt_tokens:
             raise ValueError("a span lies outside the prompt")
+        if not 0 <= job.unasked <= prompt_tokens:
+            raise ValueError("the answer to be scored lies outside the prompt")
         if list(job.turn_ends) != sorted(job.turn_ends):
             raise ValueError("the ends of turns are not ascending")
         return job

@@ -198,6 +198,7 @@ def test_a_store_deleted_under_a_running_engine_is_prefilled(engine, corpus, que
 GOOD: dict[str, Any] = {
     "spans": [[5, 9, "x"]],
     "turn_ends": [],
+    "unasked": 0,
     "settings": {"ratio": 0.1, "policy": "hkvd", "check_layers": [1], "reuse": "chunks"},
     "widths": [1],
     "ratio": 0.1,
@@ -217,6 +218,7 @@ def wrong_settings(**changes: Any) -> dict[str, Any]:
         ({**GOOD, "spans": [[9, 5, "x"]]}, "not ascending"),
         ({**GOOD, "widths": [1, 1]}, "widths"),
         ({**GOOD, "turn_ends": [9, 5]}, "not ascending"),
+        ({**GOOD, "unasked": -1}, "answer"),
         ({**GOOD, "settings": {}}, "ratio"),
         ({**GOOD, "ratio": 7}, "no share"),
         ({**GOOD, "terms": {"costs": "none"}}, ""),
