@@ -166,6 +166,13 @@ def test_layers_of_an_encoded_entry_lie_one_after_another(tmp_path: Path) -> Non
         assert opened.metadata()["codec"] == "k16v8"
 
 
+def test_values_that_are_wider_than_the_keys_in_front_of_them_lie_where_they_can_be_read(tmp_path: Path) -> None:
+    kv = ChunkKV([LayerKV(torch.randn(1, 3, 5).bfloat16(), torch.randn(1, 3, 5))] * 2, 0)  # 30 bytes, then of 4 each
+    store = DiskStore(tmp_path)
+    assert store.put(key_of(1), kv)
+    assert same(store.get(key_of(1)), kv)
+
+
 def test_a_static_deviation_stays_exact(tmp_path: Path) -> None:
     static = torch.tensor([1.0 + 1e-6, 1e-20, 3e20])
     store = DiskStore(tmp_path, format=EntryFormat("int8+zstd"))
