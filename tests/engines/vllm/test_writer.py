@@ -83,7 +83,7 @@ def test_ratio_1_is_the_full_prefill_of_the_model_itself(engine: Any, case: Case
 # Behind windows shorter than a chunk layer 1 sees little more than rounding.
 @pytest.mark.parametrize(("ratio", "check"), [(0.0, 1), (0.15, 3), (0.5, 3)])
 def test_blends_are_the_reference_over_what_peft_computes(engine: Any, case: Case, ratio: float, check: int) -> None:
-    got = first_logprobs(computed(case), SCENE.prompt, BlendSettings(ratio=ratio, check_layers=(check,)))
+    got = first_logprobs(computed(case), SCENE.prompt, BlendSettings(ratio, "hkvd", (check,)))
     want = reference.blend(case.model, SCENE.header, PARTS, ratio, (check,), writer=case.writer)
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
     plain = reference.blend(case.model, SCENE.header, SCENE.parts(), ratio, (check,)).logits.log_softmax(-1)
@@ -111,7 +111,7 @@ def test_both_engines_write_the_same_and_read_each_others(engine: Any, case: Cas
     ours = [(by, ids, _whole(engine.entries.by(by), ids)) for by in (engine.writer, None) for ids in wanted]
     store = case.directory / "transformers"
     with TransformersEngine(
-        case.directory / "model", tokenizer=object(), device="cpu", header=SCENE.header, store=store,
+        case.directory / "model", tokenizer=object(), device="cpu", header=SCENE.header, store=store, ranking="off",
         writer=case.directory / "writer",
     ) as other:  # fmt: skip
         other.precompute(SCENE.chunks)
