@@ -71,7 +71,7 @@ def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any, int]
     layers = SHAPE["num_hidden_layers"]
     launches(engine)
     for ratio in (0.15, 0.5):
-        got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=ratio, check_layers=(check,)))
+        got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio, "hkvd", (check,)))
         want = reference.blend(model, SCENE.header, SCENE.parts(), ratio, (check,)).logits.float().log_softmax(-1)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
         assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
@@ -82,5 +82,5 @@ def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any, int]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     # The question's pass has every layer's stored KV placed, and looks at it.
     assert launches(engine) == (layers, 2 * layers)
-    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=1.0, check_layers=(check,)))
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(1.0, "hkvd", (check,)))
     torch.testing.assert_close(got, full, atol=1e-4, rtol=0)

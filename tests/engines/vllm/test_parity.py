@@ -88,7 +88,7 @@ def test_ratio_1_is_the_full_prefill(engine) -> None:
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
 def test_other_ratios_are_the_reference(engine, model, ratio: float) -> None:
     engine.precompute(SCENE.chunks)
-    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=ratio, check_layers=(1,)))
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio, "hkvd", (1,)))
     torch.testing.assert_close(got, want(model, ratio), atol=1e-4, rtol=0)
     full = first_logprobs(engine, SCENE.prompt, FULL)
     assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
@@ -221,6 +221,7 @@ def controlled(engine: Any, monkeypatch: pytest.MonkeyPatch, load_s: float, laye
     nbytes = sum(engine.entries.entry(chunk.token_ids).nbytes for chunk in SCENE.chunks)
     known = Costs(layers, ComputeCost(0.0, PER_TOKEN_S, 0.0), {"disk": TierCost(0.0, nbytes / load_s)})
     monkeypatch.setattr(engine, "costs", known)
+    monkeypatch.setattr(engine, "profile", replace(engine.profile, ratio=0.15))  # less than what loading hides
     answer = engine.generate(SCENE.prompt, ANSWER, AUTO)
     monkeypatch.setattr(engine, "costs", known)
     engine.reset_prefix_cache()
@@ -265,7 +266,7 @@ def test_from_storage_slower_than_computing_the_prompt_is_prefilled(engine, mode
 
 def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:
     engine.precompute([chunk for i, chunk in enumerate(SCENE.chunks) if i != 1])
-    settings = BlendSettings(ratio=0.15, check_layers=(1,))
+    settings = BlendSettings(0.15, "hkvd", (1,))
     got = first_logprobs(engine, SCENE.prompt, settings)
     torch.testing.assert_close(got, want(model, 0.15, missing=(1,)), atol=1e-4, rtol=0)
 

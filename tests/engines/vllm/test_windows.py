@@ -72,7 +72,7 @@ def test_the_gate_looks_past_the_window(engine) -> None:
 @pytest.mark.parametrize(("ratio", "check"), [(0.0, 1), (0.15, 1), (0.15, 3), (0.5, 3)])
 def test_every_ratio_is_the_reference(engine, model, ratio: float, check: int) -> None:
     engine.precompute(SCENE.chunks)
-    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=ratio, check_layers=(check,)))
+    got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio, "hkvd", (check,)))
     expected = reference.blend(model, SCENE.header, SCENE.parts(), ratio, (check,)).logits.float().log_softmax(-1)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     full = first_logprobs(engine, SCENE.prompt, FULL)
