@@ -37,7 +37,7 @@ class RunningServer:
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._command = ["serve", "--store", str(store), "--ram-budget", "0"]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
-        self._command += ["--max-request-size", str(BODY_LIMIT), *flags]
+        self._command += ["--max-request-size", f"{BODY_LIMIT}B", *flags]
         self.settings: dict[str, str] = {}
         self._command += (["--model", str(model)] if model else []) + (["--api-key", key] if key else [])
         self.process: BaseProcess | None = None
