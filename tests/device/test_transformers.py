@@ -36,7 +36,7 @@ def test_blends_equal_the_reference_on_the_cpu(device: str, family: str) -> None
     assert engine.gate.passed, engine.gate.reason
     engine.precompute(scene.chunks)
     for ratio in (0.0, 0.15, 1.0):
-        got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio))
+        got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio, "hkvd"))
         want = reference.blend(make_model(BLENDED[family]()), scene.header, scene.parts(), ratio)
         assert recomputed == want.recomputed
         assert (got.cpu() - want.logits).abs().max() < 1e-3
