@@ -190,7 +190,7 @@ class TestCompletions:
         answer = server.post("/v1/messages", {**fields, "model": model})
         assert answer.status_code == 200, answer.text
         assert server.metric("requests_total", mode="blend") > 0
-        assert answer.json()["usage"]["cache_read_input_tokens"] > 50
+        assert answer.json()["usage"]["cache_read_input_tokens"] > 20  # half of the chunks at least
 
 
 class TestChunks:
