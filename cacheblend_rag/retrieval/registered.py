@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
@@ -50,6 +51,15 @@ def _checksum(
     """Return what changes with any byte of a row: it finds damage, and does not keep out who may write the file."""
     texts = json.dumps([name, model, text, metadata, len(token_ids), *own]).encode()
     return xxhash.xxh3_128_digest(texts + token_ids + signature)
+
+
+class ConflictError(InputError):
+    """A chunk that cannot be changed that way."""
+
+    @classmethod
+    def of_id(cls, name: str) -> ConflictError:
+        """Return the error for an id that is another text's."""
+        return cls(f"The id {name!r} belongs to another text. Delete that chunk first, or use another id.")
 
 
 class RegisteredChunks(SQLiteFile):
@@ -171,7 +181,7 @@ class RegisteredChunks(SQLiteFile):
         expires: float | None = None,
         holder: str = "",
     ) -> None:
-        """Keep chunks, each in place of one with its id.
+        """Keep chunks, each in place of one with its id and text.
 
         Args:
             chunks: What to keep.
@@ -180,6 +190,7 @@ class RegisteredChunks(SQLiteFile):
             holder: Who holds them from now on, too.
 
         Raises:
+            ConflictError: An id is another text's; none is kept.
             StoreError: They cannot be written; none is kept.
         """
         query = f"INSERT OR REPLACE INTO chunks ({_COLUMNS}, {_OWN}, checksum) VALUES ({', '.join('?' * 10)})"
@@ -188,7 +199,16 @@ class RegisteredChunks(SQLiteFile):
         for name, text, token_ids, metadata, signature in map(chunk_row, chunks):
             row = (name, model, text, token_ids, metadata, signature, namespace, kv_bytes.get(name, 0), expires)
             rows.append((*row, _checksum(*row)))
+        texts = {row[0]: row[2] for row in rows}
+        # CROSS: see known().
+        others = (
+            "SELECT c.name, c.text FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
+            "WHERE c.model = ? AND c.namespace = ?"
+        )
         with self.transaction():
+            for name, text in self.rows(others, json.dumps(list(texts)), *self._of):
+                if text != texts[name]:
+                    raise ConflictError.of_id(name)
             self.db.executemany(query, rows)
             held = [(model, namespace, row[0], holder) for row in rows]
             self.db.executemany("INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?)", held)

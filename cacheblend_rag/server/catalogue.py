@@ -157,6 +157,7 @@ class ChunkCatalogue:
             holder: The client that holds them from now on, too.
 
         Raises:
+            ConflictError: An id has become another text's; none is kept.
             StoreError: They cannot be written, are too many or have too much KV; none is kept.
         """
         with self._lock:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
+from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
 from cacheblend_rag.protocol import (
     PrecomputeBody,
     first_problem,
 )
+from cacheblend_rag.retrieval.registered import ConflictError
 from cacheblend_rag.server.naming import tokens_match
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import PrecomputeReport
     from cacheblend_rag.engines.vllm.client import BlendClient
     from cacheblend_rag.server.catalogue import ChunkCatalogue
-
-
-class ConflictError(InputError):
-    """A chunk that cannot be changed that way."""
 
 
 class Wanted(NamedTuple):
@@ -47,9 +46,11 @@ class ServedChunks:
 
     def __init__(self, client: BlendClient, catalogue: ChunkCatalogue):
         self._client, self._catalogue = client, catalogue
+        self._coming: Counter[str] = Counter()  # texts that are being registered, whose KV no deletion may take
+        self._lock = threading.Lock()
 
     def read(self, body: bytes) -> Wanted:
-        """Make chunks of a request's body.
+        """Make chunks of a request's body; :meth:`settle` must follow, whatever becomes of them.
 
         Raises:
             InputError: It is malformed, or holds what cannot be a chunk.
@@ -82,21 +83,27 @@ class ServedChunks:
                 raise InputError(
                     f"chunks.{number}: the id {chunk.id!r} has another text further up. Give each text its own."
                 )
+        with self._lock:
+            self._coming.update(set(texts.values()))
         return Wanted(found, parsed.holder)
 
     def keep(self, chunks: list[Chunk], report: PrecomputeReport, holder: str = "") -> None:
         """Register chunks whose KV is stored; of a model that is not blended, and so has none, all of them.
 
         Raises:
+            ConflictError: Another request has given an id to another text meanwhile; none is registered.
             StoreError: They cannot be written, are too many or have too much KV; none is registered.
         """
         failed = report.failed if self._client.gate.passed else {}
         kept = [chunk for chunk in {c.id: c for c in chunks}.values() if chunk.id not in failed]
-        try:
-            self._catalogue.add(kept, {chunk.id: self._kv_bytes(chunk) or 0 for chunk in kept}, holder)
-        except StoreError:
-            self._drop_kv(chunk for chunk in kept if self._client.registry.get(chunk.id) is None)
-            raise
+        self._catalogue.add(kept, {chunk.id: self._kv_bytes(chunk) or 0 for chunk in kept}, holder)
+
+    def settle(self, chunks: Sequence[Chunk]) -> None:
+        """End what :meth:`read` has begun: drop the KV of those chunks that have not been registered."""
+        with self._lock:
+            self._coming -= Counter({chunk.text for chunk in chunks})
+        known = ((chunk, self._client.registry.get(chunk.id)) for chunk in chunks)
+        self._drop_kv(chunk for chunk, now in known if now is None or now.text != chunk.text)
 
     def _kv_bytes(self, chunk: Chunk) -> int | None:
         """Return how large the tenant's own KV of a chunk is; None where none is stored."""
@@ -126,9 +133,7 @@ class ServedChunks:
         # One that only a prompt has brought has no claim to its id, and one of another tenant's has none here.
         claimed = known is not None and known.text != chunk.text
         if claimed and self._catalogue.origin(body.id) in ("registered", "index"):
-            raise ConflictError(
-                f"The id {body.id!r} belongs to another text. Delete that chunk first, or use another id."
-            )
+            raise ConflictError.of_id(body.id)
         return Chunk(body.id, chunk.text, chunk.token_ids, chunk.metadata)
 
     def known(self, chunk_id: str) -> Chunk:
@@ -182,8 +187,9 @@ class ServedChunks:
 
     def _drop_kv(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
-            if not self._client.registry.others_have(chunk):
-                self._client.entries.delete(chunk.token_ids)
+            with self._lock:
+                if not self._coming[chunk.text] and not self._client.registry.others_have(chunk):
+                    self._client.entries.delete(chunk.token_ids)
 
     def expire(self) -> None:
         """Forget the chunks whose time is over, and delete their KV."""

@@ -24,7 +24,8 @@ from cacheblend_rag.protocol import (
     PrecomputeBody,
     read_query,
 )
-from cacheblend_rag.server.chunks import ConflictError, ServedChunks
+from cacheblend_rag.retrieval.registered import ConflictError
+from cacheblend_rag.server.chunks import ServedChunks
 from cacheblend_rag.server.middleware import error_response
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling
 from cacheblend_rag.store import StoreStats
@@ -290,10 +291,13 @@ class ChunkRoutes:
             except StoreError:
                 await asyncio.sleep(_REFUSED_S)
                 raise
-        report = await client.store_kv(wanted)
-        self._metrics.precomputed(report, client.namespace.name)
-        calling.get().admission.charge(report.tokens)
-        await asyncio.to_thread(self._chunks.keep, wanted, report, holder)
+        try:
+            report = await client.store_kv(wanted)
+            self._metrics.precomputed(report, client.namespace.name)
+            calling.get().admission.charge(report.tokens)
+            await asyncio.to_thread(served.chunks.keep, wanted, report, holder)
+        finally:
+            await asyncio.to_thread(served.chunks.settle, wanted)
         return JSONResponse(
             {
                 "object": "list",

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -57,7 +58,7 @@ class Served:
     catalogue: ChunkCatalogue
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    @property
+    @cached_property
     def chunks(self) -> ServedChunks:
         """Return its chunks together with their KV."""
         return ServedChunks(self.client, self.catalogue)

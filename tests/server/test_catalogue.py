@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
-from cacheblend_rag.retrieval.registered import FILE_NAME
+from cacheblend_rag.retrieval.registered import FILE_NAME, ConflictError
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 from cacheblend_rag.store.namespace import home_of
@@ -208,8 +209,10 @@ def test_three_servers_converge_after_any_number_of_changes(tmp_path: Path, seed
         number = dice.randrange(len(texts))
         name, act = f"document-{number // 3}", dice.random()
         if act < 0.45:
-            want[name] = Chunk(name, texts[number], (number,))
-            mine.add([want[name]])
+            new = Chunk(name, texts[number], (number,))
+            taken = want.setdefault(name, new) != new
+            with pytest.raises(ConflictError) if taken else nullcontext():
+                mine.add([new])
         elif act < 0.75:
             want.pop(name, None)
             mine.remove([name])

@@ -124,6 +124,76 @@ async def test_a_model_that_is_not_blended_knows_what_is_registered(server: Serv
     assert len(server.registry) == 4
 
 
+def held_up(server: Server, requests: int) -> asyncio.Barrier:
+    """Have registrations wait, once their KV is stored, for that many of them."""
+    barrier, store = asyncio.Barrier(requests), server.client.store_kv
+
+    async def store_kv(chunks: list[Chunk]) -> PrecomputeReport:
+        report = await store(chunks)
+        await barrier.wait()
+        return report
+
+    server.client.store_kv = store_kv  # type: ignore[method-assign]
+    return barrier
+
+
+async def test_of_ten_texts_that_want_one_id_at_a_time_one_gets_it_and_the_others_leave_no_kv(server: Server) -> None:
+    held_up(server, 10)
+    texts = [f"Berth {number} of the harbour." for number in range(10)]
+    answers = await asyncio.gather(*(server.register({"id": "berth", "text": text}) for text in texts))
+    assert sorted(answer.status_code for answer in answers) == [200] + [409] * 9
+    (kept,) = (text for text, answer in zip(texts, answers, strict=True) if answer.status_code == 200)
+    assert (await server("GET", "/berth")).json()["text"] == kept
+    assert [text for text in texts if server.stored(text)] == [kept]
+    await server("DELETE", "?all=true")
+    assert list(server.client.store.entries()) == []
+
+
+async def test_two_servers_of_one_store_give_an_id_to_one_text(tmp_path: Path) -> None:
+    servers = [Server(tmp_path) for _ in range(2)]
+    barrier = held_up(servers[0], 2)
+    held_up(servers[1], 1)
+    first = asyncio.create_task(servers[0].register({"id": "berth", "text": TEXTS[0]}))
+    while not barrier.n_waiting:
+        await asyncio.sleep(0)
+    assert (await servers[1].register({"id": "berth", "text": TEXTS[1]})).status_code == 200
+    await barrier.wait()
+    assert ((await first).status_code, servers[0].stored(TEXTS[0])) == (409, False)
+    assert (await servers[0]("GET", "/berth")).json()["text"] == TEXTS[1]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_a_deletion_leaves_the_kv_of_a_text_that_is_being_registered_under_another_id(
+    server: Server, taken: bool
+) -> None:
+    await server.register({"id": "old", "text": TEXTS[0]})
+    barrier = held_up(server, 2)
+    coming = asyncio.create_task(server.register({"id": "new", "text": TEXTS[0]}))
+    while not barrier.n_waiting:
+        await asyncio.sleep(0)
+    await server("DELETE", "/old")
+    assert server.stored(TEXTS[0])
+    if taken:
+        server.catalogue.add([Chunk("new", TEXTS[1], make_chunk(TEXTS[1], server.client.tokenizer).token_ids)])
+    await barrier.wait()
+    # Else it would be registered with no KV, and what a prompt stores of it later were in no quota.
+    assert ((await coming).status_code, server.stored(TEXTS[0])) == ((409, False) if taken else (200, True))
+    if not taken:
+        assert server.catalogue._registered.kv_bytes() > 0
+
+
+async def test_a_registration_that_fails_leaves_no_kv(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = server.client.store_kv
+
+    async def dies(chunks: list[Chunk]) -> PrecomputeReport:
+        await store(chunks)
+        raise StoreError("the disk is full")
+
+    server.client.store_kv = dies  # type: ignore[method-assign]
+    assert (await server.register(TEXTS[0])).status_code == 507
+    assert not server.stored(TEXTS[0])
+
+
 @pytest.mark.parametrize("chunk_id", ["a\nb", "a\n", "\n", "a\r\n", "a/b\n/c"])
 async def test_an_id_with_line_breaks_names_its_own_chunk_and_no_other(server: Server, chunk_id: str) -> None:
     await server.register({"id": chunk_id, "text": TEXTS[0]}, {"id": "a", "text": TEXTS[1]})
