@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,55 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def test_a_docstring_without_a_verb_is_seen() -> None:
     source = '"""Of reading."""\nclass A:\n    """Reads."""\n    def b(self):\n        """What it is."""\n'
     assert openings(source) == ["Of reading.", "What it is."]
+
+
+def classes(sources: Iterable[str]) -> Iterator[ast.ClassDef]:
+    """Yield the classes of several files."""
+    for source in sources:
+        yield from (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+
+
+def undocumented(sources: Iterable[str]) -> list[str]:
+    """Return the public methods without a docstring that override none with one; one that does has that one."""
+    known = {each.name: each for each in classes(sources)}  # no name stands twice
+    named = {name: [base for b in each.bases if (base := base_name(b)) in known] for name, each in known.items()}
+    said = {name: {m.name for m in methods(each) if ast.get_docstring(m)} for name, each in known.items()}
+
+    def inherited(name: str) -> set[str]:
+        return said[name].union(*map(inherited, named[name]))
+
+    public = [name for name in known if not name.startswith("_")]
+    wanted = {name: {m.name for m in methods(known[name]) if not m.name.startswith("_")} for name in public}
+    return sorted(f"{name}.{method}" for name in public for method in wanted[name] - inherited(name))
+
+
+def methods(of: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (node for node in of.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def base_name(node: ast.expr) -> str:
+    node = node.value if isinstance(node, ast.Subscript) else node
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def test_every_public_method_says_what_it_does_or_overrides_one_that_does() -> None:
+    assert undocumented(file.read_text("utf-8") for file in sorted(PACKAGE.rglob("*.py"))) == []
+
+
+def test_a_public_method_that_says_nothing_is_seen() -> None:
+    source = """
+class A:
+    def told(self):
+        "Tell."
+    def silent(self): ...
+    def _hidden(self): ...
+class B(A):
+    def told(self): ...
+    def own(self): ...
+class _C:
+    def silent(self): ...
+"""
+    assert undocumented([source]) == ["A.silent", "B.own"]
 
 
 MODULES = modules()

@@ -25,7 +25,7 @@ _PLUGINS = "cacheblend_rag.commands"
 _COMMANDS = {
     "ask": "cacheblend_rag.cli.ask:ask",
     "chat": "cacheblend_rag.cli.ask:chat",
-    "demo": "cacheblend_rag.cli.demo:demo",
+    "demo": "cacheblend_rag.lab.commands.demo:demo",
     "doctor": "cacheblend_rag.lab.commands.doctor:doctor",
     "documents": "cacheblend_rag.cli.documents:documents",
     "index": "cacheblend_rag.cli.index:index",
@@ -41,13 +41,16 @@ _COMMANDS = {
 }
 
 
-class _Commands(Mapping[str, Any]):
-    """Finds commands by name: the product's, the lab's, and those that other packages bring as entry points."""
+class Commands(Mapping[str, Any]):
+    """Finds commands by name: where a table says they are, and those that other packages bring as entry points of a group."""
+
+    def __init__(self, table: Mapping[str, str], plugins: str = ""):
+        self._table, self._plugins = table, plugins
 
     def __getitem__(self, name: str) -> Any:
-        if name in _COMMANDS:
-            found = resolve_name(_COMMANDS[name])
-        elif plugin := next(iter(entry_points(group=_PLUGINS, name=name)), None):
+        if name in self._table:
+            found = resolve_name(self._table[name])
+        elif plugin := next(iter(entry_points(group=self._plugins, name=name)), None):
             found = plugin.load()
         else:
             raise KeyError(name)
@@ -59,8 +62,8 @@ class _Commands(Mapping[str, Any]):
         return command
 
     def __iter__(self) -> Iterator[str]:
-        yield from _COMMANDS
-        yield from sorted(entry_points(group=_PLUGINS).names - _COMMANDS.keys())
+        yield from self._table
+        yield from sorted(entry_points(group=self._plugins).names - self._table.keys())
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -71,7 +74,7 @@ class _Group(TyperGroup):
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        self.commands: Any = _Commands()
+        self.commands: Any = Commands(_COMMANDS, _PLUGINS)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -42,7 +42,7 @@ def ask(
     opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever, namespace=namespace)
     with opened as pipeline, traced(pipeline.engine, trace):
         if answer_by == "marginal":
-            from cacheblend_rag.rag.marginal import answer_marginally
+            from cacheblend_rag.lab.evaluation.marginal import answer_marginally
 
             answer: RagAnswer = answer_marginally(pipeline, question, how.k, sampling)
         else:

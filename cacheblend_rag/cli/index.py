@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from cacheblend_rag.engines.entries import Ranking
+    from cacheblend_rag.lab.doctor.spot_check import SpotCheck
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.rag.planning import IndexPlan
-    from cacheblend_rag.rag.spot_check import SpotCheck
     from cacheblend_rag.retrieval.documents import FoundDocuments
 
 
@@ -131,8 +131,8 @@ def _index(
     ranking: Ranking | None,
     looks: Callable[[], IndexReport | None],
 ) -> tuple[IndexReport, SpotCheck | None]:
+    from cacheblend_rag.lab.doctor.spot_check import spot_check
     from cacheblend_rag.rag.locking import indexing_into
-    from cacheblend_rag.rag.spot_check import spot_check
 
     shown = _Shown()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,44 +11,36 @@ import typer
 from cacheblend_rag.blending.policies import POLICIES
 from cacheblend_rag.errors import InputError
 
-_MODEL, _BLEND, _ANSWER = "Model", "Blending", "Answer"
+_of_model = partial(typer.Option, rich_help_panel="Model")
+_of_blending = partial(typer.Option, rich_help_panel="Blending")
+_of_answers = partial(typer.Option, rich_help_panel="Answer")
 
 Model = Annotated[
     str | None,
-    typer.Option(
+    _of_model(
         "--model",
         "-m",
         help="smollm2, a model directory, a GGUF file or a hub name (default: that of the index, else smollm2; "
         "bundled for its own documents, and where none are read).",
-        rich_help_panel=_MODEL,
     ),
 ]
 Engine = Annotated[
-    Literal["transformers", "vllm"],
-    typer.Option(help="What runs the model: transformers, or vLLM in process.", rich_help_panel=_MODEL),
+    Literal["transformers", "vllm"], _of_model(help="What runs the model: transformers, or vLLM in process.")
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda, cuda:1... (default: cuda if there is one).", rich_help_panel=_MODEL),
-]
-DType = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16 (default: float32 on a CPU).", rich_help_panel=_MODEL),
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's choice).", rich_help_panel=_MODEL)]
+Device = Annotated[str | None, _of_model(help="cpu, cuda, cuda:1... (default: cuda if there is one).")]
+DType = Annotated[str | None, _of_model(help="float32, bfloat16 or float16 (default: float32 on a CPU).")]
+Threads = Annotated[int | None, _of_model(help="CPU threads (default: torch's choice).")]
 Writer = Annotated[
     Path | None,
-    typer.Option(
-        help="KV writer that `cacheblend learn` has made: it computes the chunks' KV (default: the model itself does).",
-        rich_help_panel=_MODEL,
+    _of_model(
+        help="KV writer that `cacheblend learn` has made: it computes the chunks' KV (default: the model itself does)."
     ),
 ]
 Server = Annotated[
     str | None,
-    typer.Option(
+    _of_model(
         help="Use a running `cacheblend serve`, as http://HOST:PORT, instead of loading a model; its key is read from "
-        "CACHEBLEND_API_KEY.",
-        rich_help_panel=_MODEL,
+        "CACHEBLEND_API_KEY."
     ),
 ]
 Store = Annotated[
@@ -58,49 +51,36 @@ Store = Annotated[
 ]
 Ratio = Annotated[
     float | None,
-    typer.Option(
-        help="Recompute ratio, 0 (full KV reuse) to 1 (full recompute) (default: the model profile's).",
-        rich_help_panel=_BLEND,
-    ),
+    _of_blending(help="Recompute ratio, 0 (full KV reuse) to 1 (full recompute) (default: the model profile's)."),
 ]
 BlendRatio = Annotated[
     str | None,
-    typer.Option(
+    _of_blending(
         help="Recompute ratio, 0 (full KV reuse) to 1 (full recompute), or auto: the model profile's, and more for text unlike "
-        "that of its calibration (default: the model profile's).",
-        rich_help_panel=_BLEND,
+        "that of its calibration (default: the model profile's)."
     ),
 ]
 Policy = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Token-selection policy: {', '.join(POLICIES)} (default: the model profile's).",
-        rich_help_panel=_BLEND,
-    ),
+    str | None, _of_blending(help=f"Token-selection policy: {', '.join(POLICIES)} (default: the model profile's).")
 ]
 Quality = Annotated[
     Literal["full", "exact", "high", "fast"] | None,
-    typer.Option(
+    _of_blending(
         help="In place of the three above: high (the model profile's blend), fast (recomputes less: sooner, and further off), "
         "exact (reuses only what changes nothing) or full (reuses nothing) (default: high, or exact where calibration found that "
-        "no blend is good enough).",
-        rich_help_panel=_BLEND,
+        "no blend is good enough)."
     ),
 ]
 Ranking = Annotated[
     Literal["now", "lazy", "off"] | None,
-    typer.Option(
+    _of_blending(
         help="When each chunk's tokens are ranked for the policies static and static-query: with its KV, after the first answer "
-        "that needs it, or never (default: now, if the model profile's policy is one of them).",
-        rich_help_panel=_BLEND,
+        "that needs it, or never (default: now, if the model profile's policy is one of them)."
     ),
 ]
 CheckLayers = Annotated[
     str | None,
-    typer.Option(
-        help="Layers at which KV deviation is measured, as 1 or 1,3 (default: the model profile's).",
-        rich_help_panel=_BLEND,
-    ),
+    _of_blending(help="Layers at which KV deviation is measured, as 1 or 1,3 (default: the model profile's)."),
 ]
 Retriever = Annotated[
     Path | None,
@@ -115,43 +95,39 @@ TraceFile = Annotated[
 ]
 AnswerBy = Annotated[
     Literal["together", "marginal"],
-    typer.Option(
+    _of_answers(
         "--answer",
         help="From one prompt with all chunks, or from each chunk alone: the answer that is likeliest over all of them.",
-        rich_help_panel=_ANSWER,
     ),
 ]
 K = Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to answer with.", rich_help_panel=_ANSWER)]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.", rich_help_panel=_ANSWER)]
-TopP = Annotated[float, typer.Option(help="Nucleus mass, above 0 up to 1.", rich_help_panel=_ANSWER)]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_ANSWER)]
+MaxTokens = Annotated[int, _of_answers(min=1, help="Most tokens to answer with.")]
+Temperature = Annotated[float, _of_answers(min=0.0, help="0 is greedy.")]
+TopP = Annotated[float, _of_answers(help="Nucleus mass, above 0 up to 1.")]
+Seed = Annotated[int | None, _of_answers(help="Makes sampling repeatable.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
 RamBudget = Annotated[
     str | None,
-    typer.Option(
-        help="KV to hold in RAM, as 4GiB. Noted in the store (default: what is noted, else a quarter of the memory).",
-        rich_help_panel=_BLEND,
+    _of_blending(
+        help="KV to hold in RAM, as 4GiB. Noted in the store (default: what is noted, else a quarter of the memory)."
     ),
 ]
 DiskBudget = Annotated[
     str | None,
-    typer.Option(
-        help="KV to hold on disk, as 100GiB. Noted in the store (default: what is noted, else half of what is free).",
-        rich_help_panel=_BLEND,
+    _of_blending(
+        help="KV to hold on disk, as 100GiB. Noted in the store (default: what is noted, else half of what is free)."
     ),
 ]
 
 KV = Annotated[
     str | None,
-    typer.Option(
+    _of_blending(
         "--kv",
         help="Where the store keeps its KV, fastest first: ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,"
         "s3://bucket/prefix. Noted in the store, so that later commands need not be told "
         "(default: what is noted, else RAM and the store's own directory).",
-        rich_help_panel=_BLEND,
     ),
 ]
 
@@ -166,10 +142,9 @@ Namespace = Annotated[
 ]
 Encrypt = Annotated[
     Path | None,
-    typer.Option(
+    _of_blending(
         help="Encrypt the store's KV, in all tiers but RAM, with the keys in this directory, which `cacheblend store keygen` "
-        "makes. Noted in the store, as encrypt= in the addresses of --kv.",
-        rich_help_panel=_BLEND,
+        "makes. Noted in the store, as encrypt= in the addresses of --kv."
     ),
 ]
 

@@ -1,1 +1,1 @@
-"""Bundles a small model, a fictional corpus, and a comparison of all methods on it."""
+"""Bundles a small model, a fictional corpus, and the methods that are compared on it."""

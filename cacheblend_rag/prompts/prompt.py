@@ -10,28 +10,8 @@ from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, PlainText, chunk_id, make_chunk
 from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered, text_of
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, reads_tools, render, render_probes
+from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, render, render_probes
 from cacheblend_rag.prompts.tokens import EDGE, TextEncoder, encoder_for
-
-__all__ = [
-    "DEFAULT_INSTRUCTION",
-    "BlendPrompt",
-    "ChunkRef",
-    "ChunkRegistry",
-    "ChunkSpan",
-    "TokenizedPrompt",
-    "answer_ids",
-    "chat_prompt",
-    "chosen_header_ids",
-    "chunk_of",
-    "header_ids",
-    "joins_are_plain",
-    "rag_header",
-    "rag_prompt",
-    "reads_tools",
-    "text_prompt",
-    "tokenize",
-]
 
 DEFAULT_INSTRUCTION = "Answer from the notes."
 

@@ -293,8 +293,8 @@ def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:
         return None
 
 
-class AddedChunks:
-    """Keeps the chunks that a registry holds itself, in memory, as a :class:`ChunkSource`."""
+class AddedChunks(ChunkSource):
+    """Keeps the chunks that a registry holds itself, in memory."""
 
     def __init__(self) -> None:
         """Start without any."""
@@ -305,7 +305,6 @@ class AddedChunks:
 
     @property
     def generation(self) -> int:
-        """See :class:`ChunkSource`."""
         return self._last
 
     def put(self, chunks: Iterable[Chunk]) -> None:
@@ -332,28 +331,22 @@ class AddedChunks:
         return list(self._row_of)
 
     def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
-        """See :class:`ChunkSource`."""
         new = [row for row in range(after + 1, self._last + 1) if row in self._chunks]
         return np.array(new, np.int64), signatures_of([self._chunks[row].text for row in new])
 
     def chunk_at(self, row: int) -> Chunk | None:
-        """See :class:`ChunkSource`."""
         return self._chunks.get(row)
 
     def known(self, chunk_ids: Sequence[str]) -> set[str]:
-        """See :class:`ChunkSource`."""
         return {chunk_id for chunk_id in chunk_ids if chunk_id in self._row_of}
 
     def named(self, chunk_id: str) -> Chunk | None:
-        """See :class:`ChunkSource`."""
         row = self._row_of.get(chunk_id)
         return None if row is None else self._chunks.get(row)
 
     def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        """See :class:`ChunkSource`."""
         names = sorted(name for name in list(self._row_of) if name > chunk_id)[:most]
         return [chunk for name in names if (chunk := self.named(name)) is not None]
 
     def count(self) -> int:
-        """See :class:`ChunkSource`."""
         return len(self._row_of)

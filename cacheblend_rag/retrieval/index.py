@@ -11,6 +11,7 @@ from typing import Self
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
+from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
@@ -62,7 +63,7 @@ class IndexStats:
     embedding: str
 
 
-class ChunkIndex:
+class ChunkIndex(ChunkSource):
     """Keeps what was indexed in one directory: documents, chunks, vectors, but no KV.
 
     Thread-safe; any number of processes may use it at once. The embedding model and FAISS are loaded by the first call that
@@ -110,7 +111,6 @@ class ChunkIndex:
 
     @property
     def generation(self) -> Hashable:
-        """Return a value that is another one after every change, by this process or by others."""
         return self._database.generation()
 
     def add(
@@ -192,23 +192,18 @@ class ChunkIndex:
         return chunk
 
     def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
-        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`, as the next five."""
         return self._database.signatures_after(after)
 
     def chunk_at(self, row: int) -> Chunk | None:
-        """Return the chunk of a row, None where it is gone."""
         return next(iter(self._database.find_chunks("c.id = ?", row)), None)
 
     def known(self, chunk_ids: Sequence[str]) -> set[str]:
-        """Return which of these ids are in the index."""
         return self._database.known(chunk_ids)
 
     def named(self, chunk_id: str) -> Chunk | None:
-        """Return the chunk with that id."""
         return next(iter(self._database.find_chunks("c.name = ?", chunk_id)), None)
 
     def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        """Return up to ``most`` chunks with ids behind ``chunk_id``, in the order of their ids."""
         return self._database.find_chunks("c.name > ? ORDER BY c.name LIMIT ?", chunk_id, most)
 
     def count(self) -> int:

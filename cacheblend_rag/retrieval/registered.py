@@ -13,6 +13,7 @@ import xxhash
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
+from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
 from cacheblend_rag.store.files import make_root
 from cacheblend_rag.store.namespace import DEFAULT_NAME
@@ -62,7 +63,7 @@ class ConflictError(InputError):
         return cls(f"The id {name!r} belongs to another text. Delete that chunk first, or use another id.")
 
 
-class RegisteredChunks(SQLiteFile):
+class RegisteredChunks(SQLiteFile, ChunkSource):
     """One model's and namespace's registered chunks in a store directory; unlike the index, without documents and vectors.
 
     Thread-safe; several servers may share the file. It has a rollback journal, which works on a network file system with
@@ -104,12 +105,10 @@ class RegisteredChunks(SQLiteFile):
 
     @property
     def generation(self) -> Hashable:
-        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         with self.access():
             return self.others_commits(), self.db.total_changes
 
     def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
-        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         return self.read_signatures(
             "SELECT id, signature FROM chunks INDEXED BY signatures WHERE model = ? AND namespace = ? AND id > ? ORDER BY id",
             *self._of,
@@ -117,25 +116,20 @@ class RegisteredChunks(SQLiteFile):
         )
 
     def chunk_at(self, row: int) -> Chunk | None:
-        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         return next(iter(self._read("id = ?", row)), None)
 
     def known(self, chunk_ids: Sequence[str]) -> set[str]:
-        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         # CROSS: the names first, or SQLite may go through all chunks.
         query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ? AND c.namespace = ?"
         return {name for (name,) in self.rows(query, json.dumps(list(chunk_ids)), *self._of)}
 
     def named(self, chunk_id: str) -> Chunk | None:
-        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         return next(iter(self._read("name = ?", chunk_id)), None)
 
     def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         return self._read("name > ? ORDER BY name LIMIT ?", chunk_id, most)
 
     def count(self) -> int:
-        """See :class:`~cacheblend_rag.prompts.registry.ChunkSource`."""
         return int(self.rows("SELECT count(*) FROM chunks WHERE model = ? AND namespace = ?", *self._of)[0][0])
 
     def _read(self, which: str, *parameters: object) -> list[Chunk]:

@@ -93,7 +93,6 @@ class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
             return self._publish(temporary, key, replace)
 
     def contains(self, key: KVKey) -> bool:
-        """See :meth:`KVStore.contains`."""
         try:
             status = self._directory.file(key).lstat()
         except OSError:
@@ -122,12 +121,10 @@ class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
         self._change_pins(lambda pins: pins - frozenset(keys))
 
     def pins(self) -> frozenset[KVKey]:
-        """See :meth:`Evicting.pins`."""
         with self._writing():
             return self._directory.pins()
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`Evicting.touch`."""
         self._directory.touch(self._directory.file(key))
 
     def entry(self, key: KVKey) -> EntryInfo | None:
@@ -157,7 +154,6 @@ class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
                 self._offer(evicted.held_back, offered)
 
     def tell_evictions(self, listener: Callable[[KVKey, StoredKV], None]) -> None:
-        """See :meth:`TellsEvictions.tell_evictions`."""
         self._on_evict = listener
 
     def stats(self) -> StoreStats:
@@ -166,11 +162,9 @@ class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
         return self._stats(len(sizes), sum(sizes))
 
     def activity(self) -> dict[str, Activity]:
-        """See :meth:`Reporting.activity`."""
         return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """See :meth:`Listing.verify`."""
         on_damage = self._discard if repair else lambda *_: None
 
         def opened(key: KVKey) -> KVFile | None:

@@ -149,7 +149,6 @@ class ChunkKV(StoredKV):
         return self._blocks[begin, end]
 
     def static_deviation(self) -> torch.Tensor | None:
-        """See :meth:`StoredKV.static_deviation`."""
         return self._static
 
 

@@ -176,7 +176,6 @@ class KVFile(StoredKV):
             raise self._report(f"header: {error!r}") from error
 
     def layer(self, index: int) -> LayerKV:
-        """See :meth:`StoredKV.layer`."""
         return self.layer_in(index, plain)
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
@@ -208,7 +207,6 @@ class KVFile(StoredKV):
         return static
 
     def waited(self, seconds: float) -> None:
-        """See :meth:`StoredKV.waited`."""
         self._clock.wait(seconds)
 
     def verify(self) -> None:

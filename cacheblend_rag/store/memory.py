@@ -194,7 +194,6 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self._page_locked.grow_ahead()
 
     def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-        """See :meth:`PageLocking.room`."""
         if self._page_locked is None or not self._fits(nbytes):
             return None
         block = self._page_locked.take(nbytes)
@@ -236,38 +235,31 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return True
 
     def contains(self, key: KVKey) -> bool:
-        """See :meth:`KVStore.contains`."""
         with self._lock:
             return key in self._held
 
     def delete(self, key: KVKey) -> bool:
-        """See :meth:`KVStore.delete`."""
         with self._lock:
             self._pins.discard(key)
             return self._remove(key) is not None
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`Evicting.touch`."""
         with self._lock:
             self._use(key)
 
     def pin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`Evicting.pin`."""
         with self._lock:
             self._pins.update(keys)
 
     def unpin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`Evicting.unpin`."""
         with self._lock:
             self._pins.difference_update(keys)
 
     def pins(self) -> frozenset[KVKey]:
-        """See :meth:`Evicting.pins`."""
         with self._lock:
             return frozenset(self._pins)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
-        """See :meth:`KVStore.entry`."""
         with self._lock:
             held = self._held.get(key)
             return None if held is None else EntryInfo(key, held.kv.nbytes, self.tier, held.last_used)
@@ -279,17 +271,14 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return iter(snapshot)
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`Evicting.evict`."""
         with self._lock:
             return self._evict(to_bytes)
 
     def stats(self) -> StoreStats:
-        """See :meth:`Reporting.stats`."""
         with self._lock:
             return self._stats(len(self._held), self._nbytes)
 
     def activity(self) -> dict[str, Activity]:
-        """See :meth:`Reporting.activity`."""
         return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:

@@ -42,7 +42,6 @@ class Promotion(StoredKV):
         self._end = weakref.finalize(self, on_end, source.nbytes)
 
     def layer(self, index: int) -> LayerKV:
-        """See :meth:`StoredKV.layer`."""
         with self._lock:
             held = self._layers.get(index)
             if held is None and self._take is None:
@@ -62,11 +61,9 @@ class Promotion(StoredKV):
         return layer
 
     def static_deviation(self) -> torch.Tensor | None:
-        """See :meth:`StoredKV.static_deviation`."""
         return self._source.static_deviation()
 
     def waited(self, seconds: float) -> None:
-        """See :meth:`StoredKV.waited`."""
         self._source.waited(seconds)
 
     def finish(self) -> None:

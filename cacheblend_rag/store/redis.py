@@ -179,7 +179,6 @@ class RedisStore(RemoteStore):
         self._scripts = {name: self._client.register_script(_PRELUDE + text) for name, text in _SCRIPTS.items()}
 
     def close(self) -> None:
-        """See :meth:`RemoteStore.close`."""
         super().close()
         self._client.close()
         self._writer.close()

@@ -113,7 +113,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         self._calls = RemoteCalls(f"{self.tier} tier {where}", failures, timeout_s)
 
     def get(self, key: KVKey) -> KVFile | None:
-        """See :meth:`KVStore.get`."""
         checked_key(key)
         try:
             head = self._calls(lambda: self._head(key, HEAD_BYTES))
@@ -122,7 +121,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return self._found(key, head and _RemoteSource(self, key, head), self._discard, AT_ONCE)
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
-        """See :meth:`KVStore.put`."""
         checked_key(key)
         if not replace and self._calls(lambda: self._use(key)):
             return True
@@ -143,7 +141,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
             return False
 
     def delete(self, key: KVKey) -> bool:
-        """See :meth:`KVStore.delete`."""
         checked_key(key)
         return self._calls(lambda: self._remove(key, None))
 
@@ -158,7 +155,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         self._calls(lambda: self._pin(wanted, False))
 
     def pins(self) -> frozenset[KVKey]:
-        """See :meth:`Evicting.pins`."""
         return self._calls(self._pins)
 
     def touch(self, key: KVKey) -> None:
@@ -166,7 +162,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         self._touch(checked_key(key))
 
     def entry(self, key: KVKey) -> EntryInfo | None:
-        """See :meth:`KVStore.entry`."""
         checked_key(key)
         return self._calls(lambda: self._info(key))
 
@@ -175,7 +170,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return iter(sorted(self._patiently(self._list), key=lambda entry: entry.last_used))
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`Evicting.evict`."""
         freed, evicted = self._patiently(lambda: self._evict(to_bytes))
         self._events.add("evictions", evicted)
         return freed
@@ -190,15 +184,12 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return self._stats(entries, nbytes, out)
 
     def out(self) -> dict[str, bool]:
-        """See :meth:`Reporting.out`."""
         return {self.tier: bool(self._calls.out)}
 
     def activity(self) -> dict[str, Activity]:
-        """See :meth:`Reporting.activity`."""
         return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """See :meth:`Listing.verify`."""
         on_damage = self._discard if repair else lambda *_: None
 
         def opened(key: KVKey) -> KVFile | None:

@@ -208,7 +208,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
                 _log.warning("Entries go to the other tiers alone: %s", error)
 
     def contains(self, key: KVKey) -> bool:
-        """See :meth:`KVStore.contains`."""
         return any(self._on_its_way(tier, key) is not None or tier.contains(key) for tier in self.tiers)
 
     def delete(self, key: KVKey) -> bool:
@@ -217,7 +216,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return any(_of_each(self.tiers, lambda tier: tier.delete(key))) or any(waiting)
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`Evicting.touch`."""
         for tier in self._evicting:
             tier.touch(key)
 
@@ -300,11 +298,9 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         )
 
     def out(self) -> dict[str, bool]:
-        """See :meth:`Reporting.out`."""
         return {name: is_out for tier in self._reporting for name, is_out in tier.out().items()}
 
     def activity(self) -> dict[str, Activity]:
-        """See :meth:`Reporting.activity`."""
         return {name: counted for tier in self._reporting for name, counted in tier.activity().items()}
 
     def verify(self, repair: bool = True) -> VerifyReport:

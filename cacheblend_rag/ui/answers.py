@@ -94,7 +94,7 @@ class AnswerPanel:
 
     def compare(self, number: int | None, tab: str) -> Iterator[str]:
         """Answer the shown answer's prompt by every method, one after another."""
-        from cacheblend_rag.demo.comparison import METHODS, answer_by_each_method
+        from cacheblend_rag.demo.methods import METHODS, answer_by_each_method
         from cacheblend_rag.rag.fates import prompt_fate
 
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag.demo import bundle
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_corpus, bundled_questions
-from cacheblend_rag.demo.comparison import METHODS
+from cacheblend_rag.demo.methods import METHODS
 from cacheblend_rag.engines import models
 from tests.command_line import as_json
 
@@ -32,7 +32,7 @@ def small_demo(monkeypatch, model_dir, documents):
             q if a is None else DemoQuestion(q.question, a, q.kind, q.source)
             for q, a in zip(QUESTIONS, answers or [None] * 3, strict=True)
         ]
-        for module in ("cacheblend_rag.demo.bundle", "cacheblend_rag.demo.comparison"):
+        for module in ("cacheblend_rag.demo.bundle", "cacheblend_rag.lab.comparison"):
             monkeypatch.setattr(f"{module}.bundled_questions", lambda: list(rows))
 
     monkeypatch.setattr(models, "bundled_model_directory", lambda: Path(model_dir))

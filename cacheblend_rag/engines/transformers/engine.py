@@ -264,7 +264,6 @@ class TransformersEngine(ModelOwner):
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
-        """See :class:`BlendEngine`."""
         begin = time.perf_counter()
         request = self.request(prompt, sampling, settings)
         schema, guide = request.sampling.schema(), None

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blending.bulk import StoredLayers
+from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.rope import CosSin, Move, Rope, differ, rope_of_runs, two_runs
-from cacheblend_rag.blending.target import BlendTarget, StopForward
+from cacheblend_rag.blending.target import BlendTarget, StopForward, Watch
 from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking, scattered
@@ -202,8 +203,8 @@ class ModelRunner:
         return table
 
 
-class TransformersTarget:
-    """One prompt being blended on a :class:`ModelRunner`; a :class:`~cacheblend_rag.blending.target.BlendTarget`.
+class TransformersTarget(BlendTarget):
+    """One prompt being blended on a :class:`ModelRunner`.
 
     Attributes:
         logits: Logits ``[vocab]`` of the prompt's last token, after the sparse pass.
@@ -220,11 +221,9 @@ class TransformersTarget:
         self._placed = False  # or on its way, all of it
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         self.cache.place(layer, kv, move, positions)
 
     def place_layers(self, stored: StoredLayers) -> Callable[[int], None] | None:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         graphs = self._runner.graphs
         waiting = None if graphs is None else graphs.place(self.cache, stored)
         self._placed = waiting is not None
@@ -233,7 +232,6 @@ class TransformersTarget:
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         return self._forward(positions, before_layer, stop_layer, None)
 
     def look(self, positions: torch.Tensor, before_layer: Callable[[int], None], looks: Looks) -> None:
@@ -268,7 +266,6 @@ class TransformersTarget:
         return bool(self._runner.model.config.get_text_config()._attn_implementation != "eager")
 
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> _Watch:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         return _Watch(self, watch_from, before_layer, len(self._ids))
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
@@ -284,8 +281,8 @@ class TransformersTarget:
         return ok
 
 
-class _Watch:
-    """See :class:`~cacheblend_rag.blending.target.Watch`; all tokens are run at once."""
+class _Watch(Watch):
+    """Runs all tokens at once."""
 
     def __init__(self, target: TransformersTarget, watch_from: int, before_layer: Callable[[int], None], tokens: int):
         self._target, self._watch_from, self._before_layer, self._tokens = target, watch_from, before_layer, tokens
@@ -301,14 +298,18 @@ class _Watch:
         return self._looks.mean(self._tokens)
 
 
-class TransformersSubject:
-    """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
+class TransformersSubject(GateSubject):
+    """Lets the gate and calibration drive a :class:`ModelRunner`."""
 
     def __init__(self, runner: ModelRunner):
         """Wrap a runner."""
         self._runner = runner
-        self.num_layers, self.dtype, self.window = runner.num_layers, runner.dtype, runner.window
+        self.num_layers, self.dtype = runner.num_layers, runner.dtype
         self.vocab_size = int(runner.model.config.get_text_config().vocab_size)
+
+    @property
+    def window(self) -> int | None:
+        return self._runner.window
 
     def detect_rope(self) -> Rope:
         """Run the same tokens at two offsets and see how their keys moved, and which of the two cached tensors is the key."""
@@ -322,31 +323,25 @@ class TransformersSubject:
         return rope_of_runs(self._runner.rope_tables(), (old, new))
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         cache = self._runner.new_cache(len(token_ids))
         logits = self._runner.append(torch.tensor([token_ids], device=self._runner.device), cache, offset)[0]
         return logits, ChunkKV([cache.read(i, 0, 0, len(token_ids)) for i in range(self.num_layers)], offset)
 
     def fits(self, tokens: int) -> bool:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         return True
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         return TransformersTarget(self._runner, rope, token_ids)
 
     def logits(self, target: BlendTarget) -> torch.Tensor:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         assert isinstance(target, TransformersTarget)
         assert target.logits is not None
         return target.logits
 
     def kv(self, target: BlendTarget) -> list[LayerKV]:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         assert isinstance(target, TransformersTarget)
         return [target.cache.view(layer, 0, 0, target.cache.length) for layer in range(self.num_layers)]
 
     def decode(self, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         assert isinstance(target, TransformersTarget)
         return self._runner.follow(torch.tensor([list(tokens)], device=self._runner.device), target.cache)[0]

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 from vllm.forward_context import set_forward_context
 
+from cacheblend_rag.blending.target import Watch
 from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.vllm.kernels import attention_replaced
 from cacheblend_rag.engines.vllm.paged import PagedModel
@@ -23,7 +24,7 @@ _SCORES = {"cpu": 1 << 19}
 _MOST_SCORES = 1 << 24
 
 
-class WatchedPass:
+class WatchedPass(Watch):
     """Runs tokens of a sequence over the KV in its pages and sums up what those from a position on attend to."""
 
     def __init__(

@@ -145,7 +145,6 @@ class VLLMEngine(BlendClient, BlendEngine):
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
-        """See :class:`BlendEngine`."""
         return self._pump(self.request(prompt, sampling, settings))
 
     def _pump(self, request: Request) -> Iterator[StreamEvent]:
@@ -188,11 +187,9 @@ class VLLMEngine(BlendClient, BlendEngine):
         return self._run(self.scores(self.scoring_request(prompt, completions, settings), completions))
 
     def flush(self) -> None:
-        """See :class:`BlendEngine`."""
         self._run(self.drain())
 
     def reset_prefix_cache(self) -> None:
-        """See :class:`BlendEngine`."""
         self._run(self.llm.reset_prefix_cache())
 
     def ask_worker(self, method: str) -> Any:

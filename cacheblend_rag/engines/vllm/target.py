@@ -9,6 +9,7 @@ import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
 from cacheblend_rag.blending.bulk import StoredLayers
+from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.rope import Move, Rope, rope_of_runs, two_runs
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.engines.vllm.attention import WatchedPass
@@ -34,8 +35,8 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class PagedTarget:
-    """One prompt being blended into its blocks; a :class:`~cacheblend_rag.blending.target.BlendTarget`."""
+class PagedTarget(BlendTarget):
+    """One prompt being blended into its blocks."""
 
     def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], pages: Pages):
         """Fill ``pages`` with the KV of ``token_ids``."""
@@ -45,12 +46,10 @@ class PagedTarget:
         self.hidden: torch.Tensor | None = None
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         slots = self.pages.on_device[self._paged.group_of[layer]]
         self._paged.place(layer, kv, move, slots[positions])
 
     def place_layers(self, stored: StoredLayers) -> Callable[[int], None] | None:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         kernels = self._paged.kernels
         if kernels is None or len(self.pages.on_device) > 1:  # groups of layers have pages of their own
             return None
@@ -59,7 +58,6 @@ class PagedTarget:
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         result = self._paged.forward(self.ids[positions], positions, self.pages, before_layer, stop_layer)
         if isinstance(result, LayerKV):
             return result
@@ -76,7 +74,6 @@ class PagedTarget:
         return WatchedPass(self._paged, self.ids, self.pages, before_layer, watch_from)
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         return self._paged.segment(positions, most)
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
@@ -84,12 +81,11 @@ class PagedTarget:
         return sum_over_ranks(deviation)
 
     def agree(self, ok: bool) -> bool:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`."""
         return all_ranks(ok)
 
 
-class PagedSubject:
-    """See :class:`~cacheblend_rag.blending.gate.GateSubject`. Uses the cache's first blocks: only while no request runs."""
+class PagedSubject(GateSubject):
+    """Lets the gate drive the worker's model. Uses the cache's first blocks: only while no request runs."""
 
     def __init__(self, paged: PagedModel):
         """Wrap the worker's model."""
@@ -98,12 +94,10 @@ class PagedSubject:
 
     @property
     def window(self) -> int | None:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         windows = [window for layer in range(self.num_layers) if (window := self._paged.window(layer)) is not None]
         return min(windows, default=None)
 
     def fits(self, tokens: int) -> bool:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         within_pages = len(self._paged.groups) * self._blocks(tokens) < self._paged.num_blocks
         return within_pages and tokens < self._paged.config.model_config.max_model_len
 
@@ -119,11 +113,9 @@ class PagedSubject:
         return Pages(self._paged, ids, tokens)
 
     def detect_rope(self) -> Rope:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         return rope_of_runs(self._paged.rope_tables(), two_runs(self.full_prefill, self.vocab_size))
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         ids, rest = torch.tensor(token_ids), torch.arange(len(token_ids))
         pages = self._pages(len(token_ids))
         hidden: Any = None
@@ -138,16 +130,13 @@ class PagedSubject:
         return [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
 
     def kv(self, target: Any) -> list[LayerKV]:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         assert isinstance(target, PagedTarget)
         return self._read(target.pages, len(target.ids))
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         return PagedTarget(self._paged, rope, token_ids, self._pages(len(token_ids)))
 
     def logits(self, target: Any) -> torch.Tensor:
-        """See :class:`~cacheblend_rag.blending.gate.GateSubject`."""
         assert isinstance(target, PagedTarget)
         assert target.hidden is not None
         return self._paged.logits(target.hidden)

@@ -15,11 +15,11 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.evaluation.baselines import MapReduce, MapRerank
 from cacheblend_rag.lab.evaluation.baselines.chunkwise import ChunkwiseAnswer
+from cacheblend_rag.lab.evaluation.marginal import marginalise, priors
 from cacheblend_rag.lab.evaluation.method import Method, Reply, generate_reply
 from cacheblend_rag.lab.evaluation.reordered import ReorderMethod
 from cacheblend_rag.lab.samples import EvalCase
 from cacheblend_rag.prompts.prompt import rag_prompt
-from cacheblend_rag.rag.marginal import marginalise, priors
 
 NAMES: Final = (
     "full",
@@ -59,7 +59,6 @@ class SettingsMethod(Method):
         self.key = f"{sorted(asdict(settings).items())}{free_loads}"
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        """See :class:`Method`."""
         return generate_reply(engine, case.prompt, case.max_tokens, self.settings, self._free_loads)
 
 
@@ -73,7 +72,6 @@ class ChunkwiseMethod(Method):
         self.label = LABELS[self.name]
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        """See :class:`Method`."""
         asked = self._kind(engine, instruction=case.sample.instruction)
         done = asked.answer(case.sample.question, case.chunks, SamplingParams(case.max_tokens))
         return _reply(done)
@@ -89,7 +87,6 @@ class MarginalMethod(Method):
     label = LABELS[name]
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        """See :class:`Method`."""
         sample = case.sample
         prompts = [rag_prompt(engine.tokenizer, [chunk], sample.question, sample.instruction) for chunk in case.chunks]
         prior = priors(case.similarity or [0.0] * len(prompts))
@@ -131,7 +128,6 @@ class LangChainMethod(Method):
         self.label = LABELS[name]
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        """See :class:`Method`."""
         from cacheblend_rag.lab.evaluation.baselines.langchain import map_reduce, map_rerank
 
         run = map_reduce if self.name == "langchain_map_reduce" else map_rerank

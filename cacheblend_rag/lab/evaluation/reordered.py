@@ -39,7 +39,6 @@ class ReorderMethod(InTurn):
         self._planned: dict[str, tuple[list[Chunk], int]] = {}
 
     def begin(self, cases: Sequence[EvalCase]) -> None:
-        """See :class:`InTurn`."""
         prompts = ReorderedPrompts(self._budget)
         for case in cases:
             chunks = prompts.order(case.chunks)
@@ -50,7 +49,6 @@ class ReorderMethod(InTurn):
         self.key = f"{self.name} {None if self._blend is None else sorted(asdict(self._blend).items())} {self._budget} {digest}"
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        """See :class:`Method`."""
         chunks, count = self._planned[case.sample.id]
         prompt = rag_prompt(engine.tokenizer, chunks, case.sample.question, case.sample.instruction)
         settings, free = (PREFIX_CACHING, True) if self._blend is None else (self._blend, False)

@@ -88,15 +88,12 @@ class Adapter(Student):
         self._known: dict[str, torch.Tensor] = {}
 
     def rate(self, done: float) -> float:
-        """See :class:`Student`."""
         return 5e-4
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """See :class:`Student`."""
         return list(self._dense.parameters())
 
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        """See :class:`Student`."""
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new:
             with torch.no_grad():
@@ -115,15 +112,12 @@ class TunedTower(Student):
         self.model.train()
 
     def rate(self, done: float) -> float:
-        """See :class:`Student`."""
         return 3e-5
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """See :class:`Student`."""
         return list(self.model.parameters())
 
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        """See :class:`Student`."""
         return self._encode(texts, "query")
 
     def _encode(self, texts: Sequence[str], prompt: str) -> torch.Tensor:
@@ -142,7 +136,6 @@ class Both(TunedTower):
     documents = True
 
     def rate(self, done: float) -> float:
-        """See :class:`Student`."""
         return 3e-5 * min(1.0, 10 * done + 0.1) * (1 - done)
 
     def encode_chunks(self, texts: Sequence[str]) -> torch.Tensor:

@@ -6,9 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from cacheblend_rag.demo import comparison
 from cacheblend_rag.demo.bundle import DemoQuestion
-from cacheblend_rag.demo.comparison import METHODS, DemoRow, MethodAnswer, run_demo
+from cacheblend_rag.demo.methods import METHODS
+from cacheblend_rag.lab import comparison
+from cacheblend_rag.lab.comparison import DemoRow, MethodAnswer, run_demo
 
 
 @pytest.fixture

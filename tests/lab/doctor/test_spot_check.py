@@ -11,8 +11,8 @@ import pytest
 
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.lab.doctor.spot_check import spot_check
 from cacheblend_rag.rag.pipeline import RagPipeline
-from cacheblend_rag.rag.spot_check import spot_check
 
 TOPICS = ("tower", "harbour", "mill", "bridge", "garden")
 

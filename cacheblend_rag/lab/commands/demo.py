@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cacheblend_rag.demo.comparison import DemoRow
+    from cacheblend_rag.lab.comparison import DemoRow
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
     from cacheblend_rag.rag.pipeline import RagPipeline
 
@@ -41,8 +41,8 @@ def demo(
     model = EngineOptions(BUNDLED_MODEL, device=device, threads=threads)
     with open_pipeline(model, directory, BudgetOptions(), must_exist=False) as pipeline:
         from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
-        from cacheblend_rag.demo.comparison import as_json as rows_as_json
-        from cacheblend_rag.demo.comparison import run_demo
+        from cacheblend_rag.lab.comparison import as_json as rows_as_json
+        from cacheblend_rag.lab.comparison import run_demo
 
         with progress("Indexing") as show:
 
@@ -126,7 +126,7 @@ class _Screen:
 
     def totals(self, rows: list[DemoRow], directory: Path) -> None:
         """Print the table over all questions, and what follows from it."""
-        from cacheblend_rag.demo.comparison import totals
+        from cacheblend_rag.lab.comparison import totals
 
         found = totals(rows)
         full, reuse, blend = (found[name] for name in ("full recompute", "full KV reuse", "blend"))

@@ -7,21 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_questions
-from cacheblend_rag.engines.base import BlendEngine, Prompt
-from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.demo.methods import METHODS, answer_by_each_method
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.rag.results import Source
-
-METHODS = {
-    "full recompute": FULL_RECOMPUTE,
-    "prefix caching": PREFIX_CACHING,
-    "full KV reuse": FULL_REUSE,
-    "blend": BLEND,
-}
-"""The methods compared, as settings of one engine."""
 
 # Shown one by one, in this order; references across chunks are what the library is about.
 _SHOWN_KINDS = ("cross", "two_hop_cross", "single")
@@ -123,15 +113,6 @@ def as_json(rows: Sequence[DemoRow]) -> dict[str, Any]:
         ],
         "totals": {name: asdict(total) for name, total in totals(rows).items()},
     }
-
-
-def answer_by_each_method(
-    engine: BlendEngine, prompt: Prompt, sampling: SamplingParams
-) -> Iterator[tuple[str, Generation]]:
-    """Answer one prompt by every method of :data:`METHODS`, in its order; raises as :meth:`BlendEngine.generate` does."""
-    for name, settings in METHODS.items():
-        engine.reset_prefix_cache()  # else one method is served what the one before it has left there
-        yield name, engine.generate(prompt, sampling, settings)
 
 
 def _compare(pipeline: RagPipeline, question: DemoQuestion) -> DemoRow:

@@ -1,0 +1,27 @@
+"""Names the four methods that are compared, and answers a prompt by each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING
+from cacheblend_rag.engines.base import BlendEngine, Prompt
+from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
+
+METHODS = {
+    "full recompute": FULL_RECOMPUTE,
+    "prefix caching": PREFIX_CACHING,
+    "full KV reuse": FULL_REUSE,
+    "blend": BLEND,
+}
+"""The methods compared, as settings of one engine."""
+
+
+def answer_by_each_method(
+    engine: BlendEngine, prompt: Prompt, sampling: SamplingParams
+) -> Iterator[tuple[str, Generation]]:
+    """Answer one prompt by every method of :data:`METHODS`, in its order; raises as :meth:`BlendEngine.generate` does."""
+    for name, settings in METHODS.items():
+        engine.reset_prefix_cache()  # else one method is served what the one before it has left there
+        yield name, engine.generate(prompt, sampling, settings)
