@@ -32,7 +32,6 @@ class AlteredChunkError(InputError):
     """
 
     def __init__(self, message: str, chunk_id: str, at: int):
-        """Say what became of the chunk."""
         super().__init__(message)
         self.chunk_id, self.at = chunk_id, at
 
@@ -82,6 +81,5 @@ class ServerError(CacheBlendError):
     exit_code = 5
 
     def __init__(self, message: str, status: int | None = None):
-        """Say what went wrong."""
         super().__init__(message)
         self.status = status

@@ -47,7 +47,6 @@ class TierCost:
     at_once: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what no device has."""
         if not (self.latency_s >= 0 and isfinite(self.latency_s) and self.bytes_per_s > 0 and self.at_once >= 1):
             raise InputError(f"{self} describes no device: latency from 0, rate above 0, at least 1 read at once.")
 
@@ -76,7 +75,6 @@ class ComputeCost:
     per_placed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what no model takes."""
         parts = (self.fixed_s, self.per_token_s, self.per_pair_s)
         if not all(part >= 0 and isfinite(part) for part in (*parts, self.per_placed_s)) or not any(parts):
             raise InputError(f"{self} describes no model: a pass takes time, and none of its parts is negative.")

@@ -39,7 +39,6 @@ class OtherRankError(Exception):
     """Says that another tensor-parallel rank could not go on, so that none does."""
 
     def __init__(self) -> None:
-        """Say so."""
         super().__init__("another rank failed; its log says why")
 
 

@@ -92,7 +92,6 @@ class LayerLoader:
         return ChunkLoad(chunk_id, kv.tier, nbytes, self._reads.meter.taken_of(kv).seconds)
 
     def __enter__(self) -> LayerLoader:
-        """Return itself."""
         return self
 
     def __exit__(

@@ -35,7 +35,6 @@ class TextRange:
     spread: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no share."""
         for value in (self.left_out, self.spread):
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise InputError(f"A profile's text range has {value!r}; both numbers are shares from 0 to 1.")
@@ -67,7 +66,6 @@ class TextRatio:
     most: float = MOST
 
     def __post_init__(self) -> None:
-        """Refuse what is no share; raises InputError."""
         for value in (self.least, self.left_out, self.most):
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise InputError(f"ratio='auto' was given {value!r}; its limits are shares from 0 to 1.")

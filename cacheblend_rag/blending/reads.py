@@ -47,7 +47,6 @@ class UnusableSpanError(Exception):
         reads: Mapping[str, TierReads] | None = None,
         waited_s: float = 0.0,
     ):
-        """Name the spans."""
         where = ", ".join(f"{span.start} to {span.end}" for span in spans)
         super().__init__(
             f"stored KV {f'for positions {where}' if spans else 'on another rank'} {'is late' if late else 'cannot be used'}"
@@ -278,7 +277,6 @@ class ReadMeter:
     """Counts and times the reads of a prompt's layers, from several threads. RAM is not measured: nothing is read from there."""
 
     def __init__(self) -> None:
-        """Begin with nothing read."""
         self._tiers: dict[str, ReadClock] = {}
         self._entries: dict[int, ReadClock] = {}
         self._lock = threading.Lock()

@@ -29,7 +29,6 @@ class _How:
     check_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no model could be blended with."""
         if self.ratio is not None and self.ratio != "auto" and not (_is_number(self.ratio) and 0 <= self.ratio <= 1):
             raise InputError(
                 f"ratio is {self.ratio!r}; give a value from 0 (full KV reuse) to 1 (full recompute), or 'auto'."
@@ -89,7 +88,6 @@ class BlendSettings(_How):
     quality: Quality | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself, too."""
         super().__post_init__()
         if self.quality is None:
             return
@@ -131,7 +129,6 @@ class ResolvedSettings(_How):
     reuse: Reuse = None  # type: ignore[assignment]  # refused below: a field behind inherited defaults must have one
 
     def __post_init__(self) -> None:
-        """Refuse an option left open, too."""
         for option in fields(self):
             if getattr(self, option.name) is None:
                 raise InputError(f"{option.name} is left open; give a value.")

@@ -16,7 +16,6 @@ class StopForward(Exception):  # noqa: N818  (a signal, not an error)
     """Ends a pass at its stop layer, from inside the model's own forward."""
 
     def __init__(self, fresh: LayerKV):
-        """Carry the stop layer's fresh KV."""
         self.fresh = fresh
 
 

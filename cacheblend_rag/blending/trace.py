@@ -54,7 +54,6 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        """Begin with no events."""
         self._lock = threading.Lock()
         self._began = time.perf_counter()
         self._tracks: dict[object, int] = {}
@@ -132,7 +131,6 @@ class LayerTrace:
     """Records the layers of passes: each is computed from when its KV is in place until the next one's is asked for."""
 
     def __init__(self, trace: Trace):
-        """Record into ``trace``."""
         self._trace = trace
         self._pass = ""
         self._layer: int | None = None

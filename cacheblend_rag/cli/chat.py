@@ -28,7 +28,6 @@ class Chat:
     """Reads questions from standard input until it ends."""
 
     def __init__(self, pipeline: RagPipeline, sampling: SamplingParams, settings: BlendSettings):
-        """Answer from ``pipeline``."""
         self._pipeline, self._sampling, self._settings = pipeline, sampling, settings
         self._answers: list[tuple[str, RagAnswer]] = []
         self._begin = 0  # the first answer that the next question follows

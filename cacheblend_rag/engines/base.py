@@ -345,11 +345,9 @@ class BlendEngine(ABC):
         return self._reopen, ()
 
     def __enter__(self) -> Self:
-        """Use as a context manager that closes."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
 

@@ -289,6 +289,5 @@ class SideBySide(Generic[_T]):
         return all(answer.done() for answer in self._asked.values())
 
     def __call__(self, entries: Entries, token_ids: Sequence[int]) -> _T:
-        """Return what is known of an entry, waiting for it if need be."""
         answer = self._asked.get((entries.writer, tuple(token_ids)))
         return self._look(entries, token_ids) if answer is None else answer.result()

@@ -135,7 +135,6 @@ class PrecomputeReport:
     rank_s: float = 0.0
 
     def __add__(self, other: PrecomputeReport) -> PrecomputeReport:
-        """Return what both did."""
         return PrecomputeReport(
             self.computed + other.computed,
             self.present + other.present,

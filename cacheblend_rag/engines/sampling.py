@@ -46,7 +46,6 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse values of a wrong type or outside their range."""
         if not _is_whole(self.max_tokens) or self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens!r:.200}; give a whole number from 1 on.")
         if not _is_number(self.temperature) or not 0 <= self.temperature <= _HOTTEST:

@@ -64,7 +64,6 @@ class RequestSpans:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        """End them."""
         if self.trace is not None:
             recorded = self.trace.recorded()
             if self._whole is not None:

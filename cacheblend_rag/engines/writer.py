@@ -123,11 +123,9 @@ class Writing:
         self._acting: list[Any] = []
 
     def __enter__(self) -> None:
-        """Begin."""
         self._acting = [module.register_forward_hook(hook) for module, hook in self._hooks]
 
     def __exit__(self, *_: object) -> None:
-        """End."""
         for handle in self._acting:
             handle.remove()
         self._acting = []

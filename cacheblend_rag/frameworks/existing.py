@@ -37,7 +37,6 @@ class ExistingEstimate:
     seconds: float | None
 
     def __str__(self) -> str:
-        """Say it in a line."""
         if self.stored == self.chunks:
             return f"{self.chunks:,} chunks, all stored"
         room = "" if self.nbytes is None else f" and {self.nbytes / 1e9:,.3g} GB of KV"

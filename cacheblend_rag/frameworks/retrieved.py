@@ -24,7 +24,6 @@ class RetrievalLog:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._parents: OrderedDict[Hashable, Hashable | None] = OrderedDict()
         self._held: dict[Hashable, deque[Retrieved]] = {}
         self._loose: deque[Retrieved] = deque(maxlen=_MOST_LOOSE)

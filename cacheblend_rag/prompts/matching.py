@@ -67,7 +67,6 @@ class PromptHashes:
     """
 
     def __init__(self, text: str):
-        """Sum up ``text``."""
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         self.length = len(codes)
         self._sums = np.zeros(self.length + 1, np.uint64)

@@ -61,7 +61,6 @@ class ChunkRegistry:
     """
 
     def __init__(self, chunks: Iterable[Chunk] = ()):
-        """Start with ``chunks``."""
         self._added = AddedChunks()
         self._sources: tuple[ChunkSource, ...] = (self._added,)
         self._lent: frozenset[int] = frozenset()  # identities of those lent
@@ -297,7 +296,6 @@ class AddedChunks(ChunkSource):
     """Keeps the chunks that a registry holds itself, in memory."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._rows = count(1)
         self._row_of: dict[str, int] = {}
         self._chunks: dict[int, Chunk] = {}

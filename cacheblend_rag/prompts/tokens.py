@@ -34,7 +34,6 @@ class PerTokenizer(Generic[_T]):
         self._lock = threading.Lock()
 
     def __call__(self, tokenizer: Any) -> _T:
-        """Return what belongs to ``tokenizer``."""
         state = (len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
         with self._lock:
             known = self._known.get(tokenizer)

@@ -330,11 +330,9 @@ class Inventory:
         self.store.close()
 
     def __enter__(self) -> Inventory:
-        """Use as a context manager that closes."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
 

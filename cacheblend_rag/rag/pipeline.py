@@ -295,11 +295,9 @@ class RagPipeline:
         self.chunks.close()
 
     def __enter__(self) -> RagPipeline:
-        """Use as a context manager that closes."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
 

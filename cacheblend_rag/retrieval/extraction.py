@@ -55,7 +55,6 @@ class UnusableFileError(Exception):
     """
 
     def __init__(self, reason: str, blank: bool = False):
-        """Say why."""
         super().__init__(reason)
         self.blank = blank
 

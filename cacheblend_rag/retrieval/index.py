@@ -324,11 +324,9 @@ class ChunkIndex(ChunkSource):
         self._database.close()
 
     def __enter__(self) -> Self:
-        """Use as a context manager that closes."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
     def _embedding(self) -> str:

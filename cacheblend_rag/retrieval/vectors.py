@@ -50,7 +50,6 @@ class VectorTable:
     """Vectors of an index's chunks, float32 of unit length, each with a checksum. Changes need a transaction around them."""
 
     def __init__(self, file: SQLiteFile):
-        """Use the tables in ``file``."""
         self._file = file
 
     def put(self, row: int, vectors: Vectors) -> None:

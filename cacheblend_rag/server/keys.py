@@ -68,7 +68,6 @@ class TokenBucket:
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic):
-        """Start full."""
         self._most, self._clock = float(per_minute), clock
         self._level, self._at = self._most, clock()
 

@@ -80,11 +80,9 @@ class RequireKey:
     """
 
     def __init__(self, app: ASGIApp):
-        """Guard ``app``."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -126,11 +124,9 @@ class Admit:
     """Answers 429 to what would compute something while its tenant has too many requests served, or has used its tokens."""
 
     def __init__(self, app: ASGIApp):
-        """Guard ``app``."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http" or scope["method"] != "POST" or is_open(scope):
             await self._app(scope, receive, send)
             return
@@ -205,11 +201,9 @@ class LimitBody:
     """
 
     def __init__(self, app: ASGIApp):
-        """Guard ``app``."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -152,11 +152,9 @@ class Observe:
     """Makes each request with a key a span, a part of the one that its ``traceparent`` names, and counts what is refused."""
 
     def __init__(self, app: ASGIApp):
-        """Observe ``app``."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http" or scope["path"] in _UNSEEN:
             await self._app(scope, receive, send)
             return

@@ -52,7 +52,6 @@ class BlendRenderer:
     """
 
     def __init__(self, inner: OnlineRenderer, client: BlendClient, catalogue: ChunkCatalogue):
-        """Blend what ``inner`` renders."""
         self._inner, self._client, self._catalogue = inner, client, catalogue
         self._naming = ChunkNaming(client.tokenizer, client.registry, catalogue.note)
         self._most = _CHARACTERS_A_TOKEN * client.context_window

@@ -58,7 +58,6 @@ class ReportingChat:
     """Stands in for vLLM's chat handler."""
 
     def __init__(self, handler: Any):
-        """Add reports to the answers of ``handler``."""
         self._handler = handler
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +72,6 @@ class ReportingCompletion:
     """Stands in for vLLM's completion handler."""
 
     def __init__(self, handler: Any):
-        """Add reports to the answers of ``handler``."""
         self._handler = handler
 
     def __getattr__(self, name: str) -> Any:

@@ -268,7 +268,6 @@ class ChunkRoutes:
     """
 
     def __init__(self, served: PerNamespace[Served], metrics: ReuseMetrics, model: ModelInfo):
-        """Serve the chunks of ``served``."""
         self._served, self._metrics, self._model = served, metrics, model
 
     @property

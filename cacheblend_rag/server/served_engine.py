@@ -36,7 +36,6 @@ class ServedEngine:
     """
 
     def __init__(self, llm: AsyncLLM, served: PerNamespace[Served], metrics: ReuseMetrics):
-        """Serve ``llm``, whose connector is ours."""
         self._llm, self._served, self._metrics = llm, served, metrics
 
     def __getattr__(self, name: str) -> Any:

@@ -72,7 +72,6 @@ class PerNamespace(Generic[T]):
     """
 
     def __init__(self, each: Mapping[str, T]):
-        """Hold ``each``."""
         self.each = dict(each)
 
     @property
@@ -94,7 +93,6 @@ class StandIn:
     """Has the attributes of the current one of several objects, so that vLLM's handlers can be given one for all."""
 
     def __init__(self, objects: PerNamespace[Any]):
-        """Stand in for ``objects``."""
         self._objects = objects
 
     def __getattr__(self, name: str) -> Any:

@@ -191,11 +191,9 @@ class KVStore(ABC):
         """Release handles. The store must not be used afterwards."""
 
     def __enter__(self) -> Self:
-        """Use as a context manager that closes."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
     def _stats(self, entries: int, nbytes: int, out: str = "") -> StoreStats:

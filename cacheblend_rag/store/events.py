@@ -55,7 +55,6 @@ class ReadClock:
     """Adds up reads of several threads; time in which several of them run counts once."""
 
     def __init__(self) -> None:
-        """Begin with nothing read."""
         self._lock = threading.Lock()
         self._done = TierReads()
         self._running = self._running_bytes = 0
@@ -131,7 +130,6 @@ class Activity:
     waited_s: float = 0.0
 
     def __add__(self, other: Activity) -> Activity:
-        """Return both together."""
         mine, theirs = astuple(self), astuple(other)
         return Activity(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
@@ -160,7 +158,6 @@ class Events:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing counted."""
         self._lock = threading.Lock()
         self._counts = Counts(hits=0, misses=0, puts=0, evictions=0, damaged=0)
         self.reads = ReadClock()

@@ -34,7 +34,6 @@ class Namespace:
     reads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a name."""
         for name in (self.name, *self.reads):
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise InputError(

@@ -25,7 +25,6 @@ class AnswerPanel:
     """Components and what they do; ``tab`` is the component that holds the tab's id."""
 
     def __init__(self, workspace: Workspace, tabs: Tabs, tab: Any):
-        """Lay the panel out where the caller is, and connect it."""
         self._workspace, self._tabs = workspace, tabs
         self.picker = gr.Dropdown([], label="Answer", interactive=True, visible=False, elem_id="cb-picker")
         with gr.Tabs():

@@ -43,7 +43,6 @@ class Collection:
     """
 
     def __init__(self, directory: Path, pipeline: RagPipeline):
-        """Take an open pipeline."""
         self.name, self.directory, self.pipeline = directory.name, directory, pipeline
         self._changing = threading.Lock()
 

@@ -187,7 +187,6 @@ class Tabs:
     """Each tab's conversation, by an id that the tab has made up and keeps when it is loaded again."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._of: OrderedDict[str, Conversation] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -21,7 +21,6 @@ class DocumentsPanel:
     """Components and what they do; ``tab`` is the component that holds the tab's id."""
 
     def __init__(self, workspace: Workspace, tabs: Tabs, tab: Any):
-        """Lay the panel out where the caller is, and connect it."""
         self._workspace, self._tabs = workspace, tabs
         self.collection = gr.Dropdown([], label="Collection", interactive=True, elem_id="cb-collection")
         self.files = gr.File(

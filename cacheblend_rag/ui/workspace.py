@@ -55,7 +55,6 @@ class Workspace:
     """
 
     def __init__(self, choices: Choices):
-        """Start nothing yet."""
         self.choices = choices
         self.status, self.failed = _LOADING, False
         self._started = False

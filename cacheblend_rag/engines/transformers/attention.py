@@ -58,7 +58,6 @@ class Looks:
     """
 
     def __init__(self, shares: torch.Tensor):
-        """Begin with nothing."""
         self.shares = shares
         self.total: torch.Tensor | None = None
         self.layers = 0

@@ -187,7 +187,6 @@ class PositionedCache:
         return self._visible, 0
 
     def __len__(self) -> int:
-        """Return the number of layers."""
         return len(self._k)
 
     def _buffers(self, layer: int, k_like: torch.Tensor, v_like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

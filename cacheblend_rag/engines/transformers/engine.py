@@ -49,7 +49,6 @@ class PromptRun:
     _began = 0.0  # when its computing did
 
     def __init__(self, model: ModelOwner, request: Request):
-        """Do nothing yet: :meth:`prefill` begins."""
         self._model, self._request = model, request
         self._options = model.profile.options(request.settings)
         self._costs = model.costs  # as they are before this prompt corrects them
@@ -60,7 +59,6 @@ class PromptRun:
         self._fed = 0  # how many of them are in the cache
 
     def __enter__(self) -> Self:
-        """Use as a context manager that ends the run."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -302,7 +302,6 @@ class TransformersSubject(GateSubject):
     """Lets the gate and calibration drive a :class:`ModelRunner`."""
 
     def __init__(self, runner: ModelRunner):
-        """Wrap a runner."""
         self._runner = runner
         self.num_layers, self.dtype = runner.num_layers, runner.dtype
         self.vocab_size = int(runner.model.config.get_text_config().vocab_size)

@@ -302,7 +302,6 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     held: dict[KVKey, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Say whether there is anything to report."""
         return bool(self.done or self.failed or self.times or self.computed or self.held)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:

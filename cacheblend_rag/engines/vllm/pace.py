@@ -31,7 +31,6 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self.seconds_per_token: dict[str, float] = {}
 
     def take(self, times: Mapping[str, tuple[float, float]]) -> None:
@@ -79,7 +78,6 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        """Begin at nothing."""
         self.seconds, self.pending = 0.0, 0
 
 
@@ -91,7 +89,6 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device):
-        """Measure on ``device``."""
         self._device = device
         self._pending: deque[tuple[str, float, Any, Any, Stopwatch]] = deque()
         self._whole: list[tuple[Stopwatch, float, float, int, float]] = []

@@ -44,7 +44,6 @@ class PassMetadata:
     def __init__(
         self, layers: Mapping[str, Any], config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device
     ):
-        """Make the builders for the attention ``layers``, by name."""
         self._device = device
         with set_current_vllm_config(config):
             self._builders = [_builders(group, layers, config, device) for group in kv_cache_config.kv_cache_groups]
@@ -123,7 +122,6 @@ class PagedModel:
         kv_cache_config: KVCacheConfig,
         kv_caches: dict[str, torch.Tensor],
     ):
-        """Wrap the worker's model."""
         self.model, self.device, self.config = model, device, vllm_config
         # They come group by group.
         self.names = sorted(kv_caches, key=extract_layer_index)

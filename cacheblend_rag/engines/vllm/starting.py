@@ -78,7 +78,6 @@ class StartError(ModelError):
     """
 
     def __init__(self, model: str, cause: BaseException, why: str):
-        """Say why, in words."""
         super().__init__(f"vLLM does not start with {model!r}: {why}")
         self.model, self.cause = model, cause
 

@@ -88,7 +88,6 @@ class PagedSubject(GateSubject):
     """Lets the gate drive the worker's model. Uses the cache's first blocks: only while no request runs."""
 
     def __init__(self, paged: PagedModel):
-        """Wrap the worker's model."""
         self._paged = paged
         self.num_layers, self.vocab_size, self.dtype = paged.num_layers, paged.vocab_size, paged.dtype
 

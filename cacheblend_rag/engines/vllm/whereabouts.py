@@ -45,7 +45,6 @@ class Whereabouts:
     """
 
     def __init__(self) -> None:
-        """Know of nothing in anybody's RAM."""
         self._held: dict[KVKey, int] = {}
         self._lock = threading.Lock()  # look-ups run beside the engine's steps
         self._static: OrderedDict[tuple[KVKey, int], torch.Tensor] = OrderedDict()
