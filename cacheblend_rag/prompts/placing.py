@@ -44,7 +44,10 @@ def search_content(text: str, registry: ChunkRegistry, named: Sequence[Chunk], e
     markers = [(begin + a, begin + b) for begin, end in gaps for a, b in encoder.markers(text[begin:end])]
     data: list[Range] = []
     if markers:
-        data = _merged([*registry.covering(text, markers), *ChunkRegistry(named).covering(text, markers)])
+        known = (registry, ChunkRegistry(named))
+        data = _merged(
+            [*_short_over(text, named, markers), *(at for each in known for at in each.covering(text, markers))]
+        )
     pieces: list[tuple[int, Piece]] = list(places)
     for begin, end in gaps:
         at = begin
@@ -141,6 +144,17 @@ def _named_places(text: str, named: Sequence[Chunk], barred: Sequence[Range]) ->
             found.append((at, chunk))
             insort(taken, (at, at + len(chunk.text)))
     return found
+
+
+def _short_over(text: str, named: Iterable[Chunk], markers: Sequence[Range]) -> Iterator[Range]:
+    """Yield where named chunks that are too short for a registry stand over any of the markers (ascending, apart)."""
+    for body in {chunk.text for chunk in named if len(chunk.text) < MATCH_WINDOW}:
+        at = text.find(body)
+        while at >= 0:
+            behind = bisect_right(markers, at, key=_end)
+            if behind < len(markers) and markers[behind][0] < at + len(body):
+                yield at, at + len(body)
+            at = text.find(body, at + 1)
 
 
 def _first_free(text: str, body: str, taken: Sequence[Range], start: int = 0) -> int:

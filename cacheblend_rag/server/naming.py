@@ -183,7 +183,7 @@ def _said(content: Any, change: Callable[[str], str]) -> Any:
 def search_contents(
     said: Sequence[Any], registry: ChunkRegistry, named: Sequence[Chunk], encoder: TextEncoder, most: int
 ) -> tuple[Contents, list[Any]] | None:
-    """Search what messages say for chunks; None where nothing is found.
+    """Search what messages say for chunks; None where nothing is found, and where it is too long, but spells no special token.
 
     Args:
         said: Each a list of messages or a text.
@@ -194,12 +194,20 @@ def search_contents(
 
     Returns:
         The contents, and ``said`` with their stand-ins.
+
+    Raises:
+        InputError: It is too long, and special tokens are spelled in it: which of them are a document's is not known.
     """
     texts = [text for each in said for text in texts_in(each)]
-    if sum(map(len, texts)) > most:
+    if (length := sum(map(len, texts))) > most:
+        if any(map(encoder.markers, texts)):
+            raise InputError(
+                f"The prompt has {length} characters, and spells special tokens. Of such no more than {most} are searched for "
+                "registered chunks: send less."
+            )
         return None
     pieces = [search_content(text, registry, named, encoder) for text in texts]
-    if not any(isinstance(piece, Chunk) for content in pieces for piece in content):
+    if all(isinstance(piece, str) for content in pieces for piece in content):
         return None
     contents = Contents(pieces)
     probes = iter(contents.probes)

@@ -81,7 +81,7 @@ class BlendRenderer:
             return None if isinstance(answer, ErrorResponse) else answer[1][0]
 
         with span("cacheblend.find"):
-            found = await self._found(request, inputs, options, [request.messages], named, skeleton)
+            found = await self._found(inputs, options, [request.messages], named, skeleton)
         return conversation, await asyncio.to_thread(self._finish, request, inputs, options, found)
 
     async def render_completion(
@@ -130,7 +130,7 @@ class BlendRenderer:
 
         inputs = [result.engine_input]
         with span("cacheblend.find"):
-            found = await self._found(request, inputs, chosen, [request.instructions, request.input], (), skeleton)
+            found = await self._found(inputs, chosen, [request.instructions, request.input], (), skeleton)
         (engine_input,) = await asyncio.to_thread(self._finish, request, inputs, chosen, found)
         return replace(result, engine_input=engine_input)
 
@@ -161,7 +161,6 @@ class BlendRenderer:
 
     async def _found(
         self,
-        request: CompletionLike,
         inputs: Sequence[Any],
         options: RequestOptions,
         said: Sequence[Any],
@@ -171,11 +170,14 @@ class BlendRenderer:
         """Return the pieces of each rendered prompt with chunks in it, empty for others."""
         nothing: list[list[Piece]] = [[] for _ in inputs]
         rendered = inputs[0].get("prompt") if len(inputs) == 1 and inputs[0].get("type") == "token" else None
-        if options.spans or _why_not(request) or not isinstance(rendered, str):
+        if options.spans or not isinstance(rendered, str):
             return nothing
         encoder, registry = encoder_for(self._client.tokenizer), self._client.registry
         chunks = self._naming.resolved(named)
-        searched = await asyncio.to_thread(search_contents, said, registry, chunks, encoder, self._most)
+        try:
+            searched = await asyncio.to_thread(search_contents, said, registry, chunks, encoder, self._most)
+        except InputError as error:
+            raise VLLMValidationError(str(error)) from error
         if searched is None:
             return nothing
         contents, probed = searched
@@ -192,13 +194,18 @@ class BlendRenderer:
         found: list[list[Piece]] = []
         named = self._naming.resolved(options.chunk_ids)
         for engine_input, lead in zip(inputs, [*leads, *([] for _ in inputs)], strict=False):
-            text, before = engine_input.get("prompt"), lead_text(lead)
-            pieces: list[Piece] = []
-            if isinstance(text, str) and len(text) <= self._most and text.startswith(before) and not _why_not(request):
-                pieces = [piece for chunk in lead for piece in (chunk, SEPARATOR)]
-                pieces += search_rendered(
-                    text[len(before) :], self._client.registry, named, encoder_for(self._client.tokenizer)
+            text, before = str(engine_input.get("prompt") or ""), lead_text(lead)
+            if not text.startswith(before):
+                raise VLLMValidationError(
+                    "chunk_ids go in front of a prompt as it is, with no suffix, and not cut by its characters.",
+                    parameter="chunk_ids",
                 )
+            rest = text[len(before) :]
+            pieces: list[Piece] = [piece for chunk in lead for piece in (chunk, SEPARATOR)]
+            if len(rest) <= self._most and not _why_not(request):
+                pieces += search_rendered(rest, self._client.registry, named, encoder_for(self._client.tokenizer))
+            elif pieces:
+                pieces.append(rest)
             found.append(pieces)
         return found
 
@@ -229,7 +236,7 @@ class BlendRenderer:
         done, tickets = [], []
         for engine_input, pieces in zip(inputs, found, strict=True):
             ticket, blended = Ticket(reason=why_not), engine_input
-            if not why_not and engine_input.get("type") == "token":
+            if engine_input.get("type") == "token":
                 blended = self._blended(request, engine_input, options, pieces, ticket)
             elif not why_not:
                 ticket.reason = "the prompt is not text alone"
@@ -248,17 +255,23 @@ class BlendRenderer:
         pieces: Sequence[Piece],
         ticket: Ticket,
     ) -> Any:
-        if options.spans:
+        if options.spans and not ticket.reason:
             prompt = self._spanned(tuple(engine_input["prompt_token_ids"]), options)
-        elif any(isinstance(piece, Chunk) for piece in pieces):
+        elif any(not isinstance(piece, str) for piece in pieces):
             prompt = tokenize(BlendPrompt(tuple(pieces)), self._client.tokenizer, self._client.registry)
         else:
             return engine_input
-        self._check_length(request, len(prompt.token_ids))
-        salt = clients_salt(engine_input.get("cache_salt"))
-        tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, salt, recording())
-        if not ticket.params:
-            tokens.pop("cache_salt", None)  # the engine salts it, as every prompt that is not blended
+        if ticket.reason:
+            # Not blended, but what documents spell is data all the same.
+            tokens: Any = {"prompt_token_ids": list(prompt.token_ids)}
+            limits = request.build_tok_params(self._inner.model_config)
+            tokens = limits.apply_post_tokenization(self._inner.renderer.tokenizer, tokens)
+        else:
+            self._check_length(request, len(prompt.token_ids))
+            salt = clients_salt(engine_input.get("cache_salt"))
+            tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, salt, recording())
+            if not ticket.params:
+                tokens.pop("cache_salt", None)  # the engine salts it, as every prompt that is not blended
         offsets = "prompt_token_offsets"  # of tokens that are no longer those of the prompt
         return {**{name: value for name, value in engine_input.items() if name != offsets}, **tokens}
 
