@@ -116,12 +116,12 @@ def _unchanged(
     from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.retrieval.index import ChunkIndex
 
-    if budgets.given or chosen != EngineOptions(chosen.model, threads=chosen.threads):
+    if budgets.given or chosen != EngineOptions(chosen.model, threads=chosen.threads, writer=chosen.writer):
         return None
     if not ChunkIndex.exists(options.index_directory(root, namespace)):
         return nothing_to_read(found, {})
     with Inventory(root, namespace) as inventory:
-        return inventory.unchanged(found, chosen.model, chunk_tokens, overlap, embedding)
+        return inventory.unchanged(found, chosen.model, chunk_tokens, overlap, embedding, chosen.writer)
 
 
 def _index(

@@ -244,7 +244,7 @@ def verify(
         for key in report.damaged:
             typer.echo(key)
         if report.unreadable:
-            typer.echo(f"{len(report.unreadable):,} cannot be read now, and stay")
+            typer.echo(f"{len(report.unreadable):,} cannot be read now, or not by this version, and stay")
     if report.damaged or report.unreadable:
         raise typer.Exit(3)
 

@@ -134,25 +134,24 @@ class BudgetOptions:
         return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
     def note(self, directory: Path) -> None:
-        """Note in a store where its KV and its keys are from now on, and its budgets; say on stderr if that is another place.
+        """Note in a store where its KV and its keys are from now on, and its disk's budget; say on stderr if it is another place.
+
+        What is held in RAM is a matter of each process.
 
         Raises:
             InputError: It cannot be used, or does not go with the other options.
             StoreError: It cannot be noted, or the KV that is there is not encrypted with these keys.
         """
-        if not self.given:
-            return
         from cacheblend_rag.errors import InputError
         from cacheblend_rag.store import record_tiers, recorded_tiers
 
         others = [name for name in self.given if name not in ("--kv", "--encrypt")]
         if self.kv is not None and others:
             raise InputError(f"{', '.join(others)} does not go with --kv: each address takes a budget, as ram://8GiB.")
+        if {*self.given} <= {"--ram-budget"}:
+            return
         before = recorded_tiers(directory)
-        budgets = {"ram": self.ram_budget, "file": self.disk_budget}
-        record_tiers(
-            directory, self.kv, self.encrypt, {tier: size for tier, size in budgets.items() if size is not None}
-        )
+        record_tiers(directory, self.kv, self.encrypt, self.disk_budget)
         if self.kv is not None and before not in (None, recorded_tiers(directory)):
             typer.echo(
                 f"The KV of {directory} is kept in {self.kv} from now on. What lies in {before} is not moved.", err=True

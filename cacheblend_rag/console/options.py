@@ -111,7 +111,7 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing el
 RamBudget = Annotated[
     str | None,
     _of_blending(
-        help="KV to hold in RAM, as 4GiB. Noted in the store (default: what is noted, else a quarter of the memory)."
+        help="KV to hold in RAM, as 4GiB; 0 for none (default: what --kv says, else a quarter of the memory)."
     ),
 ]
 DiskBudget = Annotated[

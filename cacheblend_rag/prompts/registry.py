@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable, signatures_of
 
@@ -78,26 +78,38 @@ class ChunkRegistry:
             lent: Whether it belongs to another registry.
 
         Raises:
-            StoreError: They cannot be read.
+            InputError: There are too many of them.
+            StoreError: They cannot be read; the source is not attached.
         """
         with self._lock:
             if source in self._sources:
                 return
             if len(self._sources) == _MAX_SOURCES:
-                raise ValueError(f"a registry takes {_MAX_SOURCES - 1} sources")
+                raise InputError(
+                    f"An engine knows the chunks of {_MAX_SOURCES - 1} indexes at the most, and has as many open: close those "
+                    "that are no longer asked (RagPipeline.close), or use another engine."
+                )
+            before = self._sources, self._lent, self._taken.copy(), self._table
             self._sources += (source,)
             if lent:
                 self._lent |= {id(source)}
             self._taken.append((None, 0))
-        self.follow()
+            try:
+                self._follow()
+            except BaseException:
+                self._sources, self._lent, self._taken, self._table = before
+                raise
 
     def detach(self, source: ChunkSource) -> None:
-        """Forget a source and its chunks; one that is not attached is ignored."""
+        """Forget a source and its chunks; one that is not attached is ignored.
+
+        Raises:
+            StoreError: Another source cannot be read; this one stays.
+        """
         with self._lock:
             if source in self._sources:
-                self._sources = tuple(each for each in self._sources if each is not source)
+                self._rebuild(tuple(each for each in self._sources if each is not source))
                 self._lent -= {id(source)}
-                self._rebuild()
 
     def follow(self, only: ChunkSource | None = None) -> None:
         """Take up what has been added to the sources, or to ``only`` one; chunks added here that they have now are theirs.
@@ -108,10 +120,13 @@ class ChunkRegistry:
             StoreError: A source cannot be read.
         """
         with self._lock:
-            for number, source in enumerate(self._sources):
-                if only in (None, source) and self._take_up(number) and source is not self._added:
-                    self._added.remove(source.known(self._added.ids()))
-            self._drop_stale()
+            self._follow(only)
+
+    def _follow(self, only: ChunkSource | None = None) -> None:
+        for number, source in enumerate(self._sources):
+            if only in (None, source) and self._take_up(number) and source is not self._added:
+                self._added.remove(source.known(self._added.ids()))
+        self._drop_stale()
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Register chunks; one with a known id replaces the former, and what a source has already stays there.
@@ -247,16 +262,18 @@ class ChunkRegistry:
     def _take_up(self, number: int) -> bool:
         """File the new chunks of a source; return whether it has changed."""
         generation, last = self._taken[number]
-        now = self._sources[number].generation
+        source = self._sources[number]
+        now = source.generation
         if now == generation:
             return False
-        self._table, last = self._filed(self._table, number, last)
+        self._table, last = self._filed(self._table, source, number, last)
         self._taken[number] = (now, last)
         return True
 
-    def _filed(self, table: TextTable, number: int, last: int) -> tuple[TextTable, int]:
+    @staticmethod
+    def _filed(table: TextTable, source: ChunkSource, number: int, last: int) -> tuple[TextTable, int]:
         """Return ``table`` with the chunks of a source behind the row ``last``, and the last row now."""
-        rows, signatures = self._sources[number].signatures_after(last)
+        rows, signatures = source.signatures_after(last)
         if not len(rows):
             return table, last
         return table.with_more(signatures, rows * _MAX_SOURCES + number), int(rows[-1])
@@ -265,16 +282,16 @@ class ChunkRegistry:
         """Make the table anew once half of what it files is gone."""
         if self._table.size > self._check_at:
             if self._table.size > 2 * sum(source.count() for source in self._sources) + _SMALL:
-                self._rebuild()
+                self._rebuild(self._sources)
             self._check_at = 2 * max(self._table.size, _SMALL)
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, sources: tuple[ChunkSource, ...]) -> None:
         table, taken = TextTable(), []
-        for number, source in enumerate(self._sources):
+        for number, source in enumerate(sources):
             generation = source.generation
-            table, last = self._filed(table, number, 0)
+            table, last = self._filed(table, source, number, 0)
             taken.append((generation, last))
-        self._table, self._taken = table, taken
+        self._sources, self._table, self._taken = sources, table, taken
 
 
 def _named(sources: Sequence[ChunkSource], chunk_id: str) -> Chunk | None:

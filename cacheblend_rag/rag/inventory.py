@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.indexing import IndexReport, nothing_to_read, vanished
@@ -121,8 +123,11 @@ class Inventory:
         chunk_tokens: int | None = None,
         overlap: int | None = None,
         embedding: str | None = None,
+        writer: Path | None = None,
     ) -> IndexReport | None:
         """Return the report of indexing files again, where that has nothing to do; None where it has, or only a model can tell.
+
+        It warns as that would where the KV is another hand's.
 
         Args:
             found: The files.
@@ -130,9 +135,14 @@ class Inventory:
             chunk_tokens: As of the run, as are ``overlap`` and ``embedding``; None for the index's own.
             overlap: See there.
             embedding: See there.
+            writer: Directory of its KV writer; None for the model itself.
+
+        Raises:
+            InputError: The writer cannot be read.
         """
+        by = None if writer is None else KVWriter.read(writer).name
         with self._index() as index:
-            if index is None or index.config.writer is not None:
+            if index is None or by not in (None, index.config.writer):
                 return None
             made = index.config
             settings = (made.model.name, model), (made.chunk_tokens, chunk_tokens), (made.overlap, overlap)
@@ -144,8 +154,10 @@ class Inventory:
                 return None
             own, stats = self._entries(index).lasting(), self.store.stats()
             chunks = (chunk for path in report.unchanged for chunk in index.chunks_of(path))
-            if not all(own.contains(chunk.token_ids) for chunk in chunks):
+            if not all(own.complete(chunk.token_ids) for chunk in chunks):
                 return None
+        if why := made.unused_by(by):
+            warnings.warn(why, stacklevel=2)
         report.kv_bytes = max((tier.nbytes for tier in stats.tiers), default=stats.nbytes)
         return report
 

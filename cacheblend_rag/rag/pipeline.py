@@ -65,6 +65,7 @@ class RagPipeline:
             query_encoder: Directory of a model that `cacheblend tune-retriever` has made for this index: it embeds the questions.
 
         Raises:
+            InputError: Of an argument that cannot be used, or where the engine has as many indexes open as it takes.
             StoreMismatchError: The index was made for another model or with other settings.
             StoreError: It is damaged, or cannot be made.
         """
@@ -81,7 +82,12 @@ class RagPipeline:
             raise InputError("Open the index with query_encoder=, or give its directory: it is open already.")
         else:
             self.chunks = index
-        engine.registry.attach(self.chunks)
+        try:
+            engine.registry.attach(self.chunks)
+        except BaseException:
+            if self.chunks is not index:
+                self.chunks.close()
+            raise
 
     def over(self, chunks: ChunkIndex) -> RagPipeline:
         """Return the same pipeline over another open index, such as this one asked by another query encoder."""
@@ -342,9 +348,8 @@ def _open_index(
         embedding,
         engine.writer,
     )
-    if not ChunkIndex.exists(directory):
-        return ChunkIndex.open(directory, new, query_encoder)
-    index = ChunkIndex.open(directory, query_encoder=query_encoder)
+    # Without asking first whether there is one: another process may be making it, and with other settings.
+    index = ChunkIndex.open(directory, new, query_encoder, check=False)
     try:
         own = index.config
         wanted = replace(

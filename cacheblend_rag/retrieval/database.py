@@ -7,7 +7,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ class IndexDatabase(SQLiteFile):
     format = 2
     schema = _SCHEMA + VECTOR_TABLES + PACKED_TABLE
 
-    def __init__(self, directory: Path, config: IndexConfig | None):
-        """Open the file in ``directory``; create it for ``config`` where there is none.
+    def __init__(self, directory: Path, config: IndexConfig | None, check: bool = True):
+        """Open the file in ``directory``; create it for ``config`` where there is none, else ``check`` that it was made for it.
 
         Raises:
             StoreError: There is none and no config is given, or it cannot be opened.
@@ -87,10 +87,22 @@ class IndexDatabase(SQLiteFile):
                 make_root(directory)
             self.db = self._connect(create=config is not None)
             try:
-                self._prepare(config)
+                self._prepare(config, check)
             except BaseException:
                 self.db.close()
                 raise
+
+    @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Say whether ``directory`` holds such a file with tables in it, of whatever kind, or one that cannot be read now."""
+        file = SQLiteFile(directory / FILE_NAME)
+        if not file.path.is_file():
+            return False
+        try:
+            with closing(file.connect("ro")) as db:
+                return db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+        except sqlite3.Error:
+            return True
 
     def _connect(self, create: bool) -> sqlite3.Connection:
         directory = self.path.parent
@@ -120,7 +132,7 @@ class IndexDatabase(SQLiteFile):
         self._snapshot = None
         return db
 
-    def _prepare(self, config: IndexConfig | None) -> None:
+    def _prepare(self, config: IndexConfig | None, check: bool) -> None:
         if config is not None and self.stored_format() == 0:
             lock = f"{self.path}.lock"
             with FileLock(lock, timeout=self.busy_timeout_s, mode=file_mode(self.path.parent)):
@@ -133,7 +145,7 @@ class IndexDatabase(SQLiteFile):
             raise self._absent()
         self.check_format()
         self._leave_wal()
-        if config is not None:
+        if config is not None and check:
             self.config().check(config, self.path.parent)
 
     def _journal(self) -> str:

@@ -13,7 +13,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.config import IndexConfig
-from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
+from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
 from cacheblend_rag.retrieval.search import VectorSearch
 from cacheblend_rag.spans import span
@@ -84,7 +84,11 @@ class ChunkIndex(ChunkSource):
 
     @classmethod
     def open(
-        cls, directory: Path | str, config: IndexConfig | None = None, query_encoder: str | Path | None = None
+        cls,
+        directory: Path | str,
+        config: IndexConfig | None = None,
+        query_encoder: str | Path | None = None,
+        check: bool = True,
     ) -> Self:
         """Open the index in ``directory``; with a config, create it where there is none.
 
@@ -92,17 +96,18 @@ class ChunkIndex(ChunkSource):
             directory: Where it is.
             config: What it must have been made with, or is made with.
             query_encoder: Directory of a model that embeds questions in place of the index's own; see :meth:`Embedder.asked_by`.
+            check: False for an index that may have been made with another config; the caller looks.
 
         Raises:
             StoreMismatchError: The index was made with another model or other settings.
             StoreError: There is none (and no config), it is damaged, or the directory cannot be used.
         """
-        return cls(IndexDatabase(Path(directory).expanduser(), config), query_encoder)
+        return cls(IndexDatabase(Path(directory).expanduser(), config, check), query_encoder)
 
     @staticmethod
     def exists(directory: Path | str) -> bool:
-        """Say whether ``directory`` holds an index."""
-        return (Path(directory).expanduser() / FILE_NAME).is_file()
+        """Say whether ``directory`` holds an index, made to the end."""
+        return IndexDatabase.is_in(Path(directory).expanduser())
 
     @property
     def config(self) -> IndexConfig:

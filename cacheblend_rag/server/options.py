@@ -12,11 +12,11 @@ DEFAULT_BODY_LIMIT = 32 << 20
 DEFAULT_MAX_CHUNKS = 1_000_000
 
 
-def _nbytes(size: object) -> int:
+def _nbytes(size: str | int) -> int:
     # Here: it imports torch, which a list of flags need not wait for.
     from cacheblend_rag.store.opening import parse_size
 
-    return size if isinstance(size, int) else parse_size(str(size))
+    return parse_size(size)
 
 
 # Options without a short form: one would swallow letters of vLLM's own short flags. ``-m`` and ``-s`` the command takes by hand.

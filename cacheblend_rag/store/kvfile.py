@@ -19,12 +19,12 @@ from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableEr
 from cacheblend_rag.store.codec import Codec, get_codec
 from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, Take, plain
-from cacheblend_rag.store.source import MAGIC, LayerSource
+from cacheblend_rag.store.source import SEALED, LayerSource
 
 _log = logging.getLogger(__name__)
 
 FORMAT = "cacheblend-kv/1"
-"""Written into every file; a change of the layout needs a new number."""
+"""Written into every file; a change of the layout needs a new number, and leaves where this, the key and the checksum stand."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -149,7 +149,7 @@ class KVFile(StoredKV):
         Raises:
             DamagedKVError: These bytes are not a whole entry of ``key``.
             StoreUnavailableError: They cannot be read now.
-            UnknownCodecError: They are encoded in a way that is not known here.
+            UnknownCodecError: They are in a format or a codec that is not known here.
             UnknownKeyError: They are encrypted by another key, or are and there is no ``unseal``.
         """
         self.source, self.key, self.tier, self.at_once = source, key, tier, at_once
@@ -266,7 +266,7 @@ class KVFile(StoredKV):
     def _parse(self) -> tuple[dict[str, str], list[_Place]]:
         """Read the header ourselves: the library would map the file, see the class. Raises what a broken one causes."""
         first = self._read_bytes(0, 8)
-        if first == MAGIC:
+        if first.startswith(SEALED):
             raise UnknownKeyError(
                 f"KV entry {self.key} counts as missing, and stays: it is encrypted, and no keys are given ({self.source.place})"
             )
@@ -277,8 +277,10 @@ class KVFile(StoredKV):
         metadata = header.pop("__metadata__")
         if metadata.pop("checksum") != _metadata_checksum(metadata):
             raise ValueError("checksum mismatch")
-        if metadata["format"] != FORMAT or metadata["key"] != self.key:
-            raise ValueError(f"holds {metadata['key']} in format {metadata['format']}, not {self.key} in {FORMAT}")
+        if metadata["key"] != self.key:
+            raise ValueError(f"holds {metadata['key']}, not {self.key}")
+        if metadata["format"] != FORMAT:
+            raise InputError(f"it is in the format {metadata['format']}, and this version reads {FORMAT}")
         places = [_place(name, entry, 8 + length) for name, entry in header.items()]
         end = max((place.offset + place.nbytes for place in places), default=8 + length)
         if end != self._data.nbytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -37,12 +37,14 @@ TIERS_GROUP = "cacheblend_rag.tiers"
 _EXAMPLE = "write as ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0?budget=64GiB,s3://bucket/prefix"
 
 
-def parse_size(text: str) -> int:
-    """Return a size in bytes: ``2GiB`` is 2 * 1024³ bytes, ``2GB`` 2 * 1000³, ``2G`` as ``2GiB``.
+def parse_size(text: str | int) -> int:
+    """Return a size in bytes: ``2GiB`` is 2 * 1024³ bytes, ``2GB`` 2 * 1000³, ``2G`` as ``2GiB``; a number is bytes as it is.
 
     Raises:
-        InputError: It is no size, or one below 1 MiB without a unit.
+        InputError: It is no size, or text for one below 1 MiB without a unit.
     """
+    if isinstance(text, int):
+        return text
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{text!r} is not a size; write 2GiB, 500MB or 0.")
@@ -183,15 +185,11 @@ def with_keys(urls: str, keys: Path) -> str:
     )
 
 
-def with_budgets(urls: str, budgets: Mapping[str, str]) -> str:
-    """Return addresses with other budgets: of the tiers of each scheme, as text."""
-    found = []
-    for url in _each(urls):
-        size = budgets.get(scheme := urlsplit(url).scheme)
-        if size is not None:
-            url = f"ram://{size}" if scheme == "ram" else _with(_without(url, "budget"), f"budget={size}")  # noqa: PLW2901
-        found.append(url)
-    return ",".join(found)
+def _with_disk_budget(urls: str, size: str) -> str:
+    return ",".join(
+        _with(_without(url, "budget"), f"budget={size}") if urlsplit(url).scheme == "file" else url
+        for url in _each(urls)
+    )
 
 
 def _each(urls: str) -> list[str]:
@@ -342,7 +340,7 @@ def _open_plugged_in(tier: TierURL, options: TierOptions) -> KVStore:
 
 
 def record_tiers(
-    directory: Path, urls: str | None, encrypt: Path | None = None, budgets: Mapping[str, str] | None = None
+    directory: Path, urls: str | None, encrypt: Path | None = None, disk_budget: str | None = None
 ) -> None:
     """Note in a store's directory where its KV is kept, for whoever opens it from now on. KV elsewhere is not moved.
 
@@ -350,7 +348,7 @@ def record_tiers(
         directory: The store's.
         urls: Its tiers by address; None for those that it has.
         encrypt: Directory of the keys that all tiers but RAM are encrypted with; None for what the addresses say.
-        budgets: Of tiers by scheme, as ``{"file": "40GiB"}``, in place of what the addresses say.
+        disk_budget: Of its directories, as ``40GiB``, in place of what the addresses say.
 
     Raises:
         InputError: They are no addresses, or hold a password; or the keys cannot be used.
@@ -359,7 +357,8 @@ def record_tiers(
     urls = urls or recorded_tiers(directory) or _USUAL
     if encrypt is not None:
         urls = with_keys(urls, encrypt.expanduser().resolve())
-    urls = with_budgets(urls, budgets or {})
+    if disk_budget is not None:
+        urls = _with_disk_budget(urls, disk_budget)
     tiers = parse_tiers(urls)
     if password_in(urls):
         raise InputError(

@@ -218,8 +218,10 @@ def _hkdf() -> tuple[Any, Any]:
     return HKDF, SHA256
 
 
-MAGIC: Final = b"CBSEAL\x01\n"
+SEALED: Final = b"CBSEAL"
 """How an encrypted entry begins; as the length of a safetensors header it would be impossible."""
+MAGIC: Final = SEALED + b"\x01\n"
+"""The same with the version of what follows."""
 
 _SALT_BYTES, _TAG_BYTES = 16, 16
 _COUNT: Final = struct.Struct("<I")
@@ -267,6 +269,7 @@ class SealedSource:
 
         Raises:
             ValueError: These are not the bytes that were stored under that name.
+            InputError: They are encrypted in the way of another version.
             UnknownKeyError: They are encrypted by another key, or not encrypted, so far as their name tells.
             StoreUnavailableError: They cannot be read now.
         """
@@ -285,6 +288,8 @@ class SealedSource:
         first = self._bytes(0, _FIRST)
         count: int
         (count,) = _COUNT.unpack(first[-_COUNT.size :])
+        if first.startswith(SEALED) and not first.startswith(MAGIC):
+            raise InputError("it is encrypted in another version's way")
         if not first.startswith(MAGIC) or not 0 < count <= _MOST_PARTS:
             raise ValueError("not an encrypted entry")
         table = self._bytes(_FIRST, 8 * count)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 from cacheblend_rag.console.groups import BlendOptions, BudgetOptions, takes_groups
+from cacheblend_rag.store import recorded_tiers
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,14 @@ def test_blend_options_make_the_settings_of_the_engines():
     assert (settings.ratio, settings.policy, settings.check_layers) == (0.2, "sink", (1, 3))
 
 
-def test_a_budget_once_given_is_noted_with_the_store_and_shown_by_its_statistics(tmp_path: Path) -> None:
+def test_a_disk_budget_is_noted_with_the_store_and_shown_by_its_statistics_and_ram_is_each_commands_own(
+    tmp_path: Path,
+) -> None:
+    BudgetOptions(ram_budget="0").note(tmp_path)
+    assert recorded_tiers(tmp_path) is None
     BudgetOptions(disk_budget="3GiB").note(tmp_path)
     BudgetOptions().note(tmp_path)
     BudgetOptions(ram_budget="1GiB").note(tmp_path)
     shown = CliRunner().invoke(app, ["store", "stats", "--store", str(tmp_path)]).stdout
-    assert "in ram://1GiB,file://?budget=3GiB" in " ".join(shown.split())
+    assert "in ram://,file://?budget=3GiB" in " ".join(shown.split())
     assert "3.0 GiB" in shown

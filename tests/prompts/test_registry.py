@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -241,6 +242,32 @@ def test_of_two_sources_the_one_attached_first_is_asked_and_a_lent_one_is_not_li
     registry.detach(first)
     registry.attach(first)
     assert len(registry) == 2, "who is attached again need not be lent again"
+
+
+def test_a_source_that_cannot_be_read_is_not_attached_and_keeps_none_from_being_detached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: int) -> NoReturn:
+        raise StoreError("the disk is gone")
+
+    one, two, three = (Shelf([f"The {name} shelf of the harbour's library."]) for name in ("first", "second", "third"))
+    texts = [shelf.rows[1].text for shelf in (one, two, three)]
+    registry = ChunkRegistry()
+    registry.attach(one)
+    registry.attach(two)
+    monkeypatch.setattr(three, "signatures_after", fail)
+    with pytest.raises(StoreError, match="disk is gone"):
+        registry.attach(three)
+    assert len(registry) == 2 and registry.find("".join(texts)) == [one.rows[1], two.rows[1], texts[2]]
+    monkeypatch.setattr(two, "signatures_after", fail)
+    with pytest.raises(StoreError, match="disk is gone"):
+        registry.detach(one)
+    monkeypatch.undo()
+    added = two.append("Another entry of the second shelf.")
+    registry.follow()
+    assert registry.find(texts[0] + added.text) == [one.rows[1], added]
+    registry.detach(one)
+    assert registry.find(texts[0] + added.text) == [texts[0], added]
 
 
 def test_a_chunk_is_not_its_own_other() -> None:

@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -20,6 +22,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.rag.indexing import IndexProgress
 from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import DiskStore
@@ -283,6 +286,44 @@ def test_an_index_of_another_model_or_setting_is_refused(pipeline: RagPipeline, 
         RagPipeline(FakeEngine(name="other"), tmp_path / "store")
     with pytest.raises(StoreMismatchError, match="24 tokens"):
         RagPipeline(FakeEngine(), tmp_path / "store", chunk_tokens=48)
+
+
+def test_an_index_that_another_process_is_making_is_opened_with_its_settings(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "store" / "index.sqlite3"
+    index.parent.mkdir()
+    index.touch()  # the first thing it does
+
+    def make_it(database: IndexDatabase, create: bool) -> sqlite3.Connection:
+        monkeypatch.undo()
+        RagPipeline(FakeEngine(), index.parent, chunk_tokens=24).close()
+        return IndexDatabase._connect(database, create)
+
+    monkeypatch.setattr(IndexDatabase, "_connect", make_it)
+    with RagPipeline(engine, index.parent) as pipeline:
+        assert pipeline.chunks.config.chunk_tokens == 24
+
+
+def test_what_cannot_be_opened_leaves_the_engine_as_it_was(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RagPipeline(FakeEngine(), tmp_path).close()
+
+    def fail(*_: object) -> NoReturn:
+        raise StoreError("the disk is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ChunkIndex, "signatures_after", fail)
+        for _ in range(20):
+            with pytest.raises(StoreError, match="disk is gone"):
+                RagPipeline(engine, tmp_path)
+    RagPipeline(engine, tmp_path).close()
+    opened = [RagPipeline(engine, tmp_path) for _ in range(15)]
+    with pytest.raises(InputError, match="close"):
+        RagPipeline(engine, tmp_path)
+    for pipeline in opened:
+        pipeline.close()
 
 
 def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_path: Path) -> None:

@@ -349,6 +349,28 @@ def test_another_process_makes_the_index_while_this_one_looks(
         assert index.stats().documents == 0 and made
 
 
+def test_an_index_is_there_once_it_can_be_opened_and_no_sooner(
+    words: None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = IndexDatabase.connect
+    there: list[bool] = []
+
+    def look(_: str) -> None:
+        there.append(ChunkIndex.exists(directory))
+        if there[-1]:
+            ChunkIndex.open(directory).close()
+
+    def watched(database: IndexDatabase, mode: str) -> sqlite3.Connection:
+        monkeypatch.setattr(IndexDatabase, "connect", connect)
+        db = connect(database, mode)
+        db.set_trace_callback(look)
+        return db
+
+    monkeypatch.setattr(IndexDatabase, "connect", watched)
+    ChunkIndex.open(directory, CONFIG).close()
+    assert there == sorted(there) and {*there} == {False, True}
+
+
 def test_processes_add_at_once_and_see_each_other(words: None, directory: Path) -> None:
     workers = [start(index_workers.add_many, directory, prefix, 15) for prefix in "xyz"]
     for _, connection in workers:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, kvfile, open_store
 from cacheblend_rag.store.base import Evicting, Listing, Reporting, stats_of
 from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, flat
@@ -343,6 +343,20 @@ def test_contains_and_listing_do_not_count_as_use(store: KVStore) -> None:
     assert store.verify().damaged == ()
     assert [entry.key for entry in store.entries()] == [key_of(1), key_of(2)]
     assert store.stats().hits == 0
+
+
+def test_an_entry_of_a_later_version_is_a_miss_and_stays(open_with: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr(kvfile, "FORMAT", "cacheblend-kv/2")
+        open_with(None).put(key_of(1), kv_of(1))
+    store = open_with(None)
+    if not store.lasts:
+        return  # it keeps no files
+    assert store.get(key_of(1)) is None
+    assert store.contains(key_of(1)) and stats_of(store).damaged == 0
+    if isinstance(store, Listing):
+        assert store.verify().damaged == ()
+    assert store.contains(key_of(1))
 
 
 @needs(Listing)

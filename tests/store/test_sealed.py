@@ -147,6 +147,21 @@ def test_an_entry_that_is_not_encrypted_is_not_believed(store: DiskStore) -> Non
     assert outcome(store, ONE, 1) == "miss"
 
 
+@pytest.mark.parametrize("form", [OURS, EntryFormat()])
+def test_an_entry_that_a_later_version_has_encrypted_is_a_miss_and_stays(form: EntryFormat) -> None:
+    bucket = obstore.store.MemoryStore()
+    ObjectStore(bucket, format=OURS).put(ONE, kv_of(1))
+    (path,) = (each["path"] for each in bucket.list().collect())
+    data = bytearray(bytes(bucket.get(path).bytes()))
+    assert data.startswith(b"CBSEAL\1")
+    data[6] = 2
+    bucket.put(path, bytes(data))
+    store = ObjectStore(bucket, format=form)
+    assert store.get(ONE) is None
+    assert store.verify().unreadable == (ONE,)
+    assert store.contains(ONE)
+
+
 def test_another_key_finds_nothing_and_removes_nothing() -> None:
     bucket = obstore.store.MemoryStore()
     ours, theirs = (

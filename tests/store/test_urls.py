@@ -109,13 +109,13 @@ def test_a_budget_given_goes_before_an_addresss_and_0_turns_ram_off(tmp_path: Pa
 
 
 def test_a_budget_is_noted_with_the_store_and_the_rest_of_its_addresses_stays(tmp_path: Path) -> None:
-    record_tiers(tmp_path, None, budgets={"file": "3MiB"})
+    record_tiers(tmp_path, None, disk_budget="3MiB")
     assert recorded_tiers(tmp_path) == "ram://,file://?budget=3MiB"
-    record_tiers(tmp_path, None, budgets={"file": "4MiB", "ram": "2MiB"})
-    with open_store(tmp_path) as store:
+    record_tiers(tmp_path, None, disk_budget="4MiB")
+    with open_store(tmp_path, ram_budget=2 << 20) as store:
         assert [t.budget for t in store.stats().tiers] == [2 << 20, 4 << 20]
     record_tiers(tmp_path, f"ram://1MiB,file://{tmp_path}/other?codec=int8,redis://host?budget=9MiB")
-    record_tiers(tmp_path, None, budgets={"file": "5MiB"})
+    record_tiers(tmp_path, None, disk_budget="5MiB")
     assert (
         recorded_tiers(tmp_path)
         == f"ram://1MiB,file://{tmp_path}/other?codec=int8&budget=5MiB,redis://host?budget=9MiB"
@@ -126,7 +126,7 @@ def test_a_small_size_takes_a_unit() -> None:
     for text in ("40", "1048575"):
         with pytest.raises(InputError, match=rf"{text} is {text} bytes; add a unit, as {text}GiB"):
             parse_size(text)
-    assert [parse_size(text) for text in ("40B", "0", "1048576", "2k")] == [40, 0, 1 << 20, 2048]
+    assert [parse_size(text) for text in ("40B", "0", "1048576", "2k", 40)] == [40, 0, 1 << 20, 2048, 40]
 
 
 def test_passwords_are_not_noted(tmp_path: Path) -> None:

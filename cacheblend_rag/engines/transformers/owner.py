@@ -140,11 +140,6 @@ def usable_attention(model: Any) -> Any:
     return model
 
 
-def _bytes(size: int | str) -> int:
-    """Return a size in bytes; one that is given as a number needs no unit."""
-    return size if isinstance(size, int) else parse_size(size)
-
-
 def _first_line(error: Exception) -> str:
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return line + "."
@@ -223,7 +218,7 @@ class ModelOwner(BlendEngine):
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio, self.writer)
         self.costs = load_costs(self.fingerprint.digest, str(self.device))
         self.ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
-        self.conversations = Conversations(_bytes(conversations))
+        self.conversations = Conversations(parse_size(conversations))
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self.end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
         self._write_back, self.lock, self._storing = write_back, threading.Lock(), threading.Lock()
