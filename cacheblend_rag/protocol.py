@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from cacheblend_rag.blending.options import TextRange
 from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import checked_id
 
 TOKENIZER_PROBE = "Ships' logs: 1911, naïve café — 東京 🙂\n\n\tif x != y:  return  # end\n<|im_end|></s>"
 """Client and server encode this text; equal token ids mean that they use the same tokenizer."""
@@ -33,7 +34,7 @@ class SpanBody(BaseModel):
 
     model_config = _STRICT
 
-    id: str = Field(min_length=1, max_length=512)
+    id: Annotated[str, AfterValidator(checked_id)] = Field(min_length=1, max_length=512)
     start: int = Field(ge=0)
     end: int = Field(gt=0)
     text: str | None = None

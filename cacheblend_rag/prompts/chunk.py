@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,12 +29,38 @@ class Chunk:
     token_ids: tuple[int, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be stored and found again, or be answered.
+
+        Raises:
+            InputError: The id has a NUL, or the metadata hold what is no JSON.
+        """
+        checked_id(self.id)
+        if self.metadata:
+            try:
+                _JSON.encode(dict(self.metadata))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InputError(
+                    f"the metadata of the chunk {self.id!r} cannot be written as JSON ({error}). Use None for a number that is "
+                    "missing (NaN) or infinite."
+                ) from None
+
 
 @dataclass(frozen=True)
 class PlainText:
     """Text in which nothing is a special token, such as a part of a known document whose KV is not used here."""
 
     text: str
+
+
+_JSON = json.JSONEncoder(allow_nan=False, default=str)
+
+
+def checked_id(name: str) -> str:
+    """Return a chunk's id; raises InputError for one with a NUL, behind which SQLite's functions read no further."""
+    if "\0" in name:
+        raise InputError(f"the id {name!r} has a NUL character. Use another id.")
+    return name
 
 
 def chunk_id(text: str) -> str:

@@ -19,7 +19,7 @@ from cacheblend_rag.server.keys import NO_QUOTA, Admission, Key, Keys, read_keys
 from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
 from cacheblend_rag.server.observing import ReuseMetrics, share_logging
 from cacheblend_rag.server.options import ServeOptions
-from cacheblend_rag.server.tenants import PerNamespace, ServedTenants, StandIn
+from cacheblend_rag.server.tenants import PerNamespace, ServedTenants, StandIn, calling
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.namespace import DEFAULT_NAME
 
@@ -176,6 +176,21 @@ def _blend(state: State, tenants: ServedTenants) -> None:
     if state.openai_serving_chat is not None:
         state.openai_serving_chat = ReportingChat(state.openai_serving_chat)
         state.openai_serving_completion = ReportingCompletion(state.openai_serving_completion)
+    hide_paths(state.openai_serving_models)
+
+
+def hide_paths(models: Any) -> None:
+    """Have vLLM's list of models tell the operator alone where their files lie."""
+    list_all = models.show_available_models
+
+    async def show_available_models() -> Any:
+        found = await list_all()
+        if not calling.get().operator:
+            for card in found.data:
+                card.root = card.id
+        return found
+
+    models.show_available_models = show_available_models
 
 
 async def _listen_and_serve(app: FastAPI, sock: socket.socket, args: Namespace) -> Coroutine[Any, Any, None]:

@@ -1,4 +1,4 @@
-"""The line that says where the server is comes when it answers, and not before."""
+"""What a server tells of itself: the line that says where it is, and whom it tells where its files lie."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("starlette", reason="the server's libraries come with vLLM")
 
 from cacheblend_rag.server import launch
+from cacheblend_rag.server.tenants import Caller, calling
 
 
 async def test_it_is_said_when_the_server_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +27,17 @@ async def test_it_is_said_when_the_server_has_started(monkeypatch: pytest.Monkey
     state.server.started = True
     await asyncio.wait_for(task, 10)
     assert said == ["Serving acme on http://127.0.0.1:8000."]
+
+
+@pytest.mark.parametrize("operator", [True, False])
+async def test_where_the_models_files_lie_is_told_the_operator_alone(operator: bool) -> None:
+    class Models:
+        async def show_available_models(self) -> SimpleNamespace:
+            return SimpleNamespace(data=[SimpleNamespace(id="acme/model", root="/home/ann/models")])
+
+    models = Models()
+    launch.hide_paths(models)
+    token = calling.set(Caller("acme", operator))
+    (card,) = (await models.show_available_models()).data
+    calling.reset(token)
+    assert (card.id, card.root) == ("acme/model", "/home/ann/models" if operator else "acme/model")

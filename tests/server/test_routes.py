@@ -204,6 +204,24 @@ async def test_an_id_with_line_breaks_names_its_own_chunk_and_no_other(server: S
     assert (await server("GET", "/a")).json()["text"] == TEXTS[1]
 
 
+@pytest.mark.parametrize("number", ["NaN", "1e999", '{"deep": [0, -Infinity]}'])
+async def test_metadata_that_no_answer_can_hold_are_refused(server: Server, number: str) -> None:
+    body = b'{"chunks": [{"text": "A text.", "metadata": {"n": %s}}]}' % number.encode()
+    refused = await server("POST", "", content=body, headers={"Content-Type": "application/json"})
+    assert (refused.status_code, len(server.registry)) == (422, 0)
+    assert "chunks.0: the metadata" in refused.json()["error"]["message"]
+
+
+async def test_an_id_with_a_nul_is_refused_and_finds_no_other_chunk(server: Server) -> None:
+    await server.register({"id": "a", "text": TEXTS[1]})
+    refused = await server.register({"id": "a\0b", "text": TEXTS[0]})
+    assert (refused.status_code, server.stored(TEXTS[0])) == (422, False)
+    assert "chunks.0: the id 'a\\x00b' has a NUL" in refused.json()["error"]["message"]
+    assert (await server("GET", "/a%00b")).status_code == 404
+    await server("DELETE", "?id=a%00b")
+    assert (await server("GET", "/a")).status_code == 200
+
+
 async def test_more_chunks_than_may_be_registered_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
     server = Server(tmp_path, most=3)
     assert (await server.register(*TEXTS[:2])).status_code == 200

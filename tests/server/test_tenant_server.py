@@ -119,7 +119,8 @@ class Tenants:
 def running(server_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     directory = tmp_path_factory.mktemp("tenants")
     (directory / "keys.toml").write_text(KEYS)
-    with RunningServer(server_model, directory / "store", "--keys", str(directory / "keys.toml"), key=None) as server:
+    flags = ("--keys", str(directory / "keys.toml"), "--served-model-name", "harbour")
+    with RunningServer(server_model, directory / "store", *flags, key=None) as server:
         yield Tenants(server)
 
 
@@ -255,6 +256,13 @@ def test_what_prompts_bring_is_written_back_for_their_tenant_alone(tenants: Tena
 
     assert [mode("acme"), mode("acme")] == ["prefill", "blend"]
     assert [mode("globex"), mode("globex")] == ["prefill", "blend"]
+
+
+def test_where_the_models_files_lie_is_listed_for_the_operator_alone(tenants: Tenants, server_model: Path) -> None:
+    def root(tenant: str) -> str:
+        return str(tenants.request(tenant, "GET", "/v1/models").json()["data"][0]["root"])
+
+    assert [root("operator"), root("acme"), root("initech")] == [str(server_model), "harbour", "harbour"]
 
 
 def test_a_remote_engine_needs_nothing_but_its_tenants_key(tenants: Tenants) -> None:
