@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -30,6 +31,9 @@ PROBE = "cacheblend-probe-7f3a"
 _FIXED_DATE = datetime(2024, 7, 26)
 _TODAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
+_REFUSALS = (TemplateError, TypeError)
+"""What a template raises for messages that it cannot print: its own exceptions, and Python's where types do not fit."""
+
 _KEPT = 64
 _probed: PerTokenizer[dict[str, str]] = PerTokenizer(lambda tokenizer: {})
 
@@ -37,17 +41,17 @@ _probed: PerTokenizer[dict[str, str]] = PerTokenizer(lambda tokenizer: {})
 def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
     """Render with the generation prompt; system messages go into the next user turn if the template has no system role."""
     system = [message["content"].strip() for message in messages if message["role"] == "system"]
-    refusal: TemplateError | None = None
+    refusal: Exception | None = None
     try:
         rendered = _apply(tokenizer, messages, tools)
         if all(text in rendered for text in system):
             return rendered
-    except TemplateError as error:
+    except _REFUSALS as error:
         refusal = error
     if system:
         try:
             return _apply(tokenizer, _without_system(messages), tools)
-        except TemplateError as error:
+        except _REFUSALS as error:
             refusal = error
     raise InputError(f"The model's chat template refuses these messages: {refusal}.") from refusal
 
@@ -93,15 +97,25 @@ def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[M
     template = getattr(tokenizer, "chat_template", None) or PLAIN_TEMPLATE
     if isinstance(template, str):
         template = dated_template(template)
-    return str(
-        tokenizer.apply_chat_template(
-            list(messages),
-            tools=[dict(tool) for tool in tools] if tools else None,
-            chat_template=template if isinstance(template, str) else None,
-            add_generation_prompt=True,
-            tokenize=False,
-        )
+    rendered = partial(
+        tokenizer.apply_chat_template,
+        tools=[dict(tool) for tool in tools] if tools else None,
+        chat_template=template if isinstance(template, str) else None,
+        add_generation_prompt=True,
+        tokenize=False,
     )
+    try:
+        return str(rendered(list(messages)))
+    except TypeError:  # templates that join the arguments of a call to text want them as JSON
+        return str(rendered([_with_json_arguments(message) for message in messages]))
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [{**call["function"], "arguments": json.dumps(call["function"]["arguments"])} for call in calls]
+    paired = zip(calls, functions, strict=True)
+    return {**message, "tool_calls": [{**call, "function": function} for call, function in paired]}
 
 
 def _without_system(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,7 +140,7 @@ def reads_tools(tokenizer: Any) -> bool:
     function = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
         return PROBE in _apply(tokenizer, messages, [{"type": "function", "function": function}])
-    except TemplateError:
+    except _REFUSALS:
         return False
 
 

@@ -15,6 +15,7 @@ from cacheblend_rag.prompts.prompt import (
     tokenize,
 )
 from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.prompts.templates import reads_tools
 from cacheblend_rag.prompts.tokens import encoder_for
 from tests.conftest import CHATML, NO_SYSTEM, byte_level, tokenizer_named
 
@@ -156,6 +157,26 @@ def test_chunks_that_a_template_rewrites_become_text() -> None:
     registry = ChunkRegistry([quoted, plain])
     prompt = chat_prompt(tokenizer, [{"role": "user", "content": f"{quoted.text} {plain.text}"}], registry)
     assert prompt.segments == ("She said &quot;never&quot; to him. ", plain)
+
+
+def test_a_template_that_joins_a_calls_arguments_to_text_gets_them_as_json() -> None:
+    """Most templates print an object; those of DeepSeek V3.1 and functionary join a text, and fail on one."""
+    joining = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name + ':' + c.function.arguments }}{% endfor %}"
+    tokenizer = byte_level(CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}" + joining))
+    (chunk,) = chunks_for(tokenizer)[:1]
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"topic": "bay"}}}
+    found = {"role": "tool", "content": chunk.text, "named": [chunk]}
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "", "tool_calls": [call]}, found]
+    prompt = chat_prompt(tokenizer, messages, ChunkRegistry())
+    assert '<call>look_up:{"topic": "bay"}' in text_of(prompt)
+    assert chunk in prompt.segments
+
+
+def test_what_a_template_cannot_print_is_an_error_that_names_it() -> None:
+    tokenizer = byte_level("{{ messages | map(attribute='content') | tojson }}")
+    with pytest.raises(InputError, match=r"chat template refuses these messages: .*JSON serializable"):
+        chat_prompt(tokenizer, [{"role": "user", "content": "Who?"}], ChunkRegistry())
+    assert not reads_tools(tokenizer)
 
 
 def test_a_multi_turn_chat_without_template_reads_like_the_rag_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
