@@ -101,7 +101,8 @@ class ScriptedEngine(BlendEngine):
     def _stream(self, tokens: TokenizedPrompt, sampling: SamplingParams, prompt: BlendPrompt) -> Iterator[StreamEvent]:
         missing = tuple(span.chunk.id for span in tokens.spans if span.chunk.id not in self.stored)
         reused = sum(span.end - span.start for span in tokens.spans if span.chunk.id in self.stored)
-        text = self._answer("".join(s if isinstance(s, str) else s.text for s in prompt.segments), sampling)
+        said = "".join(s if isinstance(s, str) else s.text for s in prompt.segments)
+        text = answer(said, sampling) if self.answer is None else self.answer
         stops = [text.index(stop) for stop in sampling.stop if stop in text]
         text = text[: min(stops)] if stops else text
         if "CACHEBLEND_TRANSCRIPT" in os.environ:  # see taught.py
@@ -126,25 +127,25 @@ class ScriptedEngine(BlendEngine):
         finally:
             self.closed_streams += 1
 
-    def _answer(self, text: str, sampling: SamplingParams) -> str:
-        if self.answer is not None:
-            return self.answer
-        turns = _TURN.findall(text)
-        asked = next((content for role, content in reversed(turns) if role == "user"), text)
-        if sampling.json_schema is not None:
-            schema = sampling.json_schema
-            schema = json.loads(schema) if isinstance(schema, str) else schema
-            made = instance(schema, asked, schema.get("$defs", {}))
-            return json.dumps(made, ensure_ascii=False, separators=(",", ":"))  # as guided decoding writes it
-        tools = re.search(r"<tools>(.*)</tools>", text)
-        if tools and turns[-1][0] == "user":
-            function = json.loads(tools[1])[0]["function"]
-            call = {"name": function["name"], "arguments": instance(function["parameters"], asked, {})}
-            return f"Let me see.\n<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
-        return f"Answer to: {asked[-200:]}"
-
     def close(self) -> None:
         pass
+
+
+def answer(text: str, sampling: SamplingParams) -> str:
+    """Answer a prompt by rule."""
+    turns = _TURN.findall(text)
+    asked = next((content for role, content in reversed(turns) if role == "user"), text)
+    if sampling.json_schema is not None:
+        schema = sampling.json_schema
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        made = instance(schema, asked, schema.get("$defs", {}))
+        return json.dumps(made, ensure_ascii=False, separators=(",", ":"))  # as guided decoding writes it
+    tools = re.search(r"<tools>(.*)</tools>", text)
+    if tools and turns[-1][0] == "user":
+        function = json.loads(tools[1])[0]["function"]
+        call = {"name": function["name"], "arguments": instance(function["parameters"], asked, {})}
+        return f"Let me see.\n<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
+    return f"Answer to: {asked[-200:]}"
 
 
 def instance(schema: Mapping[str, Any], asked: str, definitions: Mapping[str, Any]) -> Any:
