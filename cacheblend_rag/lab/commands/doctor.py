@@ -5,15 +5,18 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_engine, open_vllm
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
-from cacheblend_rag.console.output import print_json, status
+from cacheblend_rag.console.output import print_json, progress, status
 from cacheblend_rag.lab.commands.doctor_output import print_calibration, print_diagnosis, print_vllm
+
+if TYPE_CHECKING:
+    from cacheblend_rag.lab.doctor.standard import Standard
 
 _CALIBRATION = "Calibration"
 
@@ -37,23 +40,38 @@ class CalibrationOptions:
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
-    agreement: Annotated[
-        float,
+    as_near_as: Annotated[
+        Literal["8-bit", "6-bit", "4-bit"] | None,
         typer.Option(
-            help="Least agreement with full recompute: share of the answers' tokens; with --documents exp(-KL).",
+            help="How near a blend must be to full recompute: as the same model with weights of so many bits, by KL on the same "
+            "prompts (default: 6-bit).",
             rich_help_panel=_CALIBRATION,
         ),
-    ] = 0.99
+    ] = None
+    agreement: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: least agreement with full recompute, such as 0.99: share of the answers' tokens; with --documents "
+            "exp(-KL).",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None
     confidence: Annotated[float, typer.Option(help="With which it must be shown.", rich_help_panel=_CALIBRATION)] = 0.95
     count: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Most prompts to calibrate on (default: twice as many as it takes to show the agreement if no token "
-            "disagrees, 598 for 99% at 95%; with --documents 40).",
+            help="Most prompts to calibrate on (default: 40; by agreement of tokens twice as many as it takes to show it if no "
+            "token disagrees, 598 for 99% at 95%).",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="On the fewest prompts that can show it, and without hkvd.", rich_help_panel=_CALIBRATION
+        ),
+    ] = False
     margin: Annotated[
         int,
         typer.Option(
@@ -89,7 +107,7 @@ def doctor(
         bool,
         typer.Option(
             "--calibrate",
-            help="Find the policy, ratio and check layers of least compute that agree with full recompute, and keep the profile.",
+            help="Find the policy, ratio and check layers of least compute that is near enough to full recompute; keep it.",
         ),
     ] = False,
     wanted: CalibrationOptions,
@@ -129,19 +147,35 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
     from cacheblend_rag.lab.calibration_prompts import collect_prompts
     from cacheblend_rag.lab.doctor import calibrate_engine
     from cacheblend_rag.lab.doctor.plot import check_plot_name, plot_calibration
-    from cacheblend_rag.lab.doctor.standard import Standard
 
-    documents, plot = wanted.documents, wanted.plot
-    standard = Standard(wanted.agreement, wanted.confidence, "tokens" if documents is None else "likelihood")
+    documents, plot, standard = wanted.documents, wanted.plot, _standard(wanted)
     if plot is not None:
         check_plot_name(plot)
-    count = wanted.count or standard.usual
-    with open_engine(model) as engine, status("Calibrating") as say:
-        say("prompts")
+    count = wanted.count or (standard.needed if wanted.quick else standard.usual)
+    with open_engine(model) as engine, progress("Calibrating:") as show:
+        show(0, 1, "prompts")
         collected = collect_prompts(engine, wanted.prompts, store, count, documents)
-        found, file = calibrate_engine(
-            engine, collected, wanted.output, say, standard, margin=wanted.margin, everything=plot is not None
-        )
+        try:
+            found, file = calibrate_engine(
+                engine, collected, wanted.output, show, standard,
+                margin=wanted.margin, everything=plot is not None, by_deviation=not wanted.quick,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            typer.echo("Stopped. What was measured is kept: the same command goes on.", err=True)
+            raise
     if plot is not None:
         plot_calibration(found, plot)
     print_json({**found.as_json(), "file": str(file)}) if as_json else print_calibration(found, file)
+
+
+def _standard(wanted: CalibrationOptions) -> Standard:
+    from cacheblend_rag.errors import InputError
+    from cacheblend_rag.lab.doctor.standard import Standard
+
+    if wanted.quick and wanted.count is not None:
+        raise InputError("Give --quick or --count, not both.")
+    if wanted.agreement is None:
+        return Standard.as_near_as(int((wanted.as_near_as or "6-bit").removesuffix("-bit")), wanted.confidence)
+    if wanted.as_near_as is not None:
+        raise InputError("Give --as-near-as or --agreement, not both.")
+    return Standard(wanted.agreement, wanted.confidence, "tokens" if wanted.documents is None else "likelihood")

@@ -126,14 +126,23 @@ def print_calibration(found: Calibration, file: Path) -> None:
         ]
         for each in found.measured
     ]
+    if (bits := found.standard.bits) is not None:
+        near = (
+            f"{found.standard.agreement:.2%}",
+            "",
+            f"{found.standard.most_kl:.4f}",
+            f"{found.prompts} of {found.prompts}",
+        )
+        rows.append([f"weights of {bits} bits", "", "-", "100.0%", *near])
     typer.echo(table(rows))
-    typer.echo("\nKV deviation of each layer against that of all layers, on the first prompts:")
-    rows = [["check layer", "same tokens", "rank correlation", "tokens that deviate", ""]]
-    rows += [
-        [str(x.layer), f"{x.overlap:.0%}", f"{x.spearman:.2f}", f"{x.visible:.0%}", "tried" if x.offered else ""]
-        for x in found.layers
-    ]
-    typer.echo(table(rows))
+    if found.layers:
+        typer.echo("\nKV deviation of each layer against that of all layers, on the first prompts:")
+        rows = [["check layer", "same tokens", "rank correlation", "tokens that deviate", ""]]
+        rows += [
+            [str(x.layer), f"{x.overlap:.0%}", f"{x.spearman:.2f}", f"{x.visible:.0%}", "tried" if x.offered else ""]
+            for x in found.layers
+        ]
+        typer.echo(table(rows))
     typer.echo(f"\n{found.why[0].upper()}{found.why[1:]}.")
     profile = found.profile
     how = "prefix caching, no blend"
@@ -141,6 +150,8 @@ def print_calibration(found: Calibration, file: Path) -> None:
         layers = _join_numbers(profile.check_layers)
         how = f"policy {profile.policy}, ratio {profile.ratio:.0%}, check layers {layers}"
     typer.echo(f"Profile: {how}{'' if found.verdict != 'not shown' else ' (not shown)'}, written to {file}")
+    if found.stopped:
+        typer.echo("What was measured is kept: the same command goes on.")
 
 
 def _blend(found: Diagnosis) -> str:

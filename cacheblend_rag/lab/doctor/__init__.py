@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.lab.doctor.calibration import calibrate_engine
+from cacheblend_rag.lab.doctor.calibrated_engine import calibrate_engine
 
 __all__ = ["calibrate_engine"]

@@ -1,43 +1,43 @@
 """Calibrates a model: finds the least compute whose answers agree with full recompute, and writes the profile.
 
-1. *Layers*: on the first prompts the KV deviation of every layer is compared with that of all layers. Check layers are offered
+1. *Standard*: where a blend is to be as near as weights of few bits, these are measured first, on the same prompts.
+2. *Layers*: on the first prompts the KV deviation of every layer is compared with that of all layers. Check layers are offered
    where they are shallow enough to pay, find clearly more than the layers before them, and see enough tokens deviate at all.
-2. *Search*: candidates (policy, ratio, check layers) are tried from the least compute on; compute counts everything that a blend
+3. *Search*: candidates (policy, ratio, check layers) are tried for the least compute; compute counts everything that a blend
    computes: dense pass, ranking pass of the question, chosen and forced tokens. See :mod:`cacheblend_rag.lab.doctor.search`.
-3. *Verdict*: the first that holds the standard on all prompts is the profile, or a ratio some steps above it that holds as well,
+4. *Verdict*: the first that holds the standard on all prompts is the profile, or a ratio some steps above it that holds as well,
    as a margin for text that the prompts do not show. If none does, the profile says not to blend: prefix caching, which loses
    nothing.
-4. With fewer prompts than could show it (:attr:`Standard.needed`), the cheapest is taken that holds on those there are, by
-   agreement and by KL; it is marked as not shown.
+5. With fewer prompts than could show it (:attr:`Standard.needed`), or stopped early, the cheapest is taken that holds on those
+   there are, by agreement and by KL; it is marked as not shown.
 
-A candidate's bound is its own: of many candidates that nearly hold, one may pass by luck, more often than a single one would.
+What is measured goes to a ledger, so that a calibration that was stopped goes on where it was. A candidate's bound is its own:
+of many candidates that nearly hold, one may pass by luck, more often than a single one would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
 
 from cacheblend_rag.blending.gate import GateSubject
-from cacheblend_rag.blending.options import BlendSchedule, TextRange, left_out
-from cacheblend_rag.blending.plan import BlendPlan
-from cacheblend_rag.blending.profile import ModelProfile, save_profile
+from cacheblend_rag.blending.options import BlendSchedule, TextRange
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, LayerFinding, examine_layers, in_words, list_candidates
-from cacheblend_rag.lab.doctor.compared import Planner, PromptMeasurement
-from cacheblend_rag.lab.doctor.search import LOOK, Prompts, Search, Trial
+from cacheblend_rag.lab.doctor.compared import Comparison, Planner, PromptMeasurement
+from cacheblend_rag.lab.doctor.ledger import Coarser, Ledger, Prompts, key_of
+from cacheblend_rag.lab.doctor.search import LOOK, Search, Trial
 from cacheblend_rag.lab.doctor.standard import Bounds, Standard
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.store import open_store
 
 Verdict = Literal["shown", "not shown", "do not blend"]
+Progress = Callable[[float, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Calibration:
 
     Attributes:
         profile: What to use from now on.
-        verdict: ``"shown"``, ``"not shown"`` (too few prompts; the best evidence), or ``"do not blend"``.
+        verdict: ``"shown"``, ``"not shown"`` (too few prompts, or stopped; the best evidence), or ``"do not blend"``.
         why: The verdict in words.
         standard: What a blend had to reach.
         prompts: Number of prompts.
@@ -94,6 +94,7 @@ class Calibration:
         chosen: What the profile says; None for not to blend.
         measured: Every candidate that was tried, by compute.
         layers: Every layer from 1 on.
+        stopped: Whether it was stopped before its end.
     """
 
     profile: ModelProfile
@@ -106,6 +107,7 @@ class Calibration:
     chosen: MeasuredCandidate | None
     measured: list[MeasuredCandidate]
     layers: list[LayerFinding]
+    stopped: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -119,14 +121,19 @@ def calibrate(
     prompts: Sequence[CalibrationPrompt],
     standard: Standard | None = None,
     end_token: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     probe: Sequence[int] = (),
     *,
     planner: Planner | None = None,
     margin: int = 0,
     everything: bool = False,
+    by_deviation: bool = True,
+    coarser: Coarser | None = None,
+    ledger: Ledger | None = None,
 ) -> Calibration:
     """Measure ``prompts`` and choose a profile by the rules above.
+
+    A KeyboardInterrupt ends it with the best so far, if there is any, else it is raised.
 
     Args:
         subject: The model.
@@ -135,16 +142,19 @@ def calibrate(
         prompts: RAG prompts of at least two chunks each.
         standard: What a blend must reach; None for 99% of tokens with 95% confidence.
         end_token: Ends an answer.
-        progress: Called with a line of text before each step.
+        progress: Called before each step with how much is done, of about how much, in full recomputes, and a line of text.
         probe: What chunks are ranked behind; without one, policies that rank at indexing are left out.
         planner: Where the chunks' KV comes from; None computes it here and keeps it all.
         margin: Steps of :data:`RATIOS` above the least that holds; taken if that holds as well.
         everything: Measure the candidates that cost more than the chosen one, too, on the first prompts.
+        by_deviation: Try hkvd, too, for which the KV deviation of every layer is measured first.
+        coarser: Computes by weights of ``standard.bits``.
+        ledger: What was measured earlier, and gets what is measured now.
 
     Raises:
         InputError: No prompt holds a token with stale KV.
     """
-    say, standard = progress or (lambda line: None), standard or Standard()
+    standard = standard or Standard()
     usable = [each for each in prompts if len(each.prompt.spans) > 1]
     if not usable:
         raise InputError("Calibration needs prompts of at least two chunks and a question behind them; there is none.")
@@ -155,23 +165,52 @@ def calibrate(
             subject, rope, header_ids, each.prompt, end_token, probe, continuation=each.continuation, planner=planner
         )
 
-    made = Prompts(measure, len(usable))
-    say("KV deviation of every layer")
-    first = [made[number] for number in range(min(LOOK, len(usable)))]
-    layers = examine_layers(first, subject.num_layers)
+    keys = [key_of(each.prompt, each.continuation) for each in usable]
+    made = Prompts(measure, keys, ledger or Ledger())
+    say = _teller(made, len(usable), progress)
+    limit: list[Comparison] = []
+    if standard.bits is not None and coarser is not None:
+        for number in range(len(usable)):
+            say(f"prompt {number + 1} of {len(usable)}: full recompute, and by weights of {standard.bits} bits")
+            limit.append(made.by_weights(number, standard.bits, coarser))
+        standard = standard.measured(limit)
+    first = range(min(LOOK, len(usable)))
+    layers: list[LayerFinding] = []
+    if by_deviation:
+        say("KV deviation of every layer")
+        layers = examine_layers([made.layers(number) for number in first], subject.num_layers)
+    facts = [made.facts(number) for number in first]
     stale, forced = (
-        float(np.mean([getattr(m, name) / len(m.prompt.token_ids) for m in first]))
-        for name in ("stale_tokens", "forced_tokens")
+        float(np.mean([getattr(each, name) / each.tokens for each in facts])) for name in ("stale", "forced")
     )
-    ranked = all(m.static is not None for m in first)
+    ranked = all(each.left_out is not None for each in facts)
     candidates = list_candidates(layers, subject.num_layers, stale, forced, ranked=ranked)
     groups = ["|".join(sorted({span.chunk.id for span in each.prompt.spans})) for each in usable]
     search = Search(candidates, groups, standard, made.compare, say)
-    least = search.run()
-    chosen = least and search.step_above(least, margin)
-    if everything:
-        search.look_at_rest()
-    return _conclude(search, chosen, least, standard, groups, made, layers)
+    least, stopped = None, False
+    try:
+        least = search.run()
+        chosen = least and search.step_above(least, margin)
+        if everything:
+            search.look_at_rest()
+    except KeyboardInterrupt:
+        chosen, stopped = search.best_so_far(), True
+        if chosen is None:
+            raise
+    return _conclude(search, chosen, least, standard, groups, made, layers, stopped)
+
+
+def _teller(made: Prompts, count: int, progress: Progress | None) -> Callable[[str], None]:
+    """Return what says a line of text, with how much is done of about how much."""
+    looks = min(LOOK, count)
+    # A prompt, its KV and what it is held against; looks at some candidates; the rest of the prompts for two or three.
+    expected = 4.2 * count + 3.0 * looks + 1.2 * (count - looks)
+
+    def say(text: str) -> None:
+        if progress is not None:
+            progress(made.done, ceil(max(expected - made.kept, made.done + 1)), text)
+
+    return say
 
 
 def _conclude(
@@ -182,20 +221,22 @@ def _conclude(
     groups: Sequence[str],
     made: Prompts,
     layers: list[LayerFinding],
+    stopped: bool,
 ) -> Calibration:
     measured = sorted((_measured(trial, standard) for trial in search.trials), key=lambda m: m.compute)
     found = None if chosen is None else _measured(chosen, standard)
-    shown = search.enough_prompts
+    shown = search.enough_prompts and not stopped
     verdict: Verdict = "do not blend" if found is None else "shown" if shown else "not shown"
     below = "" if least is None or least is chosen else str(least.candidate)
-    why = _words(found, below, measured, standard, len(set(groups)), shown)
+    why = _stopped(found, len(groups)) if stopped else _words(found, below, measured, standard, len(set(groups)), shown)
     tokens = max((sum(len(c.agrees) for _, c in trial.results) for trial in search.trials), default=0)
     summary: dict[str, Any] = {"verdict": verdict, "why": why, "prompts": len(groups), "standard": asdict(standard)}
     if found is not None:
         summary |= {"agreement": asdict(found.agreement), "compute": found.compute, "kl": found.kl}
-    profile = replace(_profile(chosen, layers), calibrated=summary, text=_text_range(chosen, made))
+    text = _text_range(chosen, [made.facts(number).left_out for number in range(len(groups) if chosen else 0)])
+    profile = replace(_profile(chosen, layers), calibrated=summary, text=text)
     needed = standard.needed
-    return Calibration(profile, verdict, why, standard, len(groups), tokens, needed, found, measured, layers)
+    return Calibration(profile, verdict, why, standard, len(groups), tokens, needed, found, measured, layers, stopped)
 
 
 def _profile(chosen: Trial | None, layers: Sequence[LayerFinding]) -> ModelProfile:
@@ -209,11 +250,11 @@ def _profile(chosen: Trial | None, layers: Sequence[LayerFinding]) -> ModelProfi
     return ModelProfile(candidate.ratio, candidate.policy, schedule.check_layers, schedule.widths)
 
 
-def _text_range(chosen: Trial | None, made: Prompts) -> TextRange | None:
+def _text_range(chosen: Trial | None, left_out: Sequence[dict[str, float] | None]) -> TextRange | None:
     """Return what the chosen ratio leaves out in these prompts; None where they say nothing about it."""
     if chosen is None or not chosen.candidate.ratio:
         return None
-    shares = [left_out(m.static, chosen.candidate.ratio) for m in made.measured() if m.static is not None]
+    shares = [each[str(chosen.candidate.ratio)] for each in left_out if each is not None]
     return TextRange(float(np.mean(shares)), float(np.std(shares))) if shares else None
 
 
@@ -242,15 +283,16 @@ def _words(
     shown: bool,
 ) -> str:
     """Return the verdict in words; ``below`` names the least that holds where ``found`` is a margin above it."""
-    goal = (
-        f"{100 * standard.agreement:.6g}% agreement with full recompute at {100 * standard.confidence:.4g}% confidence"
-    )
-    few = f"{groups} prompts without common chunks cannot show {goal}: that takes {standard.needed}, if no token disagrees"
+    sure = f"at {100 * standard.confidence:.4g}% confidence"
+    goal, least = f"{100 * standard.agreement:.6g}% agreement with full recompute {sure}", ", if no token disagrees"
+    if standard.bits is not None:
+        goal, least = f"no more than the KL of weights of {standard.bits} bits, {standard.most_kl:.2g} nats, {sure}", ""
+    few = f"{groups} prompts without common chunks cannot show {goal}: that takes {standard.needed}{least}"
     if found is not None:
         holds = f"{found}, {found.compute:.1%} of full recompute's compute,"
         first, last = ("", f"; the least that does is {below}") if below else ("is the least that ", "")
         if shown:
-            return f"{holds} {first}holds {goal} (lower bound {found.agreement.low:.2%}){last}"
+            return f"{holds} {first}holds {goal} (bound {_bound(found, standard)}){last}"
         agrees = f"agrees {found.agreement.value:.1%} with a KL of {found.kl:.2g} nats"
         return f"{few}. On these {holds} {first}{agrees}{last}"
     best = max(measured, key=lambda each: each.agreement.value)
@@ -260,51 +302,15 @@ def _words(
     return f"{few}. Even on these nothing up to a ratio of {RATIOS[-1]:.0%} agrees so much; {tried}: not blended until shown"
 
 
-def calibrate_engine(
-    engine: TransformersEngine,
-    prompts: Sequence[CalibrationPrompt],
-    output: Path | None = None,
-    progress: Callable[[str], None] | None = None,
-    standard: Standard | None = None,
-    *,
-    margin: int = 0,
-    everything: bool = False,
-) -> tuple[Calibration, Path]:
-    """Calibrate the model of ``engine`` and write its profile; engines opened from now on use it.
+def _bound(found: MeasuredCandidate, standard: Standard) -> str:
+    low = found.agreement.low
+    return f"{low:.2%}" if standard.bits is None else f"{-np.log(low):.2g}"
 
-    Args:
-        engine: The model; its parity gate must have passed. Its store and registry are left as they are.
-        prompts: RAG prompts; see :func:`cacheblend_rag.lab.calibration_prompts.collect_prompts`.
-        output: Directory of the model, or of its KV writer, to write the profile into; None for the user's files.
-        progress: Called with a line of text before each step.
-        standard: See :func:`calibrate`.
-        margin: See :func:`calibrate`.
-        everything: See :func:`calibrate`.
 
-    Returns:
-        What was measured, and the file.
-
-    Raises:
-        ModelError: The model is not blended.
-        InputError: No prompt is of use.
-    """
-    if engine.rope is None or not engine.gate.passed:
-        raise ModelError(f"This model is not blended, so there is nothing to calibrate: {engine.gate.reason}.")
-    end = getattr(engine.tokenizer, "eos_token_id", None)
-
-    def planner(prompt: TokenizedPrompt) -> BlendPlan:
-        engine.precompute([span.chunk for span in prompt.spans])
-        layers = engine.num_layers
-        return engine.entries.plan(prompt, lambda hand, ids: hand.get(ids, layers), longest=engine.runner.longest)
-
-    # In RAM, and with its budget: what it has no room for is computed anew where it is needed again.
-    kept = engine.store, engine.ranking, engine.registry
-    engine.store, engine.ranking, engine.registry = open_store(), "now", ChunkRegistry()
-    try:
-        found = calibrate(
-            engine.subject(), engine.rope, engine.header_ids, prompts, standard, end, progress,
-            planner=planner, margin=margin, everything=everything,
-        )  # fmt: skip
-    finally:
-        engine.store, engine.ranking, engine.registry = kept
-    return found, save_profile(found.profile, engine.fingerprint.digest, output, engine.writer)
+def _stopped(found: MeasuredCandidate | None, prompts: int) -> str:
+    """Return in words what a calibration that was stopped had found."""
+    assert found is not None
+    tried = f"on {found.prompts} of {prompts} prompts, where it agrees {found.agreement.value:.1%}"
+    return (
+        f"stopped before its end: {found}, {found.compute:.1%} of full recompute's compute, is the best so far, {tried}"
+    )

@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import POLICIES, policy
-from cacheblend_rag.blending.policies.base import highest
+from cacheblend_rag.blending.policies.base import SelectionPolicy, highest
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 
 RATIOS: Final = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.6)
@@ -72,14 +72,24 @@ class LayerFinding:
     offered: bool
 
 
-def examine_layers(measurements: Sequence[PromptMeasurement], num_layers: int) -> list[LayerFinding]:
+LayerValues = list[tuple[float, float, float]]
+"""Of each layer from 1 on :class:`LayerFinding`'s overlap, spearman and visible, in one prompt."""
+
+
+def layer_values(measured: PromptMeasurement) -> LayerValues:
+    """Return what each layer says of a prompt."""
+    return [
+        (_overlap(each, measured.oracle), _correlation(each, measured.oracle), _visible(measured, layer))
+        for layer, each in enumerate(measured.deviation[1:], 1)
+    ]
+
+
+def examine_layers(prompts: Sequence[LayerValues], num_layers: int) -> list[LayerFinding]:
     """Return what each layer from 1 on says, mean over prompts."""
     found: list[LayerFinding] = []
     best = 0.0
     for layer in range(1, num_layers):
-        overlap = float(np.mean([_overlap(m.deviation[layer], m.oracle) for m in measurements]))
-        correlation = float(np.mean([_correlation(m.deviation[layer], m.oracle) for m in measurements]))
-        visible = float(np.mean([_visible(m, layer) for m in measurements]))
+        overlap, correlation, visible = (float(x) for x in np.mean([each[layer - 1] for each in prompts], 0))
         # A dense pass over more than half of the layers costs more than blending saves.
         pays = layer <= max(1, num_layers // 2)
         offered = pays and visible >= RATIOS[0] and overlap >= best + (_GAIN if best else 0.0)
@@ -102,8 +112,8 @@ def list_candidates(
     """
     visible = {each.layer: each.visible for each in layers if each.offered}
     found = [Candidate("full-reuse", 0.0)]
-    if ranked:
-        found += [Candidate(name, ratio) for name in POLICIES if policy(name).needs_static for ratio in RATIOS]
+    names = [name for name in POLICIES if _ranks(policy(name)) and (ranked or not policy(name).needs_static)]
+    found += [Candidate(name, ratio) for name in names for ratio in RATIOS]
     found += [
         Candidate("hkvd", ratio, schedule)
         for schedule in _schedules(list(visible))
@@ -122,6 +132,11 @@ def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced
     if chosen.needs_deviation:
         total += stale * candidate.schedule.dense_share(candidate.ratio, num_layers)
     return total
+
+
+def _ranks(known: SelectionPolicy) -> bool:
+    """Say whether a policy chooses by what is known of tokens before a dense pass."""
+    return (known.needs_static or known.needs_attention) and not known.needs_deviation
 
 
 def _schedules(layers: Sequence[int]) -> list[BlendSchedule]:

@@ -129,11 +129,18 @@ class PromptMeasurement:
         if outcome.policy != options.policy.name:
             raise InputError(outcome.reason)
         done = outcome.usage
-        blended = self._follow(target).double().log_softmax(-1).cpu()
-        truth = self._truth.double().log_softmax(-1)
-        kl = (truth.exp() * (truth - blended)).sum(-1)
-        agrees = truth.argmax(-1) == blended.argmax(-1)
         compute = (done.computed_tokens + done.selection_tokens) / len(self.prompt.token_ids)
+        return self._compared(self._follow(target), compute)
+
+    def by_weights(self, logits: Callable[[Sequence[int], int], torch.Tensor]) -> Comparison:
+        """Compare a full prefill by other weights, whose logits of prompt and answer ``[last, vocab]`` are given."""
+        ids = (*self.prompt.token_ids, *self._answer[:-1])
+        return self._compared(logits(ids, len(self._answer)), 1.0)
+
+    def _compared(self, logits: torch.Tensor, compute: float) -> Comparison:
+        other, truth = (each.double().cpu().log_softmax(-1) for each in (logits, self._truth))
+        kl = (truth.exp() * (truth - other)).sum(-1)
+        agrees = truth.argmax(-1) == other.argmax(-1)
         return Comparison(tuple(agrees.tolist()), tuple(kl.tolist()), compute)
 
     def kl(self, options: FuseOptions) -> float:

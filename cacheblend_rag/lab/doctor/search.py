@@ -1,9 +1,9 @@
 """Searches for the least compute that holds a standard.
 
-Candidates are tried from the least compute on. Each is first *looked* at on the same few prompts; those that could still hold
-go on, a few side by side, because a prompt costs more than its blends. A candidate is given up as soon as it could no longer
-hold, were it to agree wholly on all prompts that are left; prompts on which others failed come first, so that this shows soon.
-The first that holds on all prompts is the cheapest.
+Each candidate that is tried is first *looked* at on the same few prompts. A policy's ratios are halved until the least is found
+that its look does not rule out, and of other policies only what would be cheaper is looked at. Then candidates go on from the
+least compute on, a few side by side, because a prompt costs more than its blends. One is given up as soon as it could no longer
+hold; prompts on which others failed come first, so that this shows soon. The first that holds on all prompts is the cheapest.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Final
 
 import numpy as np
 
+from cacheblend_rag.blending.options import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate
-from cacheblend_rag.lab.doctor.compared import Comparison, PromptMeasurement
+from cacheblend_rag.lab.doctor.compared import Comparison
 from cacheblend_rag.lab.doctor.standard import Result, Standard
 
 LOOK: Final = 8
 """Prompts that every candidate which is tried at all is measured on, so that what a plot shows is no selection."""
-_ABREAST: Final = 4
+_ABREAST: Final = 2
 
 Measure = Callable[[int, Candidate], Comparison]
 """Blends one of the prompts, by its number, and compares it with full recompute."""
@@ -64,7 +65,7 @@ class Search:
     """Tries candidates on prompts, and keeps what was measured.
 
     Attributes:
-        trials: What was tried, in the order of compute.
+        trials: What was tried.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Search:
         """
         self._waiting, self._groups, self._standard = list(candidates), list(groups), standard
         self._measure, self._say = measure, say
+        self._order = {candidate: place for place, candidate in enumerate(candidates)}
         self.trials: list[Trial] = []
         self._failures = [0] * len(self._groups)
 
@@ -96,6 +98,7 @@ class Search:
 
     def run(self) -> Trial | None:
         """Return the cheapest candidate that holds; None if there is none."""
+        self._leave_out()
         while front := self._next_front():
             rest = sorted(front[0].left, key=lambda number: -self._failures[number])
             for number in rest:
@@ -117,10 +120,9 @@ class Search:
         if not higher:
             return held
         wanted = replace(held.candidate, ratio=higher[-1])
-        trial = next((trial for trial in self.trials if trial.candidate == wanted), None) or self._look(wanted)
+        trial = self._look(wanted)
         if trial is None:
             return held
-        self._waiting = [candidate for candidate in self._waiting if candidate != wanted]
         while trial.left and not trial.given_up:
             self._say(f"prompt {len(trial.results) + 1} of {len(self._groups)}: {wanted}")
             self._go_on(trial, trial.left[0])
@@ -128,14 +130,47 @@ class Search:
 
     def look_at_rest(self) -> None:
         """Measure what was not tried on the first prompts: for a picture of it all."""
-        while self._waiting:
-            self._look(self._waiting.pop(0))
+        for candidate in self._order:
+            self._look(candidate)
+
+    def best_so_far(self) -> Trial | None:
+        """Return the cheapest candidate that does hold on the prompts it was tried on; None if there is none."""
+        looks = min(LOOK, len(self._groups))
+        held = [
+            trial
+            for trial in self.trials
+            if trial.candidate.ratio and not trial.given_up and len(trial.results) >= looks and self._promises(trial)
+        ]
+        return min(held, key=lambda trial: trial.compute, default=None)
 
     def _holds(self, trial: Trial) -> bool:
-        if self.enough_prompts:
-            return self._standard.shown_by(trial.results)
+        return self._standard.shown_by(trial.results) if self.enough_prompts else self._promises(trial)
+
+    def _promises(self, trial: Trial) -> bool:
+        """Say whether a candidate does hold on the prompts it was tried on, shown or not."""
         # On few prompts full KV reuse is not believed: nothing would be left to notice what they do not show.
-        return trial.candidate.ratio > 0 and self._standard.supported_by(trial.results)
+        believed = trial.candidate.ratio > 0 or self.enough_prompts
+        return believed and self._standard.supported_by(trial.results)
+
+    def _leave_out(self) -> None:
+        """Drop the ratios of each policy below the least that its look does not rule out; more ratio is taken to be nearer."""
+        lines: dict[tuple[str, BlendSchedule], list[Candidate]] = {}
+        for candidate in self._waiting:
+            lines.setdefault((candidate.policy, candidate.schedule), []).append(candidate)
+        cheapest = len(self._order)
+        for line in lines.values():
+            low, high = 0, sum(self._order[candidate] < cheapest for candidate in line)
+            at = high - 1 if cheapest < len(self._order) else high // 2
+            while low < high:
+                trial = self._look(line[at])
+                if trial is None or trial.given_up:
+                    low = at + 1
+                else:
+                    high = at
+                    if self._promises(trial):
+                        cheapest = min(cheapest, self._order[line[at]])
+                at = (low + high) // 2
+            self._waiting = [candidate for candidate in self._waiting if candidate not in line[:low]]
 
     def _next_front(self) -> list[Trial]:
         front: list[Trial] = []
@@ -146,6 +181,9 @@ class Search:
         return front
 
     def _look(self, candidate: Candidate) -> Trial | None:
+        """Return the trial of a candidate, begun if it was not; None for one that a model cannot have."""
+        if (known := next((trial for trial in self.trials if trial.candidate == candidate), None)) is not None:
+            return known
         self._say(f"a look at {candidate}")
         trial = Trial(candidate, left=list(range(LOOK, len(self._groups))))
         try:
@@ -171,27 +209,3 @@ class Search:
 
     def _judge(self, trial: Trial) -> None:
         trial.given_up = not self._standard.within_reach(trial.results, [self._groups[number] for number in trial.left])
-
-
-class Prompts:
-    """Holds the prompts of a calibration, measured when they are first needed."""
-
-    def __init__(self, make: Callable[[int], PromptMeasurement], count: int):
-        """Make prompt ``n`` of ``count`` by ``make(n)``."""
-        self._make = make
-        self._made: dict[int, PromptMeasurement] = {}
-        self.count = count
-
-    def __getitem__(self, number: int) -> PromptMeasurement:
-        """Return one, measured by full recompute."""
-        if number not in self._made:
-            self._made[number] = self._make(number)
-        return self._made[number]
-
-    def compare(self, number: int, candidate: Candidate) -> Comparison:
-        """Blend one of them."""
-        return self[number].compare(candidate.options)
-
-    def measured(self) -> list[PromptMeasurement]:
-        """Return those that were needed so far."""
-        return [self._made[number] for number in sorted(self._made)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -18,6 +18,9 @@ MIN_RESAMPLED: Final = 20
 
 _FEWEST: Final = 12
 """Prompts of a calibration by a standard that fewer would show, too."""
+
+_FEW: Final = 8
+_DOUBTS: Final = 0.8
 
 Result = tuple[str, Comparison]
 """A prompt's group (prompts of one group share their chunks) and how a blend of it compares with full recompute."""
@@ -41,6 +44,8 @@ class Standard:
         confidence: With which it must be shown.
         by: What agreement is. ``"tokens"``: the share of the answer's tokens that both hold likeliest. ``"likelihood"``:
             exp(-KL), the share of a token's probability that is kept, in the geometric mean.
+        bits: A blend must come as near as weights of so many bits do, on the same prompts: ``agreement`` is theirs, by
+            likelihood, once it is measured. None takes ``agreement`` as it is given.
 
     Raises:
         InputError: A value that is no share, or that nothing could show.
@@ -49,12 +54,28 @@ class Standard:
     agreement: float = 0.99
     confidence: float = 0.95
     by: Literal["tokens", "likelihood"] = "tokens"
+    bits: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what nothing could reach."""
         for name in ("agreement", "confidence"):
             if not 0.5 <= getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; give a share from 0.5 to below 1, such as 0.99.")
+
+    @classmethod
+    def as_near_as(cls, bits: int, confidence: float = 0.95) -> Standard:
+        """Return the standard of weights of so many bits, before it is measured."""
+        return cls(confidence=confidence, by="likelihood", bits=bits)
+
+    def measured(self, results: Sequence[Comparison]) -> Standard:
+        """Return it with the agreement that its weights have; raises InputError where they change the model too much."""
+        kl = float(np.mean([value for each in results for value in each.kl]))
+        if not kl < math.log(2):
+            raise InputError(
+                f"Weights of {self.bits} bits are {kl:.2f} nats from this model's own answers: nothing to be as near as. "
+                "Give more bits, or an agreement."
+            )
+        return replace(self, agreement=min(math.exp(-kl), math.nextafter(1, 0)))
 
     @property
     def needed(self) -> int:
@@ -99,6 +120,8 @@ class Standard:
     def within_reach(self, results: Sequence[Result], groups: Sequence[str]) -> bool:
         """Say whether a blend could still hold, if it agreed wholly on all prompts that it was not tried on.
 
+        By likelihood it need not come so far: a blend is given up where the prompts tried make it likely that it does not hold.
+
         Args:
             results: What was measured.
             groups: The groups of the other prompts.
@@ -106,8 +129,23 @@ class Standard:
         tokens = round(float(np.mean([len(compared.kl) for _, compared in results])))
         ideal = Comparison((True,) * tokens, (0.0,) * tokens, 0.0)
         whole = [*results, *((group, ideal) for group in groups)]
+        if self.by == "likelihood" and self._speaks_against(results):
+            return False
         enough = len({group for group, _ in whole}) >= self.needed
         if not enough or self.by == "likelihood":
             # Resampling is no help here: it says little while nearly all values are zero.
             return self.supported_by(whole)
         return self.bounds(whole).low >= self.agreement
+
+    def _speaks_against(self, results: Sequence[Result]) -> bool:
+        """Say whether the mean KL of prompts is above the limit, by a one-sided t bound that holds with 80%.
+
+        Given up wrongly, a blend is followed by one that recomputes more: the error is on the safe side.
+        """
+        means = np.array([np.mean(compared.kl) for _, compared in results])
+        if len(means) < _FEW:
+            return False
+        from scipy.stats import t
+
+        error = float(means.std(ddof=1)) / math.sqrt(len(means))
+        return float(means.mean()) - float(t.ppf(_DOUBTS, len(means) - 1)) * error > self.most_kl

@@ -16,11 +16,15 @@ from cacheblend_rag.engines.transformers.owner import usable_attention
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.calibration_prompts import CalibrationPrompt
+from cacheblend_rag.lab.doctor import calibration
 from cacheblend_rag.lab.doctor.calibration import calibrate
-from cacheblend_rag.lab.doctor.candidates import Candidate, estimate_compute, examine_layers
+from cacheblend_rag.lab.doctor.candidates import Candidate, estimate_compute, examine_layers, layer_values
 from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored
+from cacheblend_rag.lab.doctor.ledger import Ledger
+from cacheblend_rag.lab.doctor.rounding import rounded_weights
 from cacheblend_rag.lab.doctor.search import LOOK
 from cacheblend_rag.lab.doctor.standard import Standard
+from cacheblend_rag.lab.frontier.weights import coarser
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 
@@ -31,6 +35,10 @@ LAYERS = 4
 
 
 def subject(initializer_range: float = 0.15) -> TransformersSubject:
+    return TransformersSubject(ModelRunner(llama(initializer_range)))
+
+
+def llama(initializer_range: float = 0.15) -> LlamaForCausalLM:
     """A model whose chunks depend on each other: larger weights than usual, so that attention is not uniform."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -42,7 +50,7 @@ def subject(initializer_range: float = 0.15) -> TransformersSubject:
         num_key_value_heads=2,
         initializer_range=initializer_range,
     )
-    return TransformersSubject(ModelRunner(usable_attention(LlamaForCausalLM(config).eval())))
+    return usable_attention(LlamaForCausalLM(config).eval())
 
 
 def prompt(seed: int, chunks: int = 3, tokens: int = 20) -> TokenizedPrompt:
@@ -153,14 +161,14 @@ def run(model, prompts: int, standard: Standard | None = None, **options):
 
 def test_a_model_of_noise_is_not_blended_and_the_profile_says_so(model):
     steps: list[str] = []
-    found = run(model, 2, progress=steps.append)
+    found = run(model, 2, progress=lambda done, total, text: steps.append(text))
     assert (found.verdict, found.chosen, found.profile.reuse) == ("do not blend", None, "prefix")
     assert found.profile.text is None
     assert "do not blend" in found.why or "not blended" in found.why
     assert "299" in found.why
     assert [x.layer for x in found.layers] == [1, 2, 3]
     assert not found.layers[2].offered  # a deeper check costs more than it saves
-    assert {each.policy for each in found.measured} == {"full-reuse", "static", "static-query", "hkvd"}
+    assert {each.policy for each in found.measured} == {"full-reuse", "static", "query", "static-query", "hkvd"}
     assert all(each.agreement.low <= each.agreement.value <= each.agreement.high for each in found.measured)
     assert steps
     json.dumps(found.as_json())
@@ -213,13 +221,13 @@ def test_a_layer_behind_a_window_that_hides_the_context_is_blind():
     model = TransformersSubject(ModelRunner(usable_attention(MistralForCausalLM(config).eval())))
     rope = model.detect_rope()
     measured = [PromptMeasurement(model, rope, HEADER, prompt(seed), None, probe=PROBE) for seed in range(2)]
-    layers = examine_layers(measured, LAYERS)
+    layers = examine_layers([layer_values(each) for each in measured], LAYERS)
     # A token sees one before it: layer by layer one more token of each chunk of 20 can deviate.
     assert [each.visible for each in layers] == pytest.approx([1 / 20, 2 / 20, 3 / 20])
     found = calibrate(model, rope, HEADER, [CalibrationPrompt(prompt(seed)) for seed in range(2)], probe=PROBE)
     tried = [each for each in found.measured if each.policy == "hkvd"]
     assert all(each.ratio <= 0.1 for each in tried)
-    whole = examine_layers([PromptMeasurement(subject(), rope, HEADER, prompt(0), None)], LAYERS)
+    whole = examine_layers([layer_values(PromptMeasurement(subject(), rope, HEADER, prompt(0), None))], LAYERS)
     assert all(each.visible == 1 for each in whole)
 
 
@@ -227,3 +235,80 @@ def test_looks_are_at_the_first_prompts_alone(model):
     found = run(model, LOOK + 2)
     assert all(each.prompts >= LOOK for each in found.measured)
     assert not any(each.complete for each in found.measured)
+
+
+def test_what_was_measured_is_not_measured_again_and_ends_alike(model, tmp_path, monkeypatch):
+    file = tmp_path / "kept" / "ledger.jsonl"
+    first = run(model, 3, ledger=Ledger(file))
+    monkeypatch.setattr(calibration, "PromptMeasurement", None)  # nothing can be measured any more
+    assert run(model, 3, ledger=Ledger(file)) == first
+    monkeypatch.undo()
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:-4], lines[-4][:20], *lines[-3:]]))
+    assert run(model, 3, ledger=Ledger(file)) == first
+    with pytest.raises(InputError, match="cannot be used"):
+        Ledger(file / "below-a-file")
+
+
+def test_a_calibration_that_is_stopped_takes_the_best_so_far_and_goes_on_later():
+    model, ledger, said = subject(initializer_range=0.001), Ledger(), []
+
+    def stop(done: float, total: int, text: str) -> None:
+        said.append((done, total))
+        if text.startswith("prompt"):
+            raise KeyboardInterrupt
+
+    stopped = run(model, LOOK + 2, Standard(0.7, 0.9), progress=stop, ledger=ledger)
+    assert (stopped.stopped, stopped.verdict) == (True, "not shown")
+    assert stopped.chosen is not None
+    assert stopped.why.startswith("stopped before its end: ")
+    assert all(done < total for done, total in said)
+    whole = run(model, LOOK + 2, Standard(0.7, 0.9), ledger=ledger)
+    assert whole == run(model, LOOK + 2, Standard(0.7, 0.9))
+    assert not whole.stopped
+
+
+def test_stopped_before_anything_is_known_there_is_no_profile(model):
+    def stop(done: float, total: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, 2, progress=stop)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_weights_are_rounded_while_they_are_used_and_then_are_as_they_were(bits):
+    model = llama()
+    ids = torch.tensor([prompt(0).token_ids])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rounded_copy = coarser(model, [f"{bits}-bit"])[f"{bits}-bit"]
+    with torch.no_grad(), rounded_weights(model, bits):
+        got = model(input_ids=ids).logits
+    torch.testing.assert_close(got, rounded_copy(input_ids=ids).logits)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    broken = next(each for each in model.modules() if isinstance(each, torch.nn.Linear))
+    with pytest.raises(RuntimeError), rounded_weights(model, bits):
+        broken(torch.zeros(1, 3))  # of no such width
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_standard_is_what_coarser_weights_lose_on_the_same_prompts():
+    own = llama(initializer_range=0.06)
+    model = TransformersSubject(ModelRunner(own))
+
+    @torch.no_grad()
+    def logits(ids, last):
+        with rounded_weights(own, 3):
+            return own(input_ids=torch.tensor([ids])).logits[0, -last:]
+
+    found = run(model, 4, Standard.as_near_as(3), coarser=logits)
+    rope = model.detect_rope()
+    measured = [PromptMeasurement(model, rope, HEADER, prompt(seed), None, probe=PROBE) for seed in range(4)]
+    kl = [value for each in measured for value in each.by_weights(logits).kl]
+    assert found.standard.most_kl == pytest.approx(sum(kl) / len(kl), rel=1e-6)
+    assert found.chosen is not None
+    assert found.chosen.kl <= found.standard.most_kl
+    assert found.profile.calibrated["standard"]["bits"] == 3
+    assert "weights of 3 bits" in found.why
+    cheaper = [each for each in found.measured if 0 < each.compute < found.chosen.compute and each.ratio]
+    assert all(each.kl > found.standard.most_kl for each in cheaper)

@@ -14,11 +14,12 @@ from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement
+from cacheblend_rag.lab.doctor.rounding import rounded
 from cacheblend_rag.lab.frontier.__main__ import main
 from cacheblend_rag.lab.frontier.frontier import FIRST_EXACT, PLAIN, RECOMPUTED, WRITTEN, Frontier
 from cacheblend_rag.lab.frontier.measured import Measured, append_measured, read_measured, summarise, table_of
 from cacheblend_rag.lab.frontier.prompts import FrontierPrompt, read_prompts, write_prompts
-from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser, rounded
+from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser
 from cacheblend_rag.lab.learn.adapter import weights_of, writing_copy
 from cacheblend_rag.lab.learn.blend import BatchBlender
 from cacheblend_rag.lab.learn.lesson import Lesson
