@@ -118,7 +118,7 @@ def test_calibrate_keeps_a_profile_that_the_next_command_uses(run, model_dir, ho
 
 def test_a_model_that_no_blend_suits_is_not_blended_and_every_command_says_so(run, model_dir, documents, tmp_path):
     file = prompts_file(tmp_path)
-    result = run("doctor", "--calibrate", "--model", model_dir, "--prompts", file)
+    result = run("doctor", "--calibrate", "--model", model_dir, "--prompts", file, "--agreement", 0.99)
     assert result.exit_code == 0, result.stderr
     assert "that takes 299" in result.stdout
     assert "not blended until shown" in result.stdout
@@ -167,12 +167,38 @@ def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
         (["--confidence", 0.1], "confidence is 0.1"),
         (["--plot", "picture.gif"], ".png"),
         (["--prompts", "a.jsonl", "--documents", "b"], "not both"),
+        (["--agreement", 0.9, "--as-near-as", "8-bit"], "--as-near-as or --agreement"),
+        (["--quick", "--count", 3], "--quick or --count"),
     ],
 )
 def test_wrong_options_of_a_calibration_are_named(run, model_dir, arguments, named):
     result = run("doctor", "--calibrate", "--model", model_dir, *arguments)
     assert result.exit_code == 2
     assert named in result.stderr
+
+
+def test_by_default_a_blend_is_to_be_as_near_as_weights_of_six_bits(run, model_dir, home, tmp_path):
+    arguments = ["doctor", "--calibrate", "--quick", "--model", model_dir, "--prompts", prompts_file(tmp_path)]
+    found = as_json(run(*arguments, "--json"))
+    assert found["standard"]["bits"] == 6
+    assert (found["needed"], found["layers"]) == (20, [])
+    assert {each["policy"] for each in found["measured"]} <= {"full-reuse", "static", "query", "static-query"}
+    text = run(*arguments, "--as-near-as", "4-bit").stdout
+    assert "weights of 4 bits" in text
+    assert not list((home / "calibrations").iterdir())  # what was measured is kept only until it has ended
+
+
+def test_calibration_that_is_stopped_says_how_to_go_on(run, model_dir, home, tmp_path, monkeypatch):
+    from cacheblend_rag.lab.doctor.search import Search
+
+    arguments = ["doctor", "--calibrate", "--model", model_dir, "--prompts", prompts_file(tmp_path), "--agreement", 0.5]
+    with monkeypatch.context() as patched:
+        patched.setattr(Search, "run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        result = run(*arguments)
+    assert "the same command goes on" in result.stderr
+    assert not (home / "profiles").exists()
+    assert list((home / "calibrations").iterdir())
+    assert run(*arguments).exit_code == 0
 
 
 def test_calibration_without_prompts_generates_them(run, model_dir):
