@@ -29,8 +29,15 @@ from cacheblend_rag.blending.options import BlendSchedule, TextRange
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.doctor.candidates import RATIOS, LayerFinding, examine_layers, in_words, list_candidates
-from cacheblend_rag.lab.doctor.compared import Comparison, Planner, PromptMeasurement
+from cacheblend_rag.lab.doctor.candidates import (
+    RATIOS,
+    Candidate,
+    LayerFinding,
+    examine_layers,
+    in_words,
+    list_candidates,
+)
+from cacheblend_rag.lab.doctor.compared import Planner, PromptMeasurement
 from cacheblend_rag.lab.doctor.ledger import Coarser, Ledger, Prompts, key_of
 from cacheblend_rag.lab.doctor.search import LOOK, Search, Trial
 from cacheblend_rag.lab.doctor.standard import Bounds, Standard
@@ -145,7 +152,7 @@ def calibrate(
         progress: Called before each step with how much is done, of about how much, in full recomputes, and a line of text.
         probe: What chunks are ranked behind; without one, policies that rank at indexing are left out.
         planner: Where the chunks' KV comes from; None computes it here and keeps it all.
-        margin: Steps of :data:`RATIOS` above the least that holds; taken if that holds as well.
+        margin: Steps of :data:`RATIOS` above the least that holds; taken if that does.
         everything: Measure the candidates that cost more than the chosen one, too, on the first prompts.
         by_deviation: Try hkvd, too, for which the KV deviation of every layer is measured first.
         coarser: Computes by weights of ``standard.bits``.
@@ -165,43 +172,61 @@ def calibrate(
             subject, rope, header_ids, each.prompt, end_token, probe, continuation=each.continuation, planner=planner
         )
 
-    keys = [key_of(each.prompt, each.continuation) for each in usable]
-    made = Prompts(measure, keys, ledger or Ledger())
-    say = _teller(made, len(usable), progress)
-    limit: list[Comparison] = []
+    made = Prompts(measure, [key_of(each.prompt, each.continuation) for each in usable], ledger or Ledger())
+    say = _teller(made, progress)
     if standard.bits is not None and coarser is not None:
-        for number in range(len(usable)):
-            say(f"prompt {number + 1} of {len(usable)}: full recompute, and by weights of {standard.bits} bits")
-            limit.append(made.by_weights(number, standard.bits, coarser))
-        standard = standard.measured(limit)
-    first = range(min(LOOK, len(usable)))
+        standard = _measured_standard(standard, standard.bits, made, coarser, say)
+    candidates, layers = _what_to_try(subject.num_layers, made, by_deviation, say)
+    groups = ["|".join(sorted({span.chunk.id for span in each.prompt.spans})) for each in usable]
+    search = Search(candidates, groups, standard, made.compare, say)
+    least, chosen, stopped = _searched(search, margin, everything)
+    return _conclude(search, chosen, least, standard, groups, made, layers, stopped)
+
+
+def _measured_standard(
+    standard: Standard, bits: int, made: Prompts, coarser: Coarser, say: Callable[[str], None]
+) -> Standard:
+    found = []
+    for number in range(made.count):
+        say(f"prompt {number + 1} of {made.count}: full recompute, and by weights of {bits} bits")
+        found.append(made.by_weights(number, bits, coarser))
+    return standard.measured(found)
+
+
+def _what_to_try(
+    num_layers: int, made: Prompts, by_deviation: bool, say: Callable[[str], None]
+) -> tuple[list[Candidate], list[LayerFinding]]:
+    """Return the candidates, and what each layer says, by the first prompts."""
+    first = range(min(LOOK, made.count))
     layers: list[LayerFinding] = []
     if by_deviation:
         say("KV deviation of every layer")
-        layers = examine_layers([made.layers(number) for number in first], subject.num_layers)
+        layers = examine_layers([made.layers(number) for number in first], num_layers)
     facts = [made.facts(number) for number in first]
     stale, forced = (
         float(np.mean([getattr(each, name) / each.tokens for each in facts])) for name in ("stale", "forced")
     )
     ranked = all(each.left_out is not None for each in facts)
-    candidates = list_candidates(layers, subject.num_layers, stale, forced, ranked=ranked)
-    groups = ["|".join(sorted({span.chunk.id for span in each.prompt.spans})) for each in usable]
-    search = Search(candidates, groups, standard, made.compare, say)
-    least, stopped = None, False
+    return list_candidates(layers, num_layers, stale, forced, ranked=ranked), layers
+
+
+def _searched(search: Search, margin: int, everything: bool) -> tuple[Trial | None, Trial | None, bool]:
+    """Return the least that holds, what is chosen, and whether the search was stopped."""
     try:
         least = search.run()
         chosen = least and search.step_above(least, margin)
         if everything:
             search.look_at_rest()
     except KeyboardInterrupt:
-        chosen, stopped = search.best_so_far(), True
-        if chosen is None:
+        if (best := search.best_so_far()) is None:
             raise
-    return _conclude(search, chosen, least, standard, groups, made, layers, stopped)
+        return None, best, True
+    return least, chosen, False
 
 
-def _teller(made: Prompts, count: int, progress: Progress | None) -> Callable[[str], None]:
+def _teller(made: Prompts, progress: Progress | None) -> Callable[[str], None]:
     """Return what says a line of text, with how much is done of about how much."""
+    count = made.count
     looks = min(LOOK, count)
     # A prompt, its KV and what it is held against; looks at some candidates; the rest of the prompts for two or three.
     expected = 4.2 * count + 3.0 * looks + 1.2 * (count - looks)

@@ -89,6 +89,7 @@ class Prompts:
     """Holds the prompts of a calibration, measured when they are first needed.
 
     Attributes:
+        count: How many there are.
         done: What was measured here, in full recomputes of a prompt.
         kept: What would have been, but for the ledger.
     """
@@ -96,6 +97,7 @@ class Prompts:
     def __init__(self, make: Callable[[int], PromptMeasurement], keys: Sequence[str], ledger: Ledger):
         """Make prompt ``n``, of key ``keys[n]``, by ``make(n)``."""
         self._make, self._keys, self._ledger = make, keys, ledger
+        self.count = len(keys)
         self._made: dict[int, PromptMeasurement] = {}
         self._seen: set[tuple[str, str]] = set()
         self.done = self.kept = 0.0
