@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from cacheblend_rag import __version__
+from cacheblend_rag.console.output import LogLines, echo
 from cacheblend_rag.errors import CacheBlendError
 
 UNEXPECTED_EXIT_CODE = 70
@@ -80,10 +82,10 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except CacheBlendError as error:
-            typer.echo(f"Error: {error}", err=True)
+            echo(f"Error: {error}", err=True)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt:
-            typer.echo("\nStopped.", err=True)
+            echo("\nStopped.", err=True)
             raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
@@ -101,7 +103,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"cacheblend {__version__}")
+        echo(f"cacheblend {__version__}")
         raise typer.Exit
 
 
@@ -117,6 +119,7 @@ def _options(
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.showwarning = _show_warning
+    logging.lastResort = LogLines(logging.WARNING)
 
 
 def _show_warning(
@@ -128,7 +131,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     if issubclass(category, UserWarning):
-        typer.echo(f"Warning: {message}", err=True)
+        echo(f"Warning: {message}", err=True)
 
 
 def main() -> None:
@@ -138,7 +141,7 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("CACHEBLEND_DEBUG"):
             raise
-        typer.echo(
+        echo(
             f"Error: unexpected {type(error).__name__}: {error}\nThis is a bug in cacheblend-rag. Run it again with "
             "CACHEBLEND_DEBUG=1 for the traceback, and report it.",
             err=True,

@@ -12,7 +12,7 @@ from cacheblend_rag.cli.citations import explain_lines, reuse_line, source_lines
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_pipeline
 from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups
-from cacheblend_rag.console.output import print_json
+from cacheblend_rag.console.output import echo, print_json
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.results import RagAnswer
@@ -50,14 +50,14 @@ def ask(
     if as_json:
         print_json(answer.to_dict())
         return
-    typer.echo(answer.answer)
-    typer.echo()
+    echo(answer.answer)
+    echo()
     for line in (*source_lines(answer, question), reuse_line(answer)):
-        typer.echo(line)
+        echo(line)
     if explain:
-        typer.echo()
+        echo()
         for line in explain_lines(answer):
-            typer.echo(line)
+            echo(line)
 
 
 @takes_groups

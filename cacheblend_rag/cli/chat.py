@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from textwrap import indent
 from typing import TYPE_CHECKING
 
-import typer
-
 from cacheblend_rag.cli.citations import cite, reuse_line, source_lines
+from cacheblend_rag.console.output import echo
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.printable import in_one_line
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings
@@ -37,7 +38,7 @@ class Chat:
         if interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  (line editing in input())
-            typer.echo("Ask a question; /help lists commands.")
+            echo("Ask a question; /help lists commands.")
         while (line := self._read(interactive)) is not None:
             if line and not self._handle(line):
                 return
@@ -49,24 +50,24 @@ class Chat:
             except EOFError:
                 return None
             except KeyboardInterrupt:
-                typer.echo("\n/quit or Ctrl-D leaves.")
+                echo("\n/quit or Ctrl-D leaves.")
 
     def _handle(self, line: str) -> bool:
         """Do what a line says; return whether to go on."""
         if line == "/quit":
             return False
         if line == "/help":
-            typer.echo(_HELP)
+            echo(_HELP)
         elif line == "/sources":
             self._print_sources()
         elif line == "/history":
             for number, (question, answer) in enumerate(self._answers, 1):
-                typer.echo(f"{number}. {question}\n   {answer.answer}")
+                echo(f"{number}. {question}\n   {answer.answer}")
         elif line == "/new":
             self._begin = len(self._answers)
-            typer.echo("The next question stands alone.")
+            echo("The next question stands alone.")
         elif line.startswith("/"):
-            typer.echo(f"There is no command {line.split(maxsplit=1)[0]}; /help lists them.")
+            echo(f"There is no command {line.split(maxsplit=1)[0]}; /help lists them.")
         else:
             self._answer(line)
         return True
@@ -75,20 +76,21 @@ class Chat:
         try:
             history = [answer.turn(asked) for asked, answer in self._answers[self._begin :]]
             for event in self._pipeline.stream(question, self._sampling, self._settings, history):
-                typer.echo(event.text, nl=False)
+                echo(event.text, nl=False)
                 if event.answer is not None:
                     self._answers.append((question, event.answer))
-                    typer.echo()
+                    echo()
                     for line in (*source_lines(event.answer, question), reuse_line(event.answer)):
-                        typer.echo(f"  {line}")
+                        echo(f"  {line}")
         except KeyboardInterrupt:
-            typer.echo("\n  (stopped)")
+            echo("\n  (stopped)")
         except InputError as error:  # this question only: too long for the window, for one
-            typer.echo(f"Error: {error}", err=True)
+            echo(f"Error: {error}", err=True)
 
     def _print_sources(self) -> None:
         if not self._answers:
-            typer.echo("No answer yet.")
+            echo("No answer yet.")
             return
         for number, source in enumerate(self._answers[-1][1].sources, 1):
-            typer.echo(f"[{number}] {cite(source)} ({source.path})\n{source.text}\n")
+            # Indented: a document may say what looks like the next source.
+            echo(f"[{number}] {cite(source)} ({in_one_line(source.path)})\n{indent(source.text, '    ')}\n")

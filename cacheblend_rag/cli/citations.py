@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.console.output import counted, seconds, size, table
+from cacheblend_rag.printable import in_one_line
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation
@@ -27,7 +28,7 @@ def source_lines(answer: RagAnswer, question: str) -> list[str]:
 
 def cite(source: Source) -> str:
     """Return the name of a source's document, and the page where it has pages."""
-    return ", ".join(filter(None, (Path(source.path).name, source.pages)))
+    return ", ".join(filter(None, (in_one_line(Path(source.path).name), source.pages)))
 
 
 def snippet(text: str, about: str, width: int = _WIDTH) -> str:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.output import print_json, size, table
+from cacheblend_rag.console.output import echo, print_json, size, table
+from cacheblend_rag.printable import in_one_line
 
 documents = typer.Typer(
     add_completion=False, no_args_is_help=True, help="List and remove the documents of an index. No model is loaded."
@@ -27,9 +28,9 @@ def ls(
     if as_json:
         print_json([asdict(each) for each in found])
     elif found:
-        typer.echo(table([["document", "chunks"], *([each.path, f"{each.chunks:,}"] for each in found)]))
+        echo(table([["document", "chunks"], *([each.path, f"{each.chunks:,}"] for each in found)]))
     else:
-        typer.echo("Nothing is indexed here.", err=True)
+        echo("Nothing is indexed here.", err=True)
 
 
 @documents.command()
@@ -58,4 +59,4 @@ def rm(
     for each in removed:
         kept = each.chunks - each.removed
         note = f"; {kept:,} of its {each.chunks:,} chunks stand in other documents, too, and stay" if kept else ""
-        typer.echo(f"{each.path} removed, with {size(each.nbytes)} of KV{note}")
+        echo(f"{in_one_line(each.path)} removed, with {size(each.nbytes)} of KV{note}")

@@ -14,9 +14,10 @@ from cacheblend_rag.cli import INTERRUPTED_EXIT_CODE
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import model_for, open_pipeline, with_model
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
-from cacheblend_rag.console.output import counted, print_json, progress, seconds, size
+from cacheblend_rag.console.output import counted, echo, print_json, progress, seconds, size
 from cacheblend_rag.engines.models import BUNDLED_MODEL
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.printable import in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +148,7 @@ def _index(
                 show(1, 1, "(asking a few questions)")
                 return report, spot_check(pipeline, report.tokens, report.seconds)
     except KeyboardInterrupt:
-        typer.echo(f"\n{shown.interrupted()}", err=True)
+        echo(f"\n{shown.interrupted()}", err=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
@@ -177,10 +178,10 @@ class _Shown:
             todo = f"To index: {counted(plan.documents, 'document')}, {counted(plan.chunks, 'chunk')}"
             known = plan.missing is not None
             rest = f"; {plan.tokens:,} tokens have no stored KV yet." if known else f", {plan.tokens:,} tokens."
-            typer.echo(f"{todo}{rest}", err=True)
+            echo(f"{todo}{rest}", err=True)
         if not self._sized and plan.kv_bytes is not None:
             self._sized = True
-            typer.echo(_room_line(plan, plan.kv_bytes), err=True)
+            echo(_room_line(plan, plan.kv_bytes), err=True)
 
     def interrupted(self) -> str:
         """Return what is kept of a run that was stopped."""
@@ -189,7 +190,8 @@ class _Shown:
             return "Stopped before anything was computed. Run the same command again to start over."
         kept = f"{at.documents_done} of {counted(at.documents, 'document')} indexed"
         if at.chunks_done < at.chunks:
-            kept += f", and the KV of {at.chunks_done:,} of the {at.chunks:,} chunks of {Path(at.path).name} is stored"
+            name = in_one_line(Path(at.path).name)
+            kept += f", and the KV of {at.chunks_done:,} of the {at.chunks:,} chunks of {name} is stored"
         return f"Stopped. What is done is kept: {kept}. Run the same command again to go on."
 
 
@@ -207,7 +209,7 @@ def _room_line(plan: IndexPlan, expected: int) -> str:
 
 def _print_report(report: IndexReport, check: SpotCheck | None, as_json: bool) -> None:
     for skipped in report.skipped:
-        typer.echo(f"Skipped {skipped.path}: {skipped.reason}", err=True)
+        echo(in_one_line(f"Skipped {skipped.path}: {skipped.reason}"), err=True)
     if as_json:
         print_json({**asdict(report), "check": None if check is None else asdict(check)})
         return
@@ -219,28 +221,24 @@ def _print_report(report: IndexReport, check: SpotCheck | None, as_json: bool) -
         "skipped": len(report.skipped),
     }
     documents = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none found"
-    typer.echo(f"documents  {documents}")
+    echo(f"documents  {documents}")
     if report.added or report.changed:
-        typer.echo(
-            f"chunks     {report.chunks:,}; KV of {report.tokens:,} tokens computed in {seconds(report.seconds)}"
-        )
+        echo(f"chunks     {report.chunks:,}; KV of {report.tokens:,} tokens computed in {seconds(report.seconds)}")
     if report.ranked:
         cost = f" in {seconds(report.rank_s)} of that" if report.rank_s else ""
-        typer.echo(
-            f"ranked     {report.ranked:,} chunks{cost}: which of their tokens depend most on what stands before them"
-        )
+        echo(f"ranked     {report.ranked:,} chunks{cost}: which of their tokens depend most on what stands before them")
     if report.kv_bytes is not None:
-        typer.echo(f"KV         {size(report.kv_bytes)} stored")
+        echo(f"KV         {size(report.kv_bytes)} stored")
     for reason in sorted(set(report.without_kv.values())):
         count = sum(reason == other for other in report.without_kv.values())
-        typer.echo(f"Warning: {count} chunks have no stored KV and are computed when asked for: {reason}", err=True)
+        echo(f"Warning: {count} chunks have no stored KV and are computed when asked for: {reason}", err=True)
     if check is not None:
-        typer.echo(
+        echo(
             f"checked    {check.same} of {counted(check.questions, 'answer')} as full recompute gives it, the first token "
             f"{check.speedup:.1f}x sooner"
         )
         if check.same < check.questions:
-            typer.echo(
+            echo(
                 "           What differs may be as good. `cacheblend doctor --calibrate` finds how much to recompute here; "
                 "--quality exact changes nothing."
             )

@@ -15,7 +15,7 @@ from cacheblend_rag.cli import Commands
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_pipeline
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
-from cacheblend_rag.console.output import print_json, progress, seconds, size, status, table
+from cacheblend_rag.console.output import echo, print_json, progress, seconds, size, status, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.inventory import Inventory, TierUse
@@ -62,13 +62,13 @@ def stats(
         print_json({"kv": contents, "index": index and asdict(index)})
         return
     if index is not None:
-        typer.echo(
+        echo(
             f"index  {index.documents:,} documents, {index.chunks:,} chunks, {index.tokens:,} tokens, "
             f"{size(index.nbytes)} (embedding {index.embedding})"
         )
     pinned = f", {pins:,} pinned" if pins else ""
-    typer.echo(f"KV     {kv.entries:,} entries{pinned}, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
-    typer.echo()
+    echo(f"KV     {kv.entries:,} entries{pinned}, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
+    echo()
     rows = [["tier", "codec", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading", "hidden"]]
     for tier in tiers:
         found, counted = tier.stats, tier.activity
@@ -87,16 +87,16 @@ def stats(
                 "-" if counted.hidden is None else f"{counted.hidden:.0%}",
             ]
         )
-    typer.echo(table(rows))
+    echo(table(rows))
     for tier in tiers:
         if tier.stats is not None and tier.stats.out:
-            typer.echo(f"\nThe {tier.name} tier does not answer: {tier.stats.out}")
+            echo(f"\nThe {tier.name} tier does not answer: {tier.stats.out}")
 
 
 def _say_unlisted(inventory: Inventory) -> None:
     """Say on stderr of which tiers a listing knows nothing."""
     for name in inventory.store.unlisted:
-        typer.echo(
+        echo(
             f"The {name} tier cannot be listed: what it alone holds is neither counted nor checked here, and of it only the KV "
             "of indexed chunks is shown.",
             err=True,
@@ -140,7 +140,7 @@ def keygen(
     if as_json:
         print_json({"file": str(file), "tenant": namespace})
     else:
-        typer.echo(f"Written to {file}. Keep a copy where the store's disk cannot take it along.")
+        echo(f"Written to {file}. Keep a copy where the store's disk cannot take it along.")
 
 
 @store.command()
@@ -160,7 +160,7 @@ def ls(
     for item in items:
         used = "-" if item.last_used is None else f"{datetime.fromtimestamp(item.last_used):%Y-%m-%d %H:%M}"
         rows.append([item.id, str(item.tokens or "-"), size(item.nbytes), used, item.path or "-"])
-    typer.echo(table(rows))
+    echo(table(rows))
 
 
 @store.command()
@@ -188,7 +188,7 @@ def upgrade(
     if as_json:
         print_json(asdict(report))
         return
-    typer.echo(
+    echo(
         f"{report.ranked:,} of {len(chunks):,} chunks ranked, KV of {report.computed:,} computed in {seconds(report.seconds)}"
     )
 
@@ -220,7 +220,7 @@ def reembed(
     if as_json:
         print_json({"chunks": after.chunks, "before": before, "embedding": after.embedding})
         return
-    typer.echo(f"{after.chunks:,} chunks embedded by {after.embedding}; before: {before}")
+    echo(f"{after.chunks:,} chunks embedded by {after.embedding}; before: {before}")
 
 
 @store.command()
@@ -240,11 +240,11 @@ def verify(
         print_json({**found, "unreadable": report.unreadable})
     else:
         done = "" if not report.damaged else " and kept" if keep else " and removed"
-        typer.echo(f"{report.checked:,} entries checked, {len(report.damaged):,} damaged{done}")
+        echo(f"{report.checked:,} entries checked, {len(report.damaged):,} damaged{done}")
         for key in report.damaged:
-            typer.echo(key)
+            echo(key)
         if report.unreadable:
-            typer.echo(f"{len(report.unreadable):,} cannot be read now, or not by this version, and stay")
+            echo(f"{len(report.unreadable):,} cannot be read now, or not by this version, and stay")
     if report.damaged or report.unreadable:
         raise typer.Exit(3)
 
@@ -268,7 +268,7 @@ def evict(
     if as_json:
         print_json({"freed_bytes": freed, "entries": left.entries, "bytes": left.nbytes})
     else:
-        typer.echo(f"{size(freed)} freed; {left.entries:,} entries, {size(left.nbytes)} left")
+        echo(f"{size(freed)} freed; {left.entries:,} entries, {size(left.nbytes)} left")
 
 
 @store.command()
@@ -282,7 +282,7 @@ def sync(directory: options.Store = None, as_json: options.AsJSON = False) -> No
         print_json(report._asdict())
     else:
         unreadable = f"; {report.unreadable:,} could not be read" if report.unreadable else ""
-        typer.echo(f"{report.copied:,} copies made of {report.entries:,} entries{unreadable}")
+        echo(f"{report.copied:,} copies made of {report.entries:,} entries{unreadable}")
     if report.unreadable:
         raise typer.Exit(3)
 
@@ -325,7 +325,7 @@ def _pin(paths: list[str], directory: Path | None, namespace: str, as_json: bool
         return
     what = "pinned" if pinned else "no longer pinned"
     lacking = f"; {done.missing:,} of them have no KV yet" if pinned and done.missing else ""
-    typer.echo(f"{len(wanted):,} documents {what}: {done.chunks:,} chunks, {size(done.nbytes)} of KV{lacking}")
+    echo(f"{len(wanted):,} documents {what}: {done.chunks:,} chunks, {size(done.nbytes)} of KV{lacking}")
 
 
 @store.command()
@@ -347,4 +347,4 @@ def rm(
         print_json([{"id": item.id, "freed_bytes": item.nbytes or 0} for item in removed])
         return
     for item in removed:
-        typer.echo(f"{item.id}: {'no KV was stored' if item.nbytes is None else size(item.nbytes) + ' removed'}")
+        echo(f"{item.id}: {'no KV was stored' if item.nbytes is None else size(item.nbytes) + ' removed'}")

@@ -10,6 +10,7 @@ import typer
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_any_engine, with_model
 from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups
+from cacheblend_rag.console.output import echo
 from cacheblend_rag.demo.bundle import demo_store_name
 from cacheblend_rag.engines.models import BUNDLED_MODEL
 
@@ -47,5 +48,5 @@ def ui(
         sampling=how.sampling.params(),
         settings=how.blend.settings(),
     )
-    typer.echo(f"{'The page is at' if no_browser else 'Opening'} http://127.0.0.1:{port} (Ctrl-C ends it)", err=True)
+    echo(f"{'The page is at' if no_browser else 'Opening'} http://127.0.0.1:{port} (Ctrl-C ends it)", err=True)
     serve(chosen, port, browser=not no_browser)

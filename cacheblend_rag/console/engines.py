@@ -10,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import typer
-
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions
-from cacheblend_rag.console.output import status
+from cacheblend_rag.console.output import echo, status
 from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2, is_named
 
 if TYPE_CHECKING:
@@ -193,7 +191,7 @@ def with_model(chosen: _Options, home: Path | None = None, otherwise: str = SMOL
         with ChunkIndex.open(home) as index:
             return replace(chosen, model=index.config.model.name)
     if otherwise == SMOLLM2:
-        typer.echo(
+        echo(
             "Without --model it is smollm2, SmolLM2-135M-Instruct: small and fast; larger models read better.", err=True
         )
     return replace(chosen, model=otherwise)

@@ -9,9 +9,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-import typer
-
 from cacheblend_rag.console import options
+from cacheblend_rag.console.output import echo
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings
@@ -153,7 +152,7 @@ class BudgetOptions:
         before = recorded_tiers(directory)
         record_tiers(directory, self.kv, self.encrypt, self.disk_budget)
         if self.kv is not None and before not in (None, recorded_tiers(directory)):
-            typer.echo(
+            echo(
                 f"The KV of {directory} is kept in {self.kv} from now on. What lies in {before} is not moved.", err=True
             )
 

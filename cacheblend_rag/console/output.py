@@ -1,8 +1,9 @@
-"""Prints what commands say: JSON on stdout, tables for people, progress on stderr."""
+"""Prints what commands say: JSON on stdout, tables for people, progress on stderr. All that they print goes through here."""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 import time
@@ -12,11 +13,26 @@ from typing import Any
 
 import typer
 
+from cacheblend_rag.printable import in_one_line, printable
+
 Show = Callable[[float, int, str], None]
 """Takes how much is done, of how much, and what is at hand."""
 
 _SECONDS_A_LINE = 5.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a text, whoever wrote it, on stdout or stderr: it steers no terminal."""
+    typer.echo(printable(text), err=err, nl=nl)
+
+
+class LogLines(logging.Handler):
+    """Prints log lines on stderr, as Python does where nobody has said where they go."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line."""
+        echo(self.format(record), err=True)
 
 
 def counted(number: int, thing: str) -> str:
@@ -26,11 +42,12 @@ def counted(number: int, thing: str) -> str:
 
 def print_json(data: Any) -> None:
     """Print one JSON document on stdout."""
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+    echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Return rows as aligned columns: the first to the left, the others to the right; the first row is the heading."""
+    rows = [list(map(in_one_line, row)) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -78,7 +95,7 @@ def progress(label: str) -> Iterator[Show]:
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
@@ -87,7 +104,9 @@ def progress(label: str) -> Iterator[Show]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
-        yield lambda done, total, at: bar.update(task, completed=done, total=total, description=f"{label} {at}")
+        yield lambda done, total, at: bar.update(
+            task, completed=done, total=total, description=f"{label} {in_one_line(at)}"
+        )
 
 
 class _Lines:
@@ -101,7 +120,7 @@ class _Lines:
     def __call__(self, done: float, total: int, at: str) -> None:
         if self._begin is None or self._begin[0] != total:
             self._begin = (total, done, self._clock())
-        self._at = (done, total, at)
+        self._at = (done, total, in_one_line(at))
 
     def line(self) -> str | None:
         """Return how far it is in words; None before anything is known."""
@@ -119,7 +138,7 @@ def _write_until(over: threading.Event, line: Callable[[], str | None]) -> None:
     """Write to stderr every few seconds what ``line`` has to say, if anything."""
     while not over.wait(_SECONDS_A_LINE):
         if (text := line()) is not None:
-            typer.echo(text, err=True)
+            echo(text, err=True)
 
 
 @contextmanager
@@ -153,9 +172,10 @@ def status(label: str) -> Iterator[Callable[[str], None]]:
             yield texts.append
         return
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status(label) as shown:
-        yield lambda text: shown.update(f"{label}: {text}")
+    with Console(stderr=True).status(Text(label)) as shown:
+        yield lambda text: shown.update(Text(f"{label}: {in_one_line(text)}"))
 
 
 def _last(label: str, texts: list[str]) -> str | None:

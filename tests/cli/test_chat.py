@@ -111,7 +111,7 @@ def test_sources_name_the_page_and_what_it_says_of_the_question():
 
 def test_sources_on_request_are_whole_with_their_page(monkeypatch, capsys):
     converse(monkeypatch, lambda question: iter([RagEvent("", answer=answer())]), "What?", "/sources")
-    assert "[2] log.pdf, pages 3-4 (/docs/log.pdf)\nThe Proud Gull.\n" in capsys.readouterr().out
+    assert "[2] log.pdf, pages 3-4 (/docs/log.pdf)\n    The Proud Gull.\n" in capsys.readouterr().out
 
 
 def test_a_snippet_is_the_sentence_that_shares_most_words_cut_between_words():

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Final
 
 from cacheblend_rag.errors import ModelError
+from cacheblend_rag.printable import in_one_line
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # "(EngineCore pid=12) ERROR 11-22 05:44:41 [core.py:12] " in front of every line of a record.
@@ -53,6 +54,15 @@ def log_as_vllm() -> None:
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("cacheblend_rag")
     ours.handlers, ours.propagate = list(theirs.handlers), False
     ours.setLevel(theirs.level)
+    for handler in theirs.handlers:
+        handler.addFilter(_in_one_line)
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Keep what a client named, such as its request, from forging lines of ours; vLLM's are vLLM's."""
+    if record.name.startswith(("cacheblend_rag", "vllm.cacheblend")) and isinstance(record.args, tuple):
+        record.args = tuple(in_one_line(str(a)) if isinstance(a, str | Exception) else a for a in record.args)
+    return True
 
 
 def spawn_if_forking_fails() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BlendOptions, takes_groups
-from cacheblend_rag.console.output import print_json, seconds, size, status, table
+from cacheblend_rag.console.output import echo, print_json, seconds, size, status, table
 from cacheblend_rag.lab.commands import controller, sweeps
 from cacheblend_rag.lab.commands.bench_options import (
     KV,
@@ -88,10 +88,10 @@ def index(
         print_json(result)
         return
     rates = {name: method["tokens_per_s"] for name, method in result["methods"].items()}
-    typer.echo(_heading(result))
-    typer.echo(f"plain batched prefill   {rates['plain']:10,.0f} tokens/s")
-    typer.echo(f"index, KV to {kv:10} {rates['index']:10,.0f} tokens/s   {result['rate_index_vs_plain']:.2f} of plain")
-    typer.echo(
+    echo(_heading(result))
+    echo(f"plain batched prefill   {rates['plain']:10,.0f} tokens/s")
+    echo(f"index, KV to {kv:10} {rates['index']:10,.0f} tokens/s   {result['rate_index_vs_plain']:.2f} of plain")
+    echo(
         f"index, ranked too       {rates['ranked']:10,.0f} tokens/s   {result['rank_cost']:.2f} times as long as without"
     )
 
@@ -121,10 +121,10 @@ def score(
         print_json(result)
         return
     times = {name: seconds(median(method["seconds_per_pair"])) for name, method in result["methods"].items()}
-    typer.echo(_heading(result))
-    typer.echo(f"prefill of chunk, question, answer   {times['prefill']} a pair")
-    typer.echo(f"score over the chunk's stored KV     {times['cached']} a pair   {result['speedup']:.1f}x")
-    typer.echo(f"largest difference of a token's log-probability  {result['largest_difference']:.1e}")
+    echo(_heading(result))
+    echo(f"prefill of chunk, question, answer   {times['prefill']} a pair")
+    echo(f"score over the chunk's stored KV     {times['cached']} a pair   {result['speedup']:.1f}x")
+    echo(f"largest difference of a token's log-probability  {result['largest_difference']:.1e}")
 
 
 @bench.command()
@@ -171,18 +171,18 @@ def throughput(
     if as_json:
         print_json(result)
         return
-    typer.echo(_heading(result))
-    typer.echo(f"requests/s with a median TTFT of {seconds(result['settings']['target_ttft_s'])}\n")
+    echo(_heading(result))
+    echo(f"requests/s with a median TTFT of {seconds(result['settings']['target_ttft_s'])}\n")
     rows = [["", "idle TTFT", "requests/s", "tokens computed"]]
     names = METHOD_NAMES | {"reorder": "prefix caching, reordered", "reorder+blend": "blend, reordered"}
     for name, method in result["methods"].items():
         computed = f"{method['points'][0]['computed_tokens']:,.0f}"
         rows.append([names[name], seconds(method["idle_ttft_s"]), f"{method['requests_per_s']:.2f}", computed])
-    typer.echo(table(rows))
+    echo(table(rows))
     others = [name for name in result["methods"] if name not in {"full", "blend"}]
     times = [f"{result[f'blend_vs_{name}']:.1f} times those of {names[name]}" for name in others]
     full = f"{result['blend_vs_full']:.1f} times the requests of {names['full']}"
-    typer.echo(f"\nThe blend serves {', '.join([full, *times])}.")
+    echo(f"\nThe blend serves {', '.join([full, *times])}.")
 
 
 @bench.command()
@@ -210,12 +210,12 @@ def streams(
     if as_json:
         print_json(result)
         return
-    typer.echo(_heading(result))
+    echo(_heading(result))
     rows = [["inter-token time while prompts arrive", "median", "p99", "longest"]]
     for name, method in result["methods"].items():
         rows.append([METHOD_NAMES[name], *(seconds(method[f"{what}_s"]) for what in ("p50", "p99", "max"))])
-    typer.echo(table(rows))
-    typer.echo(f"\np99 with blends is {result['p99_blend_vs_full']:.2f} times that with ordinary prefill.")
+    echo(table(rows))
+    echo(f"\np99 with blends is {result['p99_blend_vs_full']:.2f} times that with ordinary prefill.")
 
 
 for other in (controller.controller, sweeps.chunks, sweeps.batch, sweeps.ratio, sweeps.devices):
@@ -246,16 +246,16 @@ def _print_ttft(result: dict[str, Any]) -> None:
         rows.append(
             ["plain transformers", seconds(time), f"{full / time:.1f}x", prompt, "-", size(plain["peak_memory_bytes"])]
         )
-    typer.echo(_heading(result))
-    typer.echo(
+    echo(_heading(result))
+    echo(
         f"{settings['chunks']} chunks of {settings['chunk_tokens']} tokens, a question of {settings['question_tokens']}; "
         f"{size(result['chunk_kv_bytes'])} of KV {'in RAM' if settings['kv'] == 'ram' else 'on disk'}"
         f"{', page cache cold' if settings['cold'] else ''}; medians of {settings['repeat']} interleaved rounds\n"
     )
-    typer.echo(table(rows))
+    echo(table(rows))
     if "cold_read" in result:
         read = result["cold_read"]
-        typer.echo(
+        echo(
             f"\nA plain cold read of the same {size(read['bytes'])} takes {seconds(median(read['read_s']))} "
             f"({read['bytes_per_s'] / 1e9:.2f} GB/s): no blend of all of it can be faster than "
             f"{read['speedup_if_reading_were_all']:.1f}x."

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.output import print_json, status, table
+from cacheblend_rag.console.output import echo, print_json, status, table
 
 
 def controller(
@@ -31,9 +31,9 @@ def controller(
         arms = Counter("none" if not p["used"] else "all" if p["used"] == p["chunks"] else "some" for p in mine)
         worst = max(point["regret"] for point in mine)
         rows.append([model, *(f"{arms[arm]} points" for arm in ("none", "some", "all")), f"{worst:.3f}"])
-    typer.echo(table(rows))
+    echo(table(rows))
     worst = found["worst"]
-    typer.echo(
+    echo(
         f"\nAt worst the first token comes {found['worst_regret']:.3f} times as late as by the best choice: {worst['model']}, "
         f"{worst['chunks']} chunks, {worst['bytes_per_s'] / 1e9:.2f} GB/s, {worst['placed']}."
     )

@@ -12,7 +12,7 @@ import typer
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_engine, open_vllm
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
-from cacheblend_rag.console.output import print_json, progress, status
+from cacheblend_rag.console.output import echo, print_json, progress, status
 from cacheblend_rag.lab.commands.doctor_output import print_calibration, print_diagnosis, print_vllm
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
                 margin=wanted.margin, everything=plot is not None, by_deviation=not wanted.quick,
             )  # fmt: skip
         except KeyboardInterrupt:
-            typer.echo("Stopped. What was measured is kept: the same command goes on.", err=True)
+            echo("Stopped. What was measured is kept: the same command goes on.", err=True)
             raise
     if plot is not None:
         plot_calibration(found, plot)

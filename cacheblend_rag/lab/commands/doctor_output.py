@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from cacheblend_rag.console.output import seconds, size, table
+from cacheblend_rag.console.output import echo, seconds, size, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.doctor.calibration import Calibration
@@ -79,7 +77,7 @@ def _print_lines(lines: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in lines)
     previous = ""
     for name, text in lines:
-        typer.echo(f"{'' if name == previous else name:{width}}  {text}")
+        echo(f"{'' if name == previous else name:{width}}  {text}")
         previous = name
 
 
@@ -108,7 +106,7 @@ def print_vllm(found: VLLMDiagnosis) -> None:
 def print_calibration(found: Calibration, file: Path) -> None:
     """Print what `doctor --calibrate` measured and chose."""
     what = "exp(-KL)" if found.standard.by == "likelihood" else "agreement"
-    typer.echo(
+    echo(
         f"{found.prompts} prompts, {found.tokens} tokens compared; each bound of {what} with full recompute holds with "
         f"{found.standard.confidence:.4g} confidence.\n"
     )
@@ -134,24 +132,24 @@ def print_calibration(found: Calibration, file: Path) -> None:
             f"{found.prompts} of {found.prompts}",
         )
         rows.append([f"weights of {bits} bits", "", "-", "100.0%", *near])
-    typer.echo(table(rows))
+    echo(table(rows))
     if found.layers:
-        typer.echo("\nKV deviation of each layer against that of all layers, on the first prompts:")
+        echo("\nKV deviation of each layer against that of all layers, on the first prompts:")
         rows = [["check layer", "same tokens", "rank correlation", "tokens that deviate", ""]]
         rows += [
             [str(x.layer), f"{x.overlap:.0%}", f"{x.spearman:.2f}", f"{x.visible:.0%}", "tried" if x.offered else ""]
             for x in found.layers
         ]
-        typer.echo(table(rows))
-    typer.echo(f"\n{found.why[0].upper()}{found.why[1:]}.")
+        echo(table(rows))
+    echo(f"\n{found.why[0].upper()}{found.why[1:]}.")
     profile = found.profile
     how = "prefix caching, no blend"
     if found.chosen is not None:
         layers = _join_numbers(profile.check_layers)
         how = f"policy {profile.policy}, ratio {profile.ratio:.0%}, check layers {layers}"
-    typer.echo(f"Profile: {how}{'' if found.verdict != 'not shown' else ' (not shown)'}, written to {file}")
+    echo(f"Profile: {how}{'' if found.verdict != 'not shown' else ' (not shown)'}, written to {file}")
     if found.stopped:
-        typer.echo("What was measured is kept: the same command goes on.")
+        echo("What was measured is kept: the same command goes on.")
 
 
 def _blend(found: Diagnosis) -> str:

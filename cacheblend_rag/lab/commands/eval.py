@@ -16,7 +16,7 @@ import typer
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_engine, open_vllm, with_model
 from cacheblend_rag.console.groups import BlendOptions, ModelOptions, takes_groups
-from cacheblend_rag.console.output import counted, print_json, progress, seconds, table
+from cacheblend_rag.console.output import counted, echo, print_json, progress, seconds, table
 from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
 
 if TYPE_CHECKING:
@@ -172,8 +172,8 @@ def evaluate_command(
         return
     _print_result(result)
     if not result.settings["files"]:
-        typer.echo()
-    typer.echo(f"answers  {result.answers_file}\nreport   {page}")
+        echo()
+    echo(f"answers  {result.answers_file}\nreport   {page}")
 
 
 _FEWER = EvalOptions(limit=40)
@@ -196,7 +196,7 @@ def figures(
 
         with progress("Figures") as show:
             page = make_figures(FigureContext(engine, settings, out, repeat), parse_numbers(only), show)
-    print_json({"report_file": str(page)}) if as_json else typer.echo(page)
+    print_json({"report_file": str(page)}) if as_json else echo(str(page))
 
 
 def _split_names(text: str) -> tuple[str, ...]:
@@ -205,27 +205,27 @@ def _split_names(text: str) -> tuple[str, ...]:
 
 def _print_result(result: EvalResult) -> None:
     settings = result.settings
-    typer.echo(
+    echo(
         f"{settings['model']} on {counted(settings['questions'], 'question')} of {Path(settings['dataset']).name}, "
         f"up to {settings['k']} chunks of {settings['chunk_tokens']} tokens, {settings['dtype']} on {settings['device']}; "
         "means with 95% intervals (- where there is none)\n"
     )
-    typer.echo(table(_rows(result.summary["methods"], result.labels)))
+    echo(table(_rows(result.summary["methods"], result.labels)))
     for kind, found in result.summary.get("kinds", {}).items():
         count = next(iter(found.values()))["n"]
-        typer.echo(f"\n{kind or 'no kind'}, {counted(count, 'question')}\n")
-        typer.echo(table(_rows(found, result.labels)))
+        echo(f"\n{kind or 'no kind'}, {counted(count, 'question')}\n")
+        echo(table(_rows(found, result.labels)))
     _print_skipped(result)
 
 
 def _print_skipped(result: EvalResult) -> None:
     for name, digest in result.settings["files"].items():
-        typer.echo(f"\ndata     {name}  {digest}")
+        echo(f"\ndata     {name}  {digest}")
     if result.skipped:
         count = len(result.skipped)
-        typer.echo(f"skipped  {count} row{'s' if count > 1 else ''} that cannot be used; the report names all")
+        echo(f"skipped  {count} row{'s' if count > 1 else ''} that cannot be used; the report names all")
         for row in result.skipped[:_SKIPPED_SHOWN]:
-            typer.echo(f"         {row}")
+            echo(f"         {row}")
 
 
 def _rows(methods: dict[str, Any], labels: dict[str, str]) -> list[list[str]]:

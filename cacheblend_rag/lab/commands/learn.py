@@ -10,7 +10,7 @@ import typer
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import takes_groups
-from cacheblend_rag.console.output import print_json, table
+from cacheblend_rag.console.output import echo, print_json, table
 from cacheblend_rag.engines.models import SMOLLM2
 
 
@@ -82,7 +82,7 @@ def learn_command(
         dtype=dtype_named(dtype) if dtype else None,
         start=start,
         note=note,
-        say=lambda line: typer.echo(line, err=True),
+        say=lambda line: echo(line, err=True),
     )
     if as_json:
         print_json({"saved": None if saved is None else str(saved), "ratios": list(settings.ratios), **asdict(trained)})
@@ -91,5 +91,5 @@ def learn_command(
     rows = [["recomputed", "held-out KL before", "after"]]
     for ratio, one, other in zip(settings.ratios, trained.before, after, strict=True):
         rows.append([f"{ratio:.0%}", f"{one:.4f}", f"{other:.4f}"])
-    typer.echo(table(rows))
-    typer.echo(f"\n{f'The writer is in {saved}: give it as --writer' if saved else 'Not better, not saved'}")
+    echo(table(rows))
+    echo(f"\n{f'The writer is in {saved}: give it as --writer' if saved else 'Not better, not saved'}")

@@ -10,7 +10,7 @@ import typer
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import takes_groups
-from cacheblend_rag.console.output import counted, print_json, progress, table
+from cacheblend_rag.console.output import counted, echo, print_json, progress, table
 from cacheblend_rag.lab.commands.realm_options import (
     TRAINING,
     Batch,
@@ -81,7 +81,7 @@ def pretrain(
     where = check_device(device)
     _use_threads(threads, bert)
     finder = salient_finder()[0] if masking.spans == "salient" else "random"
-    typer.echo(_SPANS.get(finder, f"Masking what {finder} finds, and dates."), err=True)
+    echo(_SPANS.get(finder, f"Masking what {finder} finds, and dates."), err=True)
     with progress("Pre-training:") as show:
         run(lambda tokenizer, size: read_corpus(corpus.expanduser(), tokenizer, size), output, settings, where, show)
     _report_run(output, {"spans": finder}, as_json, "cacheblend realm finetune --model")
@@ -163,9 +163,7 @@ def evaluate_command(
     _use_threads(threads, "tiny" if _is_tiny(model) else "")
     asked = _read(questions)[:limit]
     if not is_tuned(model):
-        typer.echo(
-            "Warning: this model was never fine-tuned, so its answers are random; its recall is what it is.", err=True
-        )
+        echo("Warning: this model was never fine-tuned, so its answers are random; its recall is what it is.", err=True)
     loaded = RealmModel.load(model).to(where)
     library = open_library(model, loaded)
     with progress("Asking:") as show:
@@ -176,8 +174,8 @@ def evaluate_command(
     if as_json:
         print_json(found)
         return
-    typer.echo(f"{found['questions']} questions, {len(library.passages):,} passages, {k} of them read for each\n")
-    typer.echo(score_table({"": found}))
+    echo(f"{found['questions']} questions, {len(library.passages):,} passages, {k} of them read for each\n")
+    echo(score_table({"": found}))
 
 
 @realm.command()
@@ -223,9 +221,7 @@ def demo(
         pretrain=replace(pretraining, spans=masking.spans, ict=masking.ict, **masking.given),
         finetune=replace(tuning, **given_of(steps=finetune_steps, refresh_every=finetune_refresh_every)),
     )
-    typer.echo(
-        f"{counted(seeds, 'world')} of {settings.entities} entities, and for each {_DEMO_BERTS[bert]}.", err=True
-    )
+    echo(f"{counted(seeds, 'world')} of {settings.entities} entities, and for each {_DEMO_BERTS[bert]}.", err=True)
     with progress("Training:") as show:
         found = run_demo(range(seed, seed + seeds), settings, output, lambda at, done, of: show(done, of, at))
     if as_json:
@@ -236,18 +232,18 @@ def demo(
 
 def _print_demo(found: dict[str, Any]) -> None:
     for world in found["worlds"]:
-        typer.echo(
+        echo(
             f"world {world['seed']}: {world['passages']} passages, {world['train']} questions to learn from, {world['held_out']} "
             f"about other entities to be asked; index up to {world['index']['staleness_max']:.0f} steps old"
         )
-    typer.echo(f"\nIn percent, with 95% intervals, over {found['scores']['fine-tuned']['questions']} questions:\n")
-    typer.echo(score_table(found["scores"]))
+    echo(f"\nIn percent, with 95% intervals, over {found['scores']['fine-tuned']['questions']} questions:\n")
+    echo(score_table(found["scores"]))
     for name, gain in found["gains"].items():
         what = "exact match" if name == "em" else name
         low, high = (gain[side] for side in ("low", "high"))
         interval = f" [{100 * low:+.1f}, {100 * high:+.1f}]" if low is not None else ""
-        typer.echo(f"\n{what}, fine-tuned against {gain['over']}: {100 * gain['mean']:+.1f} points{interval}", nl=False)
-    typer.echo("")
+        echo(f"\n{what}, fine-tuned against {gain['over']}: {100 * gain['mean']:+.1f} points{interval}", nl=False)
+    echo("")
 
 
 _DEMO_BERTS = {
@@ -276,9 +272,9 @@ def _read(questions: Path) -> list[RealmQuestion]:
 
     found = read_questions(questions.expanduser())
     for skipped in found.skipped[:3]:
-        typer.echo(f"Skipped {questions.name}, {skipped}", err=True)
+        echo(f"Skipped {questions.name}, {skipped}", err=True)
     if len(found.skipped) > 3:
-        typer.echo(f"Skipped {len(found.skipped) - 3} more rows.", err=True)
+        echo(f"Skipped {len(found.skipped) - 3} more rows.", err=True)
     return found.questions
 
 
@@ -310,10 +306,10 @@ def _report_run(output: Path, more: dict[str, Any], as_json: bool, then: str) ->
         print_json(found | ({"plot": str(picture)} if picture else {}))
         return
     steps = f"{found['steps']:,} steps, last loss {found['loss']:.3f}" if "loss" in found else "no step was taken"
-    typer.echo(f"{found['passages']:,} passages; {steps}")
+    echo(f"{found['passages']:,} passages; {steps}")
     if found.get("staleness_max") is not None:
-        typer.echo(
+        echo(
             f"staleness of the index: mean {found['staleness_mean']:.0f} steps, most {found['staleness_max']:.0f}; renewed "
             f"{found['refreshes']} times" + (f"; drawn in {picture}" if picture else "")
         )
-    typer.echo(f"\nNext: {then} {output} --questions FILE")
+    echo(f"\nNext: {then} {output} --questions FILE")

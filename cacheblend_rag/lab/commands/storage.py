@@ -11,7 +11,7 @@ import typer
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_engine, open_vllm
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
-from cacheblend_rag.console.output import print_json, seconds, size, status, table
+from cacheblend_rag.console.output import echo, print_json, seconds, size, status, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.doctor.prices import PricePlan
@@ -50,14 +50,14 @@ def calibrate(
         return
     rows = [["tier", "rate", "latency"]]
     rows += [[name, f"{t.bytes_per_s / 1e9:.2f} GB/s", seconds(t.latency_s)] for name, t in costs.tiers.items()]
-    typer.echo(table(rows))
+    echo(table(rows))
     if plan is not None:
         _print_tiers(plan, chunks, chunk_tokens)
-    typer.echo(f"\nWritten to {file}")
+    echo(f"\nWritten to {file}")
 
 
 def _print_tiers(plan: StoragePlan, chunks: int, chunk_tokens: int) -> None:
-    typer.echo(
+    echo(
         f"\nA prompt of {chunks} chunks of {chunk_tokens} tokens takes {seconds(plan.prefill_s)} without blending. "
         f"With its KV in one tier, and at least {plan.least:.0%} recomputed:\n"
     )
@@ -65,11 +65,11 @@ def _print_tiers(plan: StoragePlan, chunks: int, chunk_tokens: int) -> None:
     for tier in plan.tiers:
         ratio = f"{tier.ratio:.0%}" if tier.used else "-"
         rows.append([tier.tier, seconds(tier.load_s), seconds(tier.seconds), f"{tier.used} of {chunks}", ratio])
-    typer.echo(table(rows))
+    echo(table(rows))
     if plan.cheapest is None:
-        typer.echo("\nFrom every tier loading takes longer than recomputing, and delays the first token.")
+        echo("\nFrom every tier loading takes longer than recomputing, and delays the first token.")
     else:
-        typer.echo(f"\nThe cheapest tier that delays nothing: {plan.cheapest}.")
+        echo(f"\nThe cheapest tier that delays nothing: {plan.cheapest}.")
 
 
 @takes_groups
@@ -120,7 +120,7 @@ def plan(
         found,
         f"{chunks:,.0f} chunks of {chunk_tokens} tokens, {per_month:,.0f} prompts a month of {prompt_chunks} chunks",
     )
-    typer.echo(
+    echo(
         f"\nThe cheapest that delays nothing at {load.least:.0%} recomputed: {found.cheapest}."
         if found.cheapest is not None
         else f"\nFrom every tier loading takes longer than recomputing {load.least:.0%}, and delays the first token."
@@ -128,7 +128,7 @@ def plan(
 
 
 def _print(plan: PricePlan, what: str) -> None:
-    typer.echo(f"{what}:\n")
+    echo(f"{what}:\n")
     counted = plan.prefill_month is not None
     rows = [
         [
@@ -151,4 +151,4 @@ def _print(plan: PricePlan, what: str) -> None:
         rows.append(["no KV kept", "-", "-", "-", month, month, "-", "-", seconds(plan.prefill_s)])
     else:
         rows.append(["no KV kept", "-", "-", "-", "-", "-", seconds(plan.prefill_s)])
-    typer.echo(table(rows))
+    echo(table(rows))

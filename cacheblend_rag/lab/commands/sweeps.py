@@ -10,7 +10,7 @@ import typer
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BlendOptions, takes_groups
-from cacheblend_rag.console.output import print_json, seconds, size, status, table
+from cacheblend_rag.console.output import echo, print_json, seconds, size, status, table
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.commands.bench_options import METHOD_NAMES, BenchOptions, Repeat
 
@@ -123,11 +123,11 @@ def _run(how: SweepOptions, sweep: Sweep, axes: dict[str, str]) -> None:
     if how.as_json:
         print_json({**about, "points": points})
         return
-    typer.echo(f"{about['model']}; medians, TTFT\n")
+    echo(f"{about['model']}; medians, TTFT\n")
     for key, label in axes.items():
         mine = [point for point in points if key in point]
         if mine:
-            typer.echo(table(_rows(mine, key, label)) + "\n")
+            echo(table(_rows(mine, key, label)) + "\n")
 
 
 def _rows(points: Sequence[Point], key: str, label: str) -> list[list[str]]:

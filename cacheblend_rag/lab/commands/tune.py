@@ -12,7 +12,7 @@ import typer
 from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import open_pipeline, with_model
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
-from cacheblend_rag.console.output import print_json, progress, table
+from cacheblend_rag.console.output import echo, print_json, progress, table
 from cacheblend_rag.demo.bundle import demo_store_name
 from cacheblend_rag.engines.models import BUNDLED_MODEL
 
@@ -111,7 +111,7 @@ def tune_retriever(
                 target,
                 settings,
                 lambda name: lambda done, total, at: show(done, total, f"({name.lower()})"),
-                lambda text: typer.echo(text, err=True),
+                lambda text: echo(text, err=True),
             )
     print_json(result.to_dict()) if as_json else _print(result)
 
@@ -130,16 +130,16 @@ def _questions(
     if file is not None:
         read = read_questions(file, pipeline.chunks)
         for row in read.skipped[:_SHOWN_ROWS]:
-            typer.echo(f"Skipped {row}", err=True)
+            echo(f"Skipped {row}", err=True)
         if len(read.skipped) > _SHOWN_ROWS:
-            typer.echo(f"Skipped {len(read.skipped) - _SHOWN_ROWS} more rows", err=True)
+            echo(f"Skipped {len(read.skipped) - _SHOWN_ROWS} more rows", err=True)
         return read.questions
     if generate is None:
         return _make_demo(pipeline, seed, show)
     written = generate_questions(
         pipeline, generate, seed, lambda done, total, at: show(done, total, f"(generating, {at})")
     )
-    typer.echo(
+    echo(
         f"Of {written.tried} questions written {len(written.questions)} came back: {written.empty} were no question, "
         f"{written.unanswered} had no answer, {written.lost} did not find their chunk or their answer again",
         err=True,
@@ -170,23 +170,23 @@ def _print(result: TuneResult) -> None:
     from cacheblend_rag.lab.tuning.card import rows_of
 
     counts = result.questions
-    typer.echo(
+    echo(
         f"{counts['train']} questions learned from, {counts['dev']} to stop by, {counts['held_out']} held out; "
         f"{result.settings['chunks']:,} chunks\n"
         f"A right chunk is among the candidates of {result.reader['right_chunk_among_candidates']:.0%}; the model "
         f"({result.settings['reader']}) likes it best for {result.reader['prefers_it']:.0%} of these\n"
     )
-    typer.echo(table(rows_of(result)))
+    echo(table(rows_of(result)))
     shown = result.example
-    typer.echo(f"\nWhat the model found useful for: {shown['question']}\n")
+    echo(f"\nWhat the model found useful for: {shown['question']}\n")
     rows = [["chunk", "p before", "useful", "p after"]]
     ranked = sorted(shown["candidates"], key=lambda each: -max(each["prior"], each["posterior"]))[:4]
     for each in ranked:
         text = " ".join(each["text"].split()) or "(no chunk)"
         short = text if len(text) <= _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}…"
         rows.append([short, *(f"{each[name]:.1%}" for name in ("prior", "posterior", "after"))])
-    typer.echo(table(rows))
-    typer.echo(f"\n{result.why[0].upper()}{result.why[1:]}.")
+    echo(table(rows))
+    echo(f"\n{result.why[0].upper()}{result.why[1:]}.")
     if result.saved is not None:
         command, option = ("store reembed", "--embedding") if result.documents else ("ask QUESTION", "--retriever")
-        typer.echo(f"\nUse it:  cacheblend {command} --store {result.settings['store']} {option} {result.saved}")
+        echo(f"\nUse it:  cacheblend {command} --store {result.settings['store']} {option} {result.saved}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
-from cacheblend_rag.engines.vllm.starting import explain, spawn_if_forking_fails
+from cacheblend_rag.engines.vllm.starting import explain, log_as_vllm, spawn_if_forking_fails
 
 # As vLLM 0.32's processes write it, shortened in the middle.
 FAILED = """\
@@ -139,3 +141,16 @@ def test_processes_are_spawned_where_the_driver_has_been_asked_for_anything(monk
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
     spawn_if_forking_fails()
     assert os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == method
+
+
+def test_the_id_that_a_client_gives_its_request_forges_no_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("cacheblend_rag")
+    monkeypatch.setattr(theirs, "handlers", [logging.StreamHandler(written)])
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(ours, name, getattr(ours, name))
+    log_as_vllm()
+    for name in ("cacheblend_rag.engines", "vllm.cacheblend", "vllm.core"):
+        logging.getLogger(name).warning("Request %s: %s, %d", "x\nERROR: \x1b[2Kforged", ValueError("a\nb"), 3)
+    own = "Request x\\u000aERROR: \\u001b[2Kforged: a\\u000ab, 3\n"
+    assert written.getvalue() == own * 2 + "Request x\nERROR: \x1b[2Kforged: a\nb, 3\n"

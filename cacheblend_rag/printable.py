@@ -1,0 +1,23 @@
+"""Makes foreign text fit for a terminal and a log: documents, names and servers may say what steers one, or forges lines."""
+
+from __future__ import annotations
+
+import re
+
+# C0 and C1 but tab and line break, DEL; separators of lines, marks that reorder what is shown; halves of a character.
+_STEERING = re.compile("\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_BREAKING = re.compile("[\t\r\n]")
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` with what would steer a terminal spelled as ``\u001b``: the same text within JSON."""
+    return _STEERING.sub(_spelled, text)
+
+
+def in_one_line(text: str) -> str:
+    """Do the same with tabs and line breaks, too: for a name within a line."""
+    return _BREAKING.sub(_spelled, printable(text))
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
