@@ -7,11 +7,11 @@ some of its chunks in place, or all of the prompt, is sooner than waiting for it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import prod
-from typing import Any, Self
+from typing import Self
 
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.options import FuseOptions, TextRatio, raised
@@ -139,21 +139,6 @@ class Terms:
     def wants_static(self, ratio: float | TextRatio) -> bool:
         """Say whether :func:`control` asks for the chunks' static deviations."""
         return self.dense_unranked is not None or isinstance(ratio, TextRatio)
-
-    def to_params(self) -> dict[str, Any]:
-        """Return JSON values that :meth:`from_params` reads."""
-        return {**asdict(self), "costs": self.costs.to_json()}
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_params` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError, InputError: It is malformed.
-        """
-        unranked = params["dense_unranked"]
-        costs, dense = Costs.from_json(params["costs"]), float(params["dense"])
-        return cls(costs, dense, None if unranked is None else float(unranked), float(params["more_unranked"]))
 
 
 @dataclass(frozen=True)

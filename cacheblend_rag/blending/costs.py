@@ -166,14 +166,9 @@ class Costs:
             new = replace(known, latency_s=known.latency_s * factor, bytes_per_s=known.bytes_per_s / factor)
         return replace(self, tiers={**self.tiers, tier: new})
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data; :meth:`from_json` reads it."""
-        tiers = {name: asdict(tier) for name, tier in self.tiers.items()}
-        return {"layers": self.layers, "compute": asdict(self.compute), "tiers": tiers}
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the costs that :meth:`to_json` gave.
+        """Return the costs of which ``data`` is what :func:`dataclasses.asdict` gives.
 
         Raises:
             InputError: They are not such data.
@@ -190,7 +185,7 @@ class Costs:
 def save_costs(costs: Costs, digest: str, device: str, engine: str = EMBEDDED) -> Path:
     """Write the costs of a model on a device, as an engine runs it, among the user's files; return the file."""
     file = _file(digest, device, engine)
-    write_json(file, costs.to_json())
+    write_json(file, asdict(costs))
     return file
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,24 +78,6 @@ class TextRatio:
         return min(max(self.least, count / len(static)), max(self.least, self.most))
 
 
-def ratio_to_json(ratio: float | TextRatio) -> Any:
-    """Return a ratio, or the rule that chooses it, as a JSON value; :func:`ratio_from_json` reads it."""
-    return asdict(ratio) if isinstance(ratio, TextRatio) else ratio
-
-
-def ratio_from_json(value: Any) -> float | TextRatio:
-    """Read what :func:`ratio_to_json` gave.
-
-    Raises:
-        TypeError, ValueError, InputError: It is malformed.
-    """
-    if isinstance(value, Mapping):
-        return TextRatio(**value)
-    if not 0 <= float(value) <= 1:
-        raise ValueError("the ratio is no share")
-    return float(value)
-
-
 def raised(ratio: float | TextRatio, least: float) -> float | TextRatio:
     """Return a ratio, or the rule that chooses it, that is no lower than ``least``."""
     return replace(ratio, least=max(ratio.least, least)) if isinstance(ratio, TextRatio) else max(ratio, least)
@@ -170,9 +151,10 @@ def blend_terms(settings: ResolvedSettings, options: FuseOptions) -> dict[str, A
 
     Of the loading controller's costs nothing is in it: whatever it decides recomputes as much as was asked for, or more.
     """
+    ratio = options.ratio
     return {
         "reuse": settings.reuse,
         "policy": options.policy.name,
-        "ratio": [settings.ratio, ratio_to_json(options.ratio)],
+        "ratio": [settings.ratio, asdict(ratio) if isinstance(ratio, TextRatio) else ratio],
         "schedule": asdict(options.schedule),
     }

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.console import options
+from cacheblend_rag.console.engines import open_inventory
 from cacheblend_rag.console.output import echo, print_json, size, table
 from cacheblend_rag.printable import in_one_line
 
@@ -21,9 +22,7 @@ def ls(
     directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
 ) -> None:
     """List the documents that were indexed, with the number of their chunks."""
-    from cacheblend_rag.rag.inventory import Inventory
-
-    with Inventory(options.store_directory(directory), namespace) as inventory:
+    with open_inventory(directory, namespace) as inventory:
         found = inventory.documents()
     if as_json:
         print_json([asdict(each) for each in found])
@@ -47,9 +46,7 @@ def rm(
 
     The files themselves stay where they are; `cacheblend index` on them, or on their directory, brings them back.
     """
-    from cacheblend_rag.rag.inventory import Inventory
-
-    with Inventory(options.store_directory(directory), namespace) as inventory:
+    with open_inventory(directory, namespace) as inventory:
         # All are looked up before one is removed: a mistyped name should leave nothing half done.
         wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
         removed = [inventory.remove_document(path) for path in wanted]

@@ -13,9 +13,9 @@ from typer.core import TyperGroup
 
 from cacheblend_rag.cli import Commands
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_pipeline
+from cacheblend_rag.console.engines import open_inventory, open_pipeline
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
-from cacheblend_rag.console.output import echo, print_json, progress, seconds, size, status, table
+from cacheblend_rag.console.output import by_steps, echo, print_json, progress, seconds, size, status, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.inventory import Inventory, TierUse
@@ -46,11 +46,10 @@ def stats(
 
     Hidden is the share of the time of reading for which no computation waited.
     """
-    from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.store import recorded_tiers
 
     place = options.store_directory(directory)
-    with Inventory(place, namespace) as inventory:
+    with open_inventory(place, namespace) as inventory:
         kv, index = inventory.stats()
         tiers = inventory.tiers(kv)
         pins = len(inventory.store.pins())
@@ -148,9 +147,7 @@ def ls(
     directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
 ) -> None:
     """List chunks with the size of their KV and when it was last used."""
-    from cacheblend_rag.rag.inventory import Inventory
-
-    with Inventory(options.store_directory(directory), namespace) as inventory:
+    with open_inventory(directory, namespace) as inventory:
         items = inventory.items()
         _say_unlisted(inventory)
     if as_json:
@@ -176,15 +173,8 @@ def upgrade(
     """Add what chunks stored with --ranking off lack: the ranking of their tokens. Loads the model."""
     with open_pipeline(model, directory, budgets, namespace=namespace) as pipeline, progress("Ranking") as show:
         chunks = list(pipeline.chunks.chunks())
-        done = 0
-
-        def step(count: int) -> None:
-            nonlocal done
-            done += count
-            show(done, len(chunks), "chunks looked at")
-
         pipeline.engine.ranking = "now"
-        report = pipeline.engine.precompute(chunks, step)
+        report = pipeline.engine.precompute(chunks, by_steps(show, len(chunks), "chunks looked at"))
     if as_json:
         print_json(asdict(report))
         return
@@ -208,14 +198,8 @@ def reembed(
     from cacheblend_rag.retrieval.index import ChunkIndex
 
     with ChunkIndex.open(options.index_directory(directory, namespace)) as index, progress("Embedding") as show:
-        before, total, done = index.stats().embedding, index.count(), 0
-
-        def step(count: int) -> None:
-            nonlocal done
-            done += count
-            show(done, total, "chunks")
-
-        index.rebuild(embedding, step)
+        before = index.stats().embedding
+        index.rebuild(embedding, by_steps(show, index.count(), "chunks"))
         after = index.stats()
     if as_json:
         print_json({"chunks": after.chunks, "before": before, "embedding": after.embedding})
@@ -230,9 +214,7 @@ def verify(
     as_json: options.AsJSON = False,
 ) -> None:
     """Read every KV entry against its checksums; exit code 3 if not all are good. What is removed is computed anew."""
-    from cacheblend_rag.rag.inventory import Inventory
-
-    with Inventory(options.store_directory(directory)) as inventory, status("Verifying"):
+    with open_inventory(directory) as inventory, status("Verifying"):
         report = inventory.store.verify(repair=not keep)
         _say_unlisted(inventory)
     if as_json:
@@ -259,10 +241,8 @@ def evict(
     as_json: options.AsJSON = False,
 ) -> None:
     """Remove the least recently used KV until no tier of the store is larger than a size."""
-    from cacheblend_rag.rag.inventory import Inventory
-
     limit = options.nbytes(to)
-    with Inventory(options.store_directory(directory)) as inventory:
+    with open_inventory(directory) as inventory:
         freed = inventory.evict(limit, tier)
         left = inventory.store.stats()
     if as_json:
@@ -274,9 +254,7 @@ def evict(
 @store.command()
 def sync(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
     """Give each tier what it lacks and another one has: a tier that is new, or did not answer while KV was stored."""
-    from cacheblend_rag.rag.inventory import Inventory
-
-    with Inventory(options.store_directory(directory)) as inventory, progress("Copying") as show:
+    with open_inventory(directory) as inventory, progress("Copying") as show:
         report = inventory.sync(lambda done, of: show(done, of, "entries looked at"))
     if as_json:
         print_json(report._asdict())
@@ -315,9 +293,7 @@ def unpin(
 
 
 def _pin(paths: list[str], directory: Path | None, namespace: str, as_json: bool, *, pinned: bool) -> None:
-    from cacheblend_rag.rag.inventory import Inventory
-
-    with Inventory(options.store_directory(directory), namespace) as inventory:
+    with open_inventory(directory, namespace) as inventory:
         wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
         done = inventory.pin_documents(wanted, pinned)
     if as_json:
@@ -339,9 +315,7 @@ def rm(
     as_json: options.AsJSON = False,
 ) -> None:
     """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""
-    from cacheblend_rag.rag.inventory import Inventory
-
-    with Inventory(options.store_directory(directory), namespace) as inventory:
+    with open_inventory(directory, namespace) as inventory:
         removed = [inventory.remove(item_id) for item_id in ids]
     if as_json:
         print_json([{"id": item.id, "freed_bytes": item.nbytes or 0} for item in removed])

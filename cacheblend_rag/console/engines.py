@@ -20,10 +20,18 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.vllm import VLLMEngine
+    from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.store import KVStore
 
 _Options = TypeVar("_Options", bound=ModelOptions)
+
+
+def open_inventory(directory: Path | None, namespace: str = "default") -> Inventory:
+    """Open what a command's store and index hold, without a model."""
+    from cacheblend_rag.rag.inventory import Inventory
+
+    return Inventory(options.store_directory(directory), namespace)
 
 
 def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:

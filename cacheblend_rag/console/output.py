@@ -109,6 +109,18 @@ def progress(label: str) -> Iterator[Show]:
         )
 
 
+def by_steps(show: Show, total: int, what: str) -> Callable[[int], None]:
+    """Return what takes how much was done since its last call, and shows how much that is in all."""
+    done = 0
+
+    def step(more: int) -> None:
+        nonlocal done
+        done += more
+        show(done, total, what)
+
+    return step
+
+
 class _Lines:
     """Progress for a log: a line every few seconds, also while nothing moves, with the time left at the rate so far."""
 

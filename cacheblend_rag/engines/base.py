@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -258,12 +259,6 @@ class BlendEngine(ABC):
         """Async twin of :meth:`generate`, off the event loop; the pool of threads bounds how many hold KV at once."""
         return await asyncio.to_thread(self.generate, prompt, sampling, settings)
 
-    async def ascore(
-        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
-    ) -> list[Score]:
-        """Async twin of :meth:`score`, off the event loop."""
-        return await asyncio.to_thread(self.score, prompt, completions, settings)
-
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
@@ -336,7 +331,7 @@ class BlendEngine(ABC):
             InputError: It was made here.
         """
         if self._root is not None:
-            return _view_within, (self._root, self.namespace.name)
+            return methodcaller("within", self.namespace.name), (self._root,)
         if self._reopen is None:
             raise InputError(
                 f"This {type(self).__name__} lives in this process and cannot be sent to another. Use num_workers=1, a "
@@ -364,7 +359,3 @@ def check_length(prompt_tokens: int, max_tokens: int, context_window: int) -> No
             f"The prompt has {prompt_tokens} tokens; with max_tokens={max_tokens} that exceeds the model's context window of "
             f"{context_window}. Retrieve fewer or smaller chunks, or lower max_tokens."
         )
-
-
-def _view_within(engine: BlendEngine, name: str) -> BlendEngine:
-    return engine.within(name)

@@ -59,16 +59,7 @@ def shared_engine(
         ServerError: The server does not answer.
         StoreError: The store cannot be opened.
     """
-    opened_as: dict[str, Any] = {
-        "model": model,
-        "engine": engine,
-        "store": store,
-        "device": device,
-        "base_url": base_url,
-        "api_key": api_key,
-        "timeout_s": timeout_s,
-        "max_retries": max_retries,
-    }
+    opened_as = locals().copy()
     found = _named(**opened_as)
     if found._reopen is None:
         found._reopen = partial(shared_engine, **opened_as)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from bisect import bisect_right
@@ -170,17 +171,14 @@ def file_digest(path: Path | str) -> str | None:
 
     For skipping unchanged files before they are parsed: ``file_digest(path) == index.digest_of(str(path))``.
     """
-    state = xxhash.xxh3_128()
     try:
         path = _absolute(path)
         if not stat.S_ISREG(path.stat().st_mode):
             return None
         with path.open("rb") as handle:
-            while block := handle.read(1 << 20):
-                state.update(block)
+            return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
     except OSError:
         return None
-    return state.hexdigest()
 
 
 def load_document(path: Path | str) -> Document | SkippedDocument:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
@@ -358,11 +359,6 @@ class ChunkIndex(ChunkSource):
 
 
 def _pages(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    page: list[Chunk] = []
-    for chunk in chunks:
-        page.append(chunk)
-        if len(page) == _EMBEDDED_AT_ONCE:
-            yield page
-            page = []
-    if page:
+    left = iter(chunks)
+    while page := list(islice(left, _EMBEDDED_AT_ONCE)):
         yield page

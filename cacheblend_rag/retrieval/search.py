@@ -7,6 +7,7 @@ made again.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import uuid
@@ -148,7 +149,6 @@ _QUESTIONS = 256
 _NEIGHBOURS = 10
 _RECALL = 0.99
 _NEARNESS = 0.6  # cosine similarity of a typical question to the passage that answers it
-_BLOCK = 1 << 24
 
 
 def pack(
@@ -247,8 +247,5 @@ def _probes(packed: Any, questions: Vectors) -> int:
 
 
 def _checksum(path: Path) -> bytes:
-    state = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            state.update(block)
-    return state.digest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()

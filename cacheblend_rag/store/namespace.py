@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.files import make_inside
@@ -50,20 +48,6 @@ class Namespace:
         if self.name == DEFAULT_NAME:
             return own
         return f"tenant:{self.name}" if own is None else f"tenant:{self.name}:{own}"  # no name has a colon
-
-    def to_params(self) -> dict[str, Any]:
-        """Return JSON values that :meth:`from_params` reads; nothing for the default one alone."""
-        return {} if self == DEFAULT else {"namespace": {"name": self.name, "reads": list(self.reads)}}
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Namespace:
-        """Read a namespace.
-
-        Raises:
-            KeyError, TypeError, InputError: It is malformed.
-        """
-        given = params.get("namespace")
-        return cls() if given is None else cls(given["name"], tuple(given["reads"]))
 
 
 def home_of(store: Path, namespace: str) -> Path:

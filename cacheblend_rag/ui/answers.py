@@ -13,9 +13,8 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.ui import render
 from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
+from cacheblend_rag.ui.render import QUIET, Updates
 from cacheblend_rag.ui.workspace import Workspace, explain
-
-Updates = dict[Any, Any]
 
 _PROFILES = "the model's own"
 _STORED, _MEASURED = "ranked at indexing", "measured in this prompt"
@@ -40,13 +39,9 @@ class AnswerPanel:
                 why, inputs = self._lay_out_why()
                 self.reasons = gr.HTML(elem_id="cb-reasons")
         self.changed = [self.picker, self.sources, self.compared, self.reasons]
-        self.picker.input(self.pick, [self.picker, tab], self.changed, show_progress="hidden", api_visibility="private")
-        compare.click(
-            self.compare, [self.picker, tab], [self.compared], show_progress="minimal", api_visibility="private"
-        )
-        why.click(
-            self.why, [*inputs, self.picker, tab], [self.reasons], show_progress="minimal", api_visibility="private"
-        )
+        self.picker.input(self.pick, [self.picker, tab], self.changed, **QUIET)
+        compare.click(self.compare, [self.picker, tab], [self.compared], **{**QUIET, "show_progress": "minimal"})
+        why.click(self.why, [*inputs, self.picker, tab], [self.reasons], **{**QUIET, "show_progress": "minimal"})
 
     def _lay_out_why(self) -> tuple[Any, list[Any]]:
         """Lay out the controls; return the button, and what it takes."""
@@ -62,9 +57,7 @@ class AnswerPanel:
                 0, 1, 0.5, step=0.01, label="Recompute ratio", min_width=140, visible=False, elem_id="cb-ratio"
             )
         shown = gr.Radio([_STORED, _MEASURED], value=_STORED, label="KV deviation", elem_id="cb-deviation")
-        own.change(
-            lambda mine: gr.update(visible=not mine), own, ratio, show_progress="hidden", api_visibility="private"
-        )
+        own.change(lambda mine: gr.update(visible=not mine), own, ratio, **QUIET)
         button = gr.Button("Answer again and show", variant="primary", elem_id="cb-why")
         return button, [policy, own, ratio, shown]
 

@@ -11,10 +11,8 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ui.answers import AnswerPanel
 from cacheblend_rag.ui.conversation import Conversation, Tabs
 from cacheblend_rag.ui.documents import DocumentsPanel
-from cacheblend_rag.ui.render import asset
+from cacheblend_rag.ui.render import QUIET, Updates, asset
 from cacheblend_rag.ui.workspace import Workspace, explain
-
-Updates = dict[Any, Any]
 
 _ASKING = {"submit_btn": False, "stop_btn": "Stop"}
 _IDLE = {"submit_btn": "Ask", "stop_btn": False, "interactive": True}
@@ -67,19 +65,12 @@ class ChatPanel:
             (self.chatbot.clear, self.clear, [self._tab]),
         ):
             # By default a question is dropped while the one before runs, and that runs on behind Stop to its next token.
-            event(
-                function,
-                inputs,
-                self.changed,
-                show_progress="hidden",
-                api_visibility="private",
-                trigger_mode="multiple",
-            )
+            event(function, inputs, self.changed, **QUIET, trigger_mode="multiple")
         # The browser makes the file: none is left lying here.
-        self.export.click(
-            self.save, [self._tab], [self._markdown], show_progress="hidden", api_visibility="private"
-        ).then(None, [self._markdown], None, js=asset("save.js"))
-        self.chatbot.select(self.pick, [self._tab], answers.changed, show_progress="hidden", api_visibility="private")
+        self.export.click(self.save, [self._tab], [self._markdown], **QUIET).then(
+            None, [self._markdown], None, js=asset("save.js")
+        )
+        self.chatbot.select(self.pick, [self._tab], answers.changed, **QUIET)
 
     def view(self, conversation: Conversation) -> Updates:
         """Return the panel, and the one that shows answers, as they should be while nothing is being answered."""

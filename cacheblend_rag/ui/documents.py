@@ -12,9 +12,8 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ui import render
 from cacheblend_rag.ui.collections import Collection, FileState
 from cacheblend_rag.ui.conversation import Tabs
+from cacheblend_rag.ui.render import QUIET, Updates
 from cacheblend_rag.ui.workspace import Workspace, explain
-
-Updates = dict[Any, Any]
 
 
 class DocumentsPanel:
@@ -38,21 +37,14 @@ class DocumentsPanel:
             self.name = gr.Textbox(label="Name", submit_btn="Make", max_lines=1, elem_id="cb-new-collection")
         changed = [self.collection, self.files, self.progress, self.documents, self.name]
         # Not "once": a second drop while the first is indexed must not be lost.
-        self.files.upload(
-            self.add,
-            [self.files, tab],
-            changed,
-            show_progress="hidden",
-            trigger_mode="multiple",
-            api_visibility="private",
-        )
+        self.files.upload(self.add, [self.files, tab], changed, **QUIET, trigger_mode="multiple")
         for event, function, inputs in (
             (self.collection.input, self.choose, [self.collection, tab]),
             (self.name.submit, self.make, [self.name, tab]),
             (delete.click, self.delete, [self.documents, tab]),
             (reindex.click, self.reindex, [tab]),
         ):
-            event(function, inputs, changed, show_progress="hidden", api_visibility="private")
+            event(function, inputs, changed, **QUIET)
 
     def shown(self, tab: str) -> Updates:
         """Return the panel as the tab should see it; only once the model is loaded."""

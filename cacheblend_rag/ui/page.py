@@ -14,14 +14,12 @@ from cacheblend_rag.ui.answers import AnswerPanel
 from cacheblend_rag.ui.chat import ChatPanel
 from cacheblend_rag.ui.conversation import Tabs
 from cacheblend_rag.ui.documents import DocumentsPanel
-from cacheblend_rag.ui.render import asset
+from cacheblend_rag.ui.render import QUIET, Updates, asset
 from cacheblend_rag.ui.workspace import Workspace
 
 _POLL_S = 0.2
 # Uploads are copied into the store at once: how often Gradio looks for its own copies, and how old they may get, in seconds.
 _KEPT_S = (3600, 3600)
-
-Updates = dict[Any, Any]
 
 
 class Page:
@@ -67,10 +65,8 @@ class Page:
                 *self._chat.changed,
             ]
             self._tab = tab
-            self.blocks.load(
-                self.begin, [tab, wide], changed, js=asset("tab.js"), show_progress="hidden", api_visibility="private"
-            )
-            self._retry.click(self.try_again, tab, changed, show_progress="hidden", api_visibility="private")
+            self.blocks.load(self.begin, [tab, wide], changed, js=asset("tab.js"), **QUIET)
+            self._retry.click(self.try_again, tab, changed, **QUIET)
 
     async def begin(self, tab: str, wide: bool) -> AsyncIterator[Updates]:
         """Show a tab its conversation, and what the model is doing until it is loaded."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.console.output import counted
+from cacheblend_rag.console.output import counted, seconds
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from cacheblend_rag.ui.collections import FileState
     from cacheblend_rag.ui.conversation import Exchange
 
+Updates = dict[Any, Any]
+"""Says of components what they are to become."""
+
+QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+"""How events of the page are listened to: what changes shows by itself, and nobody but the page calls them."""
+
 _FATES = {
     "exact": "computed in just this context",
     "reused": "stored KV used as it is",
@@ -25,20 +31,9 @@ _FATES = {
     "missing": "nothing was stored",
     "text": "question and text between chunks",
 }
-_STATES = {
-    "waiting": "waiting",
-    "indexing": "indexing",
-    "done": "indexed",
-    "unchanged": "unchanged",
-    "skipped": "skipped",
-    "removed": "removed",
-    "failed": "failed",
-}
 
 
-def seconds(value: float) -> str:
-    """Return a time with the digits that matter."""
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+_WORDS = {"done": "indexed"}
 
 
 def hint(text: str) -> str:
@@ -153,7 +148,7 @@ def comparison(rows: Sequence[tuple[str, Generation, PromptFate]], of: int) -> s
 def files(states: Iterable[FileState]) -> str:
     """Return how far each file is."""
     lines = "".join(
-        f'<li class="cb-{each.state}"><b>{escape(each.name)}</b> <span>{_STATES[each.state]}</span> '
+        f'<li class="cb-{each.state}"><b>{escape(each.name)}</b> <span>{_WORDS.get(each.state, each.state)}</span> '
         f"<small>{escape(each.note)}</small></li>"
         for each in states
     )

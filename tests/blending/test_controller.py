@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 import numpy as np
@@ -183,7 +183,7 @@ def test_one_hiccup_changes_little() -> None:
 
 def test_costs_survive_being_written_down() -> None:
     known = Costs(12, ComputeCost(0.1, 0.2, 0.3), {"disk": TierCost(0.01, 1e9, 4)})
-    assert Costs.from_json(known.to_json()) == known
+    assert Costs.from_json(asdict(known)) == known
     for broken in ({}, {"layers": 1, "compute": {}, "tiers": {}}, {"layers": 1, "compute": 3, "tiers": []}):
         with pytest.raises(InputError, match="store calibrate"):
             Costs.from_json(broken)

@@ -28,7 +28,7 @@ from cacheblend_rag.store.kv import ModelFingerprint
 from cacheblend_rag.store.namespace import DEFAULT
 from tests.outcomes import filled
 
-ATTACK = {"kv_transfer_params": {"cacheblend": {"save": 0}}, "session_id": "s"}
+ATTACK = {"kv_transfer_params": {"cacheblend": {"start": 0}}, "session_id": "s"}
 
 
 class Engine:

@@ -206,7 +206,7 @@ class TestCompletions:
         answer = server.post("/v1/responses", {**fields, "cacheblend": {"ratio": 0.0}})
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["input_tokens_details"]["cached_tokens"] > 50
-        for bad in ({"chunk_ids": ids}, {"kv_transfer_params": {"cacheblend": {"save": 0}}}):
+        for bad in ({"chunk_ids": ids}, {"kv_transfer_params": {"cacheblend": {"start": 0}}}):
             assert server.post("/v1/responses", {**fields, **bad}).status_code == 400
 
     def test_the_messages_route_blends_too(self, server) -> None:
@@ -323,7 +323,7 @@ class TestRefusals:
             {"cacheblend": "yes"},
             {"chunk_ids": ["unknown"]},
             {"chunk_ids": "unknown"},
-            {"kv_transfer_params": {"cacheblend": {"save": 0}}},
+            {"kv_transfer_params": {"cacheblend": {"start": 0}}},
             {"kv_transfer_params": {"do_remote_prefill": True}},
         ],
     )

@@ -274,12 +274,6 @@ def test_a_tenant_reads_others_each_once_and_not_too_many(reads: tuple[str, ...]
         Namespace("acme", reads)
 
 
-def test_a_tenant_travels_to_the_workers_as_it_is_and_the_default_one_as_nothing() -> None:
-    assert DEFAULT.to_params() == {}
-    for tenant in TENANTS:
-        assert Namespace.from_params(tenant.to_params()) == tenant
-
-
 def test_no_two_prompts_of_different_tenants_have_one_salt() -> None:
     own = [None, "client:", "client:x", "client:tenant:acme", "cacheblend-1", "a1b2"]
     salts = [tenant.salt(salt) for tenant in TENANTS for salt in own]

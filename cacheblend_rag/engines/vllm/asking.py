@@ -17,7 +17,7 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import PrecomputePlan, counting, plan_precompute, report_of
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt
+from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt, to_params
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 
@@ -245,7 +245,7 @@ class Precompute:
         tokens: Any = {"prompt_token_ids": prompt}
         if (salt := entries.namespace.salt()) is not None:
             tokens["cache_salt"] = salt
-        params = {"kv_transfer_params": {PARAMS: job.to_params()}} if job.start < len(prompt) else None
+        params = {"kv_transfer_params": to_params(job)} if job.start < len(prompt) else None
         sampling = VLLMSampling(max_tokens=1, temperature=0, detokenize=False, extra_args=params)
         last: RequestOutput | None = None
         async for output in self._llm.generate(tokens, sampling, next(self._names)):

@@ -39,7 +39,7 @@ from cacheblend_rag.engines.results import (
 )
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.vllm.asking import Precompute, ask_gate, vllm_sampling
-from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, FinishReport
+from cacheblend_rag.engines.vllm.messages import BlendJob, FinishReport, read_report, to_params
 from cacheblend_rag.engines.writer import WriterNotice
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -166,7 +166,7 @@ class BlendClient:
         ratio = self.profile.ratio_of(resolved)
         ends = turn_ends(prompt.token_ids, turn_lead(self.tokenizer))
         job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.namespace, ends, unasked)
-        return tokens, {PARAMS: job.to_params()}
+        return tokens, to_params(job)
 
     def report(
         self, params: dict[str, Any] | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int, asked: bool
@@ -180,10 +180,8 @@ class BlendClient:
             completion_tokens: Tokens generated.
             asked: Whether blending was asked for.
         """
-        ours = (params or {}).get(PARAMS)
-        if ours:
-            report = FinishReport.from_params(ours)
-        else:
+        report = read_report(params)
+        if report is None:
             why = "the request ended before its prompt was planned"
             report = FinishReport(BlendPlan(prompt_tokens, (), (), (), why, start=cached_tokens).outcome())
         outcome, usage = report.outcome, report.outcome.usage

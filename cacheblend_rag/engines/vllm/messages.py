@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field, GetPydanticSchema, TypeAdapter
+from pydantic_core import core_schema
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
-from cacheblend_rag.blending.options import (
-    BlendSchedule,
-    FuseOptions,
-    TextRatio,
-    blend_terms,
-    ratio_from_json,
-    ratio_to_json,
-)
+from cacheblend_rag.blending.options import BlendSchedule, FuseOptions, TextRatio, blend_terms
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import Origin, origins
 from cacheblend_rag.blending.policies import policy
@@ -32,10 +28,21 @@ from cacheblend_rag.store.namespace import DEFAULT, Namespace
 PARAMS = "cacheblend"
 """Our key in a request's ``kv_transfer_params``, on the way in and out."""
 
+_KNOWN: Mapping[str, Any] = {"extra": "forbid"}
+_Settings = Annotated[
+    ResolvedSettings,
+    GetPydanticSchema(
+        lambda _, __: core_schema.no_info_plain_validator_function(
+            ResolvedSettings.from_params,
+            serialization=core_schema.plain_serializer_function_ser_schema(ResolvedSettings.to_params),
+        )
+    ),
+]
+
 
 @dataclass(frozen=True)
 class BlendJob:
-    """Asks for a blend: where the chunks are and how to treat them. :meth:`to_params` travels as JSON.
+    """Asks for a blend: where the chunks are and how to treat them.
 
     Attributes:
         spans: Start, end and id of each chunk, ascending.
@@ -49,10 +56,12 @@ class BlendJob:
         unasked: How many tokens at the end are no question, but an answer to be scored: their attention selects nothing.
     """
 
+    __pydantic_config__: ClassVar = _KNOWN
+
     spans: tuple[tuple[int, int, str], ...]
-    settings: ResolvedSettings
+    settings: _Settings
     widths: tuple[float, ...]
-    ratio: float | TextRatio
+    ratio: Annotated[float, Field(ge=0, le=1)] | TextRatio
     terms: Terms | None = None
     trace: bool = False
     namespace: Namespace = DEFAULT
@@ -65,49 +74,19 @@ class BlendJob:
         schedule = BlendSchedule(self.settings.check_layers, self.widths)
         return FuseOptions(policy(self.settings.policy), self.ratio, schedule)
 
-    def to_params(self) -> dict[str, Any]:
-        """Return JSON values that :meth:`from_params` reads."""
-        params: dict[str, Any] = {
-            "spans": [list(span) for span in self.spans],
-            "turn_ends": list(self.turn_ends),
-            "unasked": self.unasked,
-        }
-        settings = self.settings.to_params()
-        params |= {"settings": settings, "widths": list(self.widths), "ratio": ratio_to_json(self.ratio)}
-        params |= {"trace": self.trace, **self.namespace.to_params()}
-        return params if self.terms is None else {**params, "terms": self.terms.to_params()}
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any], prompt_tokens: int) -> BlendJob:
-        """Read a job for a prompt of ``prompt_tokens``.
-
-        Raises:
-            KeyError, TypeError, ValueError, InputError: It is malformed.
-        """
-        settings = ResolvedSettings.from_params(params["settings"])
-        job = cls(
-            tuple((int(a), int(b), str(name)) for a, b, name in params["spans"]),
-            settings,
-            tuple(float(width) for width in params["widths"]),
-            ratio_from_json(params["ratio"]),
-            Terms.from_params(params["terms"]) if "terms" in params else None,
-            bool(params["trace"]),
-            Namespace.from_params(params),
-            tuple(int(end) for end in params["turn_ends"]),
-            int(params["unasked"]),
-        )
-        if len(job.widths) != len(job.settings.check_layers):
+    def check(self, prompt_tokens: int) -> None:
+        """Refuse to belong to a prompt of ``prompt_tokens`` to which it does not fit; raises ValueError."""
+        if len(self.widths) != len(self.settings.check_layers):
             raise ValueError("widths and check_layers differ in number")
-        edges = [edge for a, b, _ in job.spans for edge in (a, b)]
-        if edges != sorted(edges) or any(a >= b for a, b, _ in job.spans):
+        edges = [edge for a, b, _ in self.spans for edge in (a, b)]
+        if edges != sorted(edges) or any(a >= b for a, b, _ in self.spans):
             raise ValueError("the spans are not ascending")
         if edges and not 0 <= edges[0] <= edges[-1] <= prompt_tokens:
             raise ValueError("a span lies outside the prompt")
-        if not 0 <= job.unasked <= prompt_tokens:
+        if not 0 <= self.unasked <= prompt_tokens:
             raise ValueError("the answer to be scored lies outside the prompt")
-        if list(job.turn_ends) != sorted(job.turn_ends):
+        if list(self.turn_ends) != sorted(self.turn_ends):
             raise ValueError("the ends of turns are not ascending")
-        return job
 
     def origins(self, token_ids: tuple[int, ...], header_tokens: int) -> tuple[Origin, ...]:
         """Return how the KV of the prompt will come about, wherever its stored KV is."""
@@ -137,19 +116,19 @@ class SaveJob:
     computes the last of those behind them, and of these nothing is stored.
     """
 
+    __pydantic_config__: ClassVar = _KNOWN
+
     start: int
     ranking: bool = False
     namespace: Namespace = DEFAULT
     written: int = 0
 
-    def to_params(self) -> dict[str, Any]:
-        """Return JSON values that :func:`read_params` reads."""
-        return {
-            "save": self.start,
-            "ranking": self.ranking,
-            "written": self.written,
-            **self.namespace.to_params(),
-        }
+    def check(self, prompt_tokens: int) -> None:
+        """Refuse to belong to a prompt of ``prompt_tokens`` to which it does not fit; raises ValueError."""
+        if not 0 <= self.start < prompt_tokens:
+            raise ValueError("the start of what is to be saved is outside the prompt")
+        if self.written and not self.start <= self.written < prompt_tokens:
+            raise ValueError("what is to be written is outside the prompt")
 
 
 def receipt(key: KVKey, ranking: bool) -> str:
@@ -159,6 +138,17 @@ def receipt(key: KVKey, ranking: bool) -> str:
 
 BUSY = "too many entries wait for the disk already; try again"
 """Receipt of a save that a worker had no room for: the one that is worth trying again."""
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def to_params(message: BlendJob | SaveJob | FinishReport) -> dict[str, Any]:
+    """Return a message as our part of a request's ``kv_transfer_params``; what has its default is left out."""
+    kind: Any = type(message)
+    return {PARAMS: _adapter(kind).dump_python(message, mode="json", exclude_defaults=True)}
 
 
 def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJob | SaveJob | None:
@@ -171,15 +161,10 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
     if ours is None:
         return None
     try:
-        if "save" in ours:
-            start, written = ours["save"], ours.get("written", 0)
-            if not isinstance(start, int) or not 0 <= start < prompt_tokens:
-                raise ValueError("save is outside the prompt")
-            if not isinstance(written, int) or (written and not start <= written < prompt_tokens):
-                raise ValueError("what is to be written is outside the prompt")
-            return SaveJob(start, bool(ours.get("ranking")), Namespace.from_params(ours), written)
-        return BlendJob.from_params(ours, prompt_tokens)
-    except (CacheBlendError, KeyError, TypeError, ValueError) as error:
+        job: BlendJob | SaveJob = _adapter(SaveJob if "start" in ours else BlendJob).validate_python(ours)
+        job.check(prompt_tokens)
+        return job
+    except (CacheBlendError, TypeError, ValueError) as error:
         raise InputError(f"kv_transfer_params[{PARAMS!r}] is malformed: {error}") from error
 
 
@@ -260,7 +245,7 @@ class FinishReport:
     """
 
     outcome: PromptOutcome
-    measured: Sequence[Computed] = ()
+    measured: tuple[Computed, ...] = ()
     out: Mapping[str, bool] = field(default_factory=dict)
     trace: Recorded | None = None
 
@@ -269,18 +254,12 @@ class FinishReport:
         """Return what corrects the loading controller's costs."""
         return MeasuredCost(self.measured, self.outcome.reads, self.outcome.load_s)
 
-    def to_params(self) -> dict[str, Any]:
-        """Return JSON values that :meth:`from_params` reads."""
-        trace = None if self.trace is None else [self.trace.began, list(self.trace.events)]
-        measured = [list(astuple(took)) for took in self.measured]
-        return {"outcome": self.outcome.to_params(), "measured": measured, "out": dict(self.out), "trace": trace}
 
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> FinishReport:
-        """Read what :meth:`to_params` gave; raises InputError as :meth:`PromptOutcome.from_params` does."""
-        outcome, trace = PromptOutcome.from_params(params["outcome"]), params["trace"]
-        measured = tuple(Computed(*took) for took in params["measured"])
-        return cls(outcome, measured, params["out"], None if trace is None else Recorded(*trace))
+def read_report(params: Mapping[str, Any] | None) -> FinishReport | None:
+    """Read what a finished request's ``kv_transfer_params`` say; None if they hold nothing of ours."""
+    ours = (params or {}).get(PARAMS)
+    report: FinishReport | None = _adapter(FinishReport).validate_python(ours) if ours else None
+    return report
 
 
 @dataclass

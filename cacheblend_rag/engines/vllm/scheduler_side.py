@@ -27,6 +27,7 @@ from cacheblend_rag.engines.vllm.messages import (
     StepMeta,
     WorkerMeta,
     read_params,
+    to_params,
 )
 from cacheblend_rag.engines.vllm.pace import Pace
 from cacheblend_rag.engines.vllm.versions import key_blocks
@@ -318,4 +319,4 @@ class SchedulerSide:
         report = FinishReport(tracked.outcome(request.num_prompt_tokens), measured, out_of(self._entries.store))
         if tracked.trace is not None:
             report = replace(report, trace=tracked.trace.recorded())
-        return {PARAMS: report.to_params()}
+        return to_params(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -43,14 +44,7 @@ class BlendWorker(BaseWorker):
 
     def cacheblend_gate(self) -> dict[str, Any]:
         """Return what the parity gate found."""
-        gate = _worker_side().gate
-        return {
-            "passed": gate.passed,
-            "reason": gate.reason,
-            "errors": gate.errors,
-            "first_token_kl": gate.first_token_kl,
-            "codecs": gate.codecs,
-        }
+        return asdict(_worker_side().gate)
 
     def cacheblend_backend(self) -> dict[str, str]:
         """Return the names of vLLM's version, model runner and attention backends on this worker."""

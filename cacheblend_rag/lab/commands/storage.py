@@ -46,7 +46,7 @@ def calibrate(
         file = save_costs(costs, opened.fingerprint.digest, str(opened.device), engine)
         plan = plan_storage(bench, costs, chunks, chunk_tokens)
     if as_json:
-        print_json({**costs.to_json(), "file": str(file), "plan": plan and asdict(plan)})
+        print_json({**asdict(costs), "file": str(file), "plan": plan and asdict(plan)})
         return
     rows = [["tier", "rate", "latency"]]
     rows += [[name, f"{t.bytes_per_s / 1e9:.2f} GB/s", seconds(t.latency_s)] for name, t in costs.tiers.items()]

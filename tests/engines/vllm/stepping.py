@@ -28,7 +28,7 @@ from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.vllm import blends, connector, worker
 from cacheblend_rag.engines.vllm.arguments import _connect
 from cacheblend_rag.engines.vllm.blends import BlendQueue
-from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob
+from cacheblend_rag.engines.vllm.messages import BlendJob, SaveJob, read_report, to_params
 from cacheblend_rag.engines.vllm.pace import StepClock
 from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.store import MemoryStore
@@ -151,17 +151,17 @@ class Engine:
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
         return connector.BlendConnector(config, role, KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)]))
 
-    def request(self, name: str, params: Any = None) -> Any:
-        """Make a request known that blends, or does what `params` say."""
-        if params is None:
+    def request(self, name: str, job: BlendJob | SaveJob | None = None) -> Any:
+        """Make a request known that blends, or does another `job`."""
+        if job is None:
             settings = ResolvedSettings(0.15, "hkvd", (1,), "chunks")
-            params = BlendJob(((0, CHUNK_END, "chunk"),), settings, (1.0,), 0.15).to_params()
+            job = BlendJob(((0, CHUNK_END, "chunk"),), settings, (1.0,), 0.15)
         made = SimpleNamespace(
             request_id=name,
             num_prompt_tokens=PROMPT,
             prompt_token_ids=list(range(PROMPT)),
             block_hashes=[],  # no prefix cache
-            kv_transfer_params={PARAMS: params},
+            kv_transfer_params=to_params(job),
         )
         self._scheduler.on_new_request(made)
         return made
@@ -195,4 +195,5 @@ class Engine:
     def finish(self, request: Any) -> dict[str, Any]:
         """End a request; return what its output says of the blend."""
         _, params = self._scheduler.request_finished_all_groups(request, ([],))
-        return (params or {}).get(PARAMS, {}).get("outcome", {})
+        report = read_report(params)
+        return {} if report is None else report.outcome.to_params()

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.retrieval.chunking import split_text
+from cacheblend_rag.store.namespace import DEFAULT
 from tests.engines.vllm.engines import FULL, clear, concurrently, run, start
 
 DEMO = Path(__file__).parents[3] / "cacheblend_rag" / "demo"
@@ -197,12 +199,13 @@ def test_a_store_deleted_under_a_running_engine_is_prefilled(engine, corpus, que
 
 GOOD: dict[str, Any] = {
     "spans": [[5, 9, "x"]],
-    "turn_ends": [],
-    "unasked": 0,
+    "turn_ends": [4, 20],
+    "unasked": 2,
     "settings": {"ratio": 0.1, "policy": "hkvd", "check_layers": [1], "reuse": "chunks"},
     "widths": [1],
     "ratio": 0.1,
-    "trace": False,
+    "trace": True,
+    "namespace": {"name": "acme", "reads": ["public"]},
 }
 
 
@@ -220,13 +223,13 @@ def wrong_settings(**changes: Any) -> dict[str, Any]:
         ({**GOOD, "turn_ends": [9, 5]}, "not ascending"),
         ({**GOOD, "unasked": -1}, "answer"),
         ({**GOOD, "settings": {}}, "ratio"),
-        ({**GOOD, "ratio": 7}, "no share"),
+        ({**GOOD, "ratio": 7}, "less than or equal to 1"),
         ({**GOOD, "terms": {"costs": "none"}}, ""),
         (wrong_settings(ratio=7), "ratio is 7"),
         (wrong_settings(policy="none such"), "none such"),
         (wrong_settings(check_layers=[3, 1]), "check_layers"),
         (wrong_settings(reuse="nothing"), "reuse"),
-        ({"save": -3}, "save"),
+        ({"start": -3}, "saved"),
         ("text", ""),
         (7, ""),
     ],
@@ -253,8 +256,13 @@ def test_malformed_options_from_the_network_are_prefilled(engine, questions, par
 
 
 def test_well_formed_options_are_read() -> None:
-    from cacheblend_rag.engines.vllm.messages import BlendJob, read_params
+    from cacheblend_rag.engines.vllm.messages import BlendJob, read_params, to_params
 
     job = read_params({"cacheblend": GOOD}, 20)
     assert isinstance(job, BlendJob)
-    assert job.to_params() == GOOD
+    assert to_params(job) == {"cacheblend": GOOD}
+    plain = replace(job, turn_ends=(), unasked=0, trace=False, namespace=DEFAULT)
+    assert set(to_params(plain)["cacheblend"]) == {"spans", "settings", "widths", "ratio"}, (
+        "what is the default does not travel"
+    )
+    assert read_params(to_params(plain), 20) == plain

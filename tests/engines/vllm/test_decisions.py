@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +27,23 @@ from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.groups import page_groups
-from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, FinishReport, WorkerMeta, read_params
+from cacheblend_rag.engines.vllm.messages import (
+    PARAMS,
+    BlendJob,
+    FinishReport,
+    SaveJob,
+    WorkerMeta,
+    read_params,
+    read_report,
+    to_params,
+)
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.whereabouts import RAMLog, Whereabouts
 from cacheblend_rag.engines.vllm.worker_side import _context
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
-from cacheblend_rag.store.namespace import Namespace
+from cacheblend_rag.store.namespace import DEFAULT, Namespace
 from tests.outcomes import differing, filled
 
 TOKENS, CHUNKS, QUESTION = 50, 4, 8
@@ -75,7 +85,7 @@ class Scheduler:
             num_prompt_tokens=len(prompt),
             prompt_token_ids=prompt,
             block_hashes=[],  # no prefix cache
-            kv_transfer_params={PARAMS: BlendJob(spans, SETTINGS, (1.0,), 0.2, self.terms).to_params()},
+            kv_transfer_params=to_params(BlendJob(spans, SETTINGS, (1.0,), 0.2, self.terms)),
         )
         self.side.new_request(made)
         return made
@@ -96,8 +106,9 @@ class Scheduler:
 
     def finished(self, name: str) -> FinishReport:
         found = self.side.finished(SimpleNamespace(request_id=name, num_prompt_tokens=CHUNKS * TOKENS + QUESTION))
-        assert found is not None
-        return FinishReport.from_params(found[PARAMS])
+        report = read_report(found)
+        assert report is not None
+        return report
 
     def outcome(self, name: str) -> PromptOutcome:
         return self.finished(name).outcome
@@ -216,7 +227,7 @@ def test_every_fact_of_a_blend_reaches_the_client(tmp_path: Path) -> None:
     client: Any = BlendClient.__new__(BlendClient)
     client.gate, client.costs, client.fingerprint = GateReport(True), scheduler.terms.costs, MODEL
     client.profile = ModelProfile()
-    done = client.report({PARAMS: report.to_params()}, 208, 200, 5, asked=True)
+    done = client.report(to_params(report), 208, 200, 5, asked=True)
     assert differing(done.outcome, report.outcome) == {"usage", "prefill_s", "fingerprint", "calibrated"}
     counts, known = done.outcome.usage, outcome.usage
     assert (counts.prompt_tokens, counts.completion_tokens, counts.kept_tokens) == (208, 5, 0)
@@ -240,14 +251,22 @@ def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
 def test_a_job_survives_its_journey(tmp_path: Path, ratio: Any) -> None:
     terms = Scheduler(tmp_path, disk=1.0).terms
     for job in (BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), ratio, each) for each in (terms, None)):
-        assert read_params({PARAMS: job.to_params()}, 10) == job
+        assert read_params(json.loads(json.dumps(to_params(job))), 10) == job
+
+
+@pytest.mark.parametrize("whose", [DEFAULT, Namespace("public"), Namespace("acme", ("public",))])
+def test_a_tenant_travels_to_the_workers_as_it_is_and_the_default_one_as_nothing(whose: Namespace) -> None:
+    for job in (BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), 0.2, namespace=whose), SaveJob(0, namespace=whose)):
+        travels = json.loads(json.dumps(to_params(job)))
+        assert ("namespace" in travels[PARAMS]) == (whose != DEFAULT)
+        assert read_params(travels, 10) == job
 
 
 @pytest.mark.parametrize("wrong", [{"terms": {}}, {"terms": 3}, {"ratio": 2.0}, {"ratio": None}, {"ratio": {"a": 1}}])
 def test_a_malformed_job_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     job = BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), 0.2, Scheduler(tmp_path, disk=1.0).terms)
     with pytest.raises(InputError, match="malformed"):
-        read_params({PARAMS: job.to_params() | wrong}, 10)
+        read_params({PARAMS: to_params(job)[PARAMS] | wrong}, 10)
 
 
 def test_the_controllers_ratio_is_the_lowest_of_the_rule_that_knows_the_text() -> None:

@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.groups import NO_PAGE, MissingPageError, PageGroup, page_groups
-from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, SaveJob
+from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, SaveJob, to_params
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.engines.vllm.scheduler_side import _PATIENCE, SchedulerSide
@@ -56,7 +56,7 @@ class Scheduler:
         return self.manager.block_pool.get_num_free_blocks()
 
     def request(self, ids: tuple[int, ...], job: BlendJob | SaveJob | None = None) -> Request:
-        params = None if job is None else {"kv_transfer_params": {PARAMS: job.to_params()}}
+        params = None if job is None else {"kv_transfer_params": to_params(job)}
         sampling = SamplingParams(max_tokens=1, extra_args=params)
         hasher = get_request_block_hasher(BLOCK, sha256)
         request = Request(next(_names), list(ids), sampling, None, block_hasher=hasher)

@@ -134,7 +134,7 @@ def test_a_complete_prompt_is_saved_once_whenever_vllm_ends_the_step(
 ) -> None:
     monkeypatch.setattr(RunnerV2, "deferred", deferred)
     engine = Engine(RunnerV2, monkeypatch)
-    request = engine.request("p", SaveJob(0).to_params())
+    request = engine.request("p", SaveJob(0))
     engine.admit(request)
     engine.allocate(request, 0)
     engine.step(tokens=40, new=(request,))
