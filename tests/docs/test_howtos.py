@@ -22,6 +22,7 @@ from cacheblend_rag.cli import app
 from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.engines.models import bundled_model_directory
 from tests.docs.test_pages import PARSER, ROOT, commands
+from tests.forking import TRACED
 from tests.recorded_spans import exporter
 from tests.retrieval.test_documents import write_pdf
 
@@ -95,7 +96,7 @@ def run(command: list[str]) -> tuple[int | None, str]:
         from tests.server import forked
 
         log = Path("said-by-vllm")
-        process = forked.start(words, log, {})
+        process = forked.start(words, log, dict([TRACED]))
         process.join()
         return process.exitcode, log.read_text("utf-8")
     result = CliRunner().invoke(app, words)

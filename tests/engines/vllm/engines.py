@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from tests.blending.families import _BASE, make_model
+from tests.forking import TRACED
 
 VOCABULARY = 300
 SHAPE = {**_BASE, "hidden_size": 128, "vocab_size": VOCABULARY, "eos_token_id": None}
@@ -26,12 +28,19 @@ def save_model(config: Any, directory: Path) -> Any:
     return model
 
 
-def start(directory: Path | str, store: Path | None, **options: Any) -> Any:
-    """Start an engine; small, eager and without a tokenizer unless told otherwise."""
+def start(directory: Path | str, store: Path | None, *, generated: bool = False, **options: Any) -> Any:
+    """Start an engine; small, eager and without a tokenizer unless told otherwise.
+
+    One that is not eager runs the graph that was traced, as it stands, or, if ``generated``, C++ that is made of it: what C++
+    compilers work at for half a minute. Which hooks are called, and what is called outside of the graph, are the same.
+    """
     from cacheblend_rag.engines.vllm import VLLMEngine
 
     defaults = {"enforce_eager": True, "max_model_len": 1024, "max_logprobs": VOCABULARY, "skip_tokenizer_init": True}
-    return VLLMEngine(directory, store=store, **{**defaults, **options})
+    with pytest.MonkeyPatch.context() as patch:
+        if not generated:
+            patch.setenv(*TRACED)
+        return VLLMEngine(directory, store=store, **{**defaults, **options})
 
 
 def first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendSettings) -> torch.Tensor:

@@ -76,6 +76,7 @@ def case(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.T
             weight.copy_(weight.bfloat16())
     room = {"num_gpu_blocks_override": blocks}
     options = {"enforce_eager": False, "max_model_len": None, "max_num_batched_tokens": STEP, "dtype": "bfloat16"}
+    options |= {"generated": True}
     store = tmp_path_factory.mktemp("store")
     # Nothing of an entry stays in RAM: tests here change what is stored.
     with start(directory, store, header=SHORT.header, ram_budget=0, **options, **room) as engine:

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     # Compiled for embeddings, as models that take images are, whatever a prompt has.
     "llama, compiled for embeddings": (
         lambda: hf.LlamaConfig(**SHAPE),
-        {"enforce_eager": False, "enable_prompt_embeds": True},
+        {"enforce_eager": False, "generated": True, "enable_prompt_embeds": True},
     ),
     "mixtral": (lambda: hf.MixtralConfig(**SHAPE, num_local_experts=4), {}),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}),

@@ -11,6 +11,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.lab.doctor.random_models import random_model
 from cacheblend_rag.lab.doctor.workbench import BenchModel, Workbench
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from tests.forking import TRACED
 
 SPEC, CHUNKS, CHUNK = "llama:8x256", 6, 32
 
@@ -47,8 +48,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_one_others() -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_every_chunk_moves_what_it_says_in_vllm() -> None:
+def test_every_chunk_moves_what_it_says_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*TRACED)
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    from tests.engines.vllm import forked  # noqa: F401
+
     whole, altered = prompts()
     with Workbench.open(BenchModel(random_weights=SPEC, engine="vllm", dtype="bfloat16"), context=512) as place:
         want, *others = (
