@@ -29,7 +29,8 @@ class Quota:
         max_chunks: How many chunks it may have registered; None: as many as ``--max-chunks`` says.
         max_kv: Bytes of stored KV that its registered chunks may have.
         tokens_per_minute: Tokens of its prompts and answers, and of the chunks that are computed for it.
-        max_concurrent: How many of its requests are served at a time.
+        max_concurrent: How many answers are computed for it at a time: each of a request's prompts has one, or as many as ``n``
+            or beams ask for. A request that computes none counts as one.
         expire_after_s: Seconds after which a registered chunk is forgotten, unless it is registered again.
     """
 
@@ -53,6 +54,19 @@ class Quota:
             raise StoreError(
                 f"The registered chunks have {held} bytes of KV, and {new} more would exceed the {self.max_kv} that this tenant "
                 "may have (max_kv). Delete some chunks."
+            )
+
+    def check_request(self, sequences: int, tokens: int) -> None:
+        """Refuse a request of so many answers, and with at most so many tokens, that could never be let in; raises InputError."""
+        if self.max_concurrent is not None and sequences > self.max_concurrent:
+            raise InputError(
+                f"The request asks for {sequences} answers at a time: n, or beams, to each of its prompts. This tenant may have "
+                f"{self.max_concurrent} (max_concurrent). Ask for fewer."
+            )
+        if self.tokens_per_minute is not None and tokens > self.tokens_per_minute:
+            raise InputError(
+                f"The request may take {tokens} tokens: its prompts and max_tokens for each of {sequences} answers. This tenant "
+                f"has {self.tokens_per_minute} a minute (tokens_per_minute). Ask for fewer or shorter answers, or of less."
             )
 
 
@@ -88,27 +102,32 @@ class TokenBucket:
 
 
 class Admission:
-    """The requests of one tenant that are being served. Lives in the server's event loop."""
+    """Counts what is computed for one tenant. Lives in the server's event loop.
+
+    Attributes:
+        quota: What it may use.
+        serving: How many answers are computed for it now.
+        held: Bytes of the bodies of its requests that have come, and are not served yet.
+    """
 
     def __init__(self, quota: Quota = NO_QUOTA, clock: Callable[[], float] = time.monotonic):
         """Let in what ``quota`` allows."""
         rate = quota.tokens_per_minute
         self._bucket = None if rate is None else TokenBucket(rate, clock)
-        self._quota, self._serving = quota, 0
-        self.held = 0
-        """Bytes of the bodies of its requests that have come, and are not served yet."""
+        self.quota, self.serving, self.held = quota, 0, 0
 
-    def refusal(self) -> tuple[str, int] | None:
-        """Return why no request is let in now, and after how many seconds to try again; None if one is."""
-        most = self._quota.max_concurrent
-        if most is not None and self._serving >= most:
+    def refusal(self, more: int = 1) -> tuple[str, int] | None:
+        """Return why no ``more`` answers are let in now, and after how many seconds to try again; None if they are."""
+        most = self.quota.max_concurrent
+        if most is not None and self.serving + more > most:
             return (
-                f"{most} requests of this tenant are being served, as many as may be at a time. Wait for one to end.",
+                f"This tenant may have {most} answers computed at a time; {self.serving} are, and {more} more would be too many. "
+                "Wait for some to end.",
                 1,
             )
         wait = 0.0 if self._bucket is None else self._bucket.wait_s()
         if wait:
-            rate = self._quota.tokens_per_minute
+            rate = self.quota.tokens_per_minute
             return f"This tenant has used its {rate} tokens a minute. Try again in {ceil(wait)} seconds.", ceil(wait)
         return None
 
@@ -121,13 +140,10 @@ class Admission:
             "end."
         )
 
-    def begin(self) -> None:
-        """Count a request that was let in."""
-        self._serving += 1
-
-    def end(self) -> None:
-        """Count it no more, however it ended."""
-        self._serving -= 1
+    @property
+    def counts(self) -> bool:
+        """Return whether its tokens are counted."""
+        return self._bucket is not None
 
     def charge(self, tokens: int) -> None:
         """Count tokens that were computed for the tenant."""

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.arguments import Launch
 
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
+MOST_ANSWERS = "128"
+"""Of one request to one prompt, beams too, as OpenAI's API has it; vLLM's own limit is 16,384."""
 _DRAIN_S = 5.0
 _POLL_S = 0.05
 
@@ -44,6 +46,7 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
         StoreError: The store cannot be used.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # before vLLM reads it; its other processes inherit it
+    os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_ANSWERS)
     args, launch = parse(options, flags)
 
     import uvloop

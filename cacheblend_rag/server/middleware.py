@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -121,7 +121,10 @@ class RequireKey:
 
 
 class Admit:
-    """Answers 429 to what would compute something while its tenant has too many requests served, or has used its tokens."""
+    """Answers 429 to what would compute something while its tenant has too many answers computed, or has used its tokens.
+
+    A request counts as one here; as how many more is said where it is rendered.
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -130,19 +133,24 @@ class Admit:
         if scope["type"] != "http" or scope["method"] != "POST" or is_open(scope):
             await self._app(scope, receive, send)
             return
-        admission = calling.get().admission
-        refusal = admission.refusal()
+        caller = calling.get()
+        refusal = caller.count(1)
         if refusal is not None:
             message, after_s = refusal
             response = error_response(message, 429, "RateLimitError")
             response.headers["Retry-After"] = str(after_s)
             await response(scope, receive, send)
             return
-        admission.begin()
+
+        async def timed(message: Message) -> None:
+            if message.get("status") == 429:
+                MutableHeaders(scope=message).setdefault("Retry-After", "1")
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, timed)
         finally:  # a client that goes away in the middle of an answer ends it, too
-            admission.end()
+            caller.end()
 
 
 def is_open(scope: Scope) -> bool:

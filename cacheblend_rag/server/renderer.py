@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -23,6 +24,7 @@ from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import RequestOptions, read_options
 from cacheblend_rag.server.naming import ChunkNaming, lead_text, search_contents, texts_in, tokens_match
 from cacheblend_rag.server.reporting import REQUEST_FIELD, Ticket, clients_salt, with_ticket
+from cacheblend_rag.server.tenants import calling
 from cacheblend_rag.spans import recording, span
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class BlendRenderer:
 
         with span("cacheblend.find"):
             found = await self._found(inputs, options, [request.messages], named, skeleton)
-        return conversation, await asyncio.to_thread(self._finish, request, inputs, options, found)
+        return conversation, await self._finished(request, inputs, options, found)
 
     async def render_completion(
         self, request: CompletionRequest, *, skip_mm_cache: bool = False
@@ -101,7 +103,7 @@ class BlendRenderer:
             return result
         with span("cacheblend.find"):
             found = await asyncio.to_thread(self._found_in_texts, request, result, options, leads)
-        return await asyncio.to_thread(self._finish, request, result, options, found)
+        return await self._finished(request, result, options, found)
 
     async def render_responses(
         self, request: ResponsesRequest, **options: Any
@@ -131,7 +133,7 @@ class BlendRenderer:
         inputs = [result.engine_input]
         with span("cacheblend.find"):
             found = await self._found(inputs, chosen, [request.instructions, request.input], (), skeleton)
-        (engine_input,) = await asyncio.to_thread(self._finish, request, inputs, chosen, found)
+        (engine_input,) = await self._finished(request, inputs, chosen, found)
         return replace(result, engine_input=engine_input)
 
     def _named(self, messages: Any, options: RequestOptions) -> tuple[list[Any], tuple[str, ...]]:
@@ -223,6 +225,31 @@ class BlendRenderer:
             raise VLLMValidationError(str(error), parameter="cacheblend") from error
         return options
 
+    async def _finished(self, request: CompletionLike, *rendered: Any) -> list[EngineInput]:
+        done = await asyncio.to_thread(self._finish, request, *rendered)
+        self._admit(request, done)
+        return done
+
+    def _admit(self, request: CompletionLike, inputs: Sequence[Any]) -> None:
+        """Count the answers that a request asks for; refuse those that its tenant may not have."""
+        caller, n, most = calling.get(), getattr(request, "n", None) or 1, _most_tokens(request)
+        sequences, prompts = n * len(inputs), sum(len(each.get("prompt_token_ids") or ()) for each in inputs)
+        if getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", False):
+            prompts *= 1 + n  # as :class:`TokensUsed` counts them
+        quota = caller.admission.quota
+        try:
+            quota.check_request(sequences, prompts + sequences * (most or 1))
+        except InputError as error:
+            raise VLLMValidationError(str(error)) from error
+        if most is None and (rate := quota.tokens_per_minute) is not None:
+            longest = (rate - prompts) // sequences
+            if longest < self._client.context_window:
+                setattr(request, _limit_field(request), longest)
+        if getattr(request, "use_beam_search", False):
+            caller.unpaid = prompts
+        if (refusal := caller.count(sequences)) is not None:
+            raise GracefulHTTPError(refusal[0], HTTPStatus.TOO_MANY_REQUESTS)
+
     def _finish(
         self,
         request: CompletionLike,
@@ -296,14 +323,24 @@ class BlendRenderer:
         return TokenizedPrompt(token_ids, tuple(spans))
 
     def _check_length(self, request: CompletionLike, prompt_tokens: int) -> None:
-        names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-        wanted = next((value for name in names if (value := getattr(request, name, None))), 1)
-        window = self._client.context_window
+        wanted, window = _most_tokens(request) or 1, self._client.context_window
         if prompt_tokens + wanted > window:
             raise VLLMValidationError(
                 f"The prompt has {prompt_tokens} tokens; with {wanted} to generate that exceeds the context window of {window}.",
                 parameter="max_tokens",
             )
+
+
+def _limit_field(request: CompletionLike) -> str:
+    """Return the name of the field that says how long an answer may be."""
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    return next(name for name in names if name in type(request).model_fields)
+
+
+def _most_tokens(request: CompletionLike) -> int | None:
+    """Return how long each answer to a request may be; None where it does not say so."""
+    found = getattr(request, _limit_field(request))
+    return getattr(request, "max_tokens", None) if found is None else found
 
 
 def _why_not(request: CompletionLike) -> str:

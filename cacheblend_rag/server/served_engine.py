@@ -17,7 +17,7 @@ from cacheblend_rag.server.tenants import PerNamespace, Served, calling
 from cacheblend_rag.store.namespace import Namespace
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from cacheblend_rag.engines.vllm.client import BlendClient
@@ -56,19 +56,29 @@ class ServedEngine:
         sampling_params.extra_args = extra or None
         if ticket.exact:
             sampling_params.skip_reading_prefix_cache = True
+        caller = calling.get()
+        whole = caller.admission.counts and sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+        if whole:  # what is given up before its end is charged, too
+            sampling_params.output_kind = RequestOutputKind.CUMULATIVE
         with RequestSpans(None, client.namespace.name) as spans:
             begin, options["trace_headers"] = time.perf_counter(), client.trace_headers(spans)
-            outputs = self._llm.generate(prompt, sampling_params, request_id, **options)
-            admission, used = calling.get().admission, TokensUsed(prompt, sampling_params)
+            outputs, used = (
+                self._llm.generate(prompt, sampling_params, request_id, **options),
+                TokensUsed(prompt, sampling_params),
+            )
+            caller.charge_prompt(used.due())
             try:
                 async for output in outputs:
                     used.see(output)
+                    caller.admission.charge(used.due())
                     report = self._account(output, ticket, client, used.answered)
                     if report is not None:
                         _tell(spans, report, output, begin)
-                    yield output
+                    if output.finished and whole:
+                        output.outputs = used.pieces
+                    if output.finished or not whole:
+                        yield output
             finally:
-                admission.charge(used.total)
                 await outputs.aclose()
 
     def _account(
@@ -119,13 +129,19 @@ def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begi
 
 
 class TokensUsed:
-    """Counts the tokens of a request, however far it comes: its prompt's and those of its answers."""
+    """Counts the tokens of a request, however far it comes: its prompt's and those of its answers.
+
+    A prompt whose logprobs are asked for counts once more for each answer: each computes it anew, with its logits.
+    """
 
     def __init__(self, prompt: Any, sampling_params: SamplingParams):
         """Begin to count for ``prompt``, whose length vLLM tells where it is not given as token ids."""
         self._adds_up = sampling_params.output_kind is RequestOutputKind.DELTA
+        self._weight = 1 if sampling_params.prompt_logprobs is None else 1 + sampling_params.n
         self._prompt = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, Mapping) else 0
         self._answers: Counter[int] = Counter()
+        self._pieces: dict[int, CompletionOutput] = {}
+        self._told = 0
 
     def see(self, output: RequestOutput) -> None:
         """Take note of what the engine puts out."""
@@ -133,16 +149,22 @@ class TokensUsed:
         for piece in output.outputs:
             before = self._answers[piece.index] if self._adds_up else 0
             self._answers[piece.index] = before + len(piece.token_ids)
+            self._pieces[piece.index] = piece
+
+    @property
+    def pieces(self) -> list[CompletionOutput]:
+        """Return the last that came of each answer."""
+        return [self._pieces[index] for index in sorted(self._pieces)]
 
     @property
     def answered(self) -> int:
         """Return how many its answers have, of which a stream's last output has the last piece alone."""
         return self._answers.total()
 
-    @property
-    def total(self) -> int:
-        """Return how many there are."""
-        return self._prompt + self.answered
+    def due(self) -> int:
+        """Return how many there are that this has not returned before."""
+        before, self._told = self._told, self._weight * self._prompt + self.answered
+        return self._told - before
 
 
 def _with_own_salt(prompt: Any, namespace: Namespace) -> Any:

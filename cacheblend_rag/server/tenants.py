@@ -24,19 +24,46 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Caller:
-    """Says whose key a request carries.
+    """Says whose key a request carries, and what it is counted as.
 
     Attributes:
         namespace: Name of the one that its key is for.
         operator: Whether it may see what is not in one namespace: all of the store, the metrics.
         admission: The requests with such keys, and what they use.
+        sequences: How many answers it is counted as.
+        unpaid: How many tokens of its prompts are still to be charged, where beams read them again and again; else None.
     """
 
     namespace: str = DEFAULT_NAME
     operator: bool = True
     admission: Admission = field(default_factory=Admission)
+    sequences: int = 0
+    unpaid: int | None = None
+
+    def count(self, sequences: int) -> tuple[str, int] | None:
+        """Count it as so many answers from now on, unless it is already; else see :meth:`Admission.refusal`."""
+        more = sequences - self.sequences
+        if more <= 0:
+            return None
+        refusal = self.admission.refusal(more)
+        if refusal is None:
+            self.admission.serving += more
+            self.sequences = sequences
+        return refusal
+
+    def end(self) -> None:
+        """Count it no more, however it ended."""
+        self.admission.serving -= self.sequences
+        self.sequences = 0
+
+    def charge_prompt(self, tokens: int) -> None:
+        """Charge what computing a prompt costs."""
+        if self.unpaid is not None:
+            tokens = min(tokens, self.unpaid)
+            self.unpaid -= tokens
+        self.admission.charge(tokens)
 
 
 calling: ContextVar[Caller] = ContextVar("cacheblend_caller")

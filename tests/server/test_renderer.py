@@ -23,6 +23,7 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import render
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.server.renderer import BlendRenderer
+from cacheblend_rag.server.tenants import Caller, calling
 from tests.conftest import CHATML, byte_level
 
 # Strict about roles, as many are: the system message comes first.
@@ -43,7 +44,9 @@ class Inner:
         self.model_config = SimpleNamespace(max_model_len=WINDOW)
         self.renderer = SimpleNamespace(tokenizer=TOKENIZER)
 
-    def _input(self, text: str, request: Any) -> dict[str, Any]:
+    def _input(self, text: Any, request: Any) -> dict[str, Any]:
+        if not isinstance(text, str):
+            return {"type": "token", "prompt_token_ids": text}
         self.rendered.append(text)
         tokens = {"prompt_token_ids": encoder_for(TOKENIZER).template(text)}
         cut = request.build_tok_params(self.model_config)
@@ -63,8 +66,9 @@ class Inner:
 
     async def render_completion(self, request: Any, **_: Any) -> Any:
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-        before = "" if request.suffix is None else f"<eos>{request.suffix}<eos>"  # as models that fill in want it
-        return [self._input(before + text, request) for text in prompts]
+        if request.suffix is not None:  # as models that fill in want it
+            prompts = [f"<eos>{request.suffix}<eos>{text}" for text in prompts]
+        return [self._input(text, request) for text in prompts]
 
     async def render_responses(self, request: Any, **_: Any) -> Any:
         said = request.input if isinstance(request.input, list) else [{"role": "user", "content": request.input}]
@@ -95,6 +99,7 @@ class Server:
     def __init__(self, *texts: str):
         self.registry = ChunkRegistry([make_chunk(text, TOKENIZER) for text in texts])
         self.client, self.inner = Client(self.registry), Inner()
+        calling.set(Caller())
         catalogue: Any = SimpleNamespace(note=lambda chunk: self.registry.add([chunk]))
         self.renderer = BlendRenderer(self.inner, self.client, catalogue)  # type: ignore[arg-type]
 

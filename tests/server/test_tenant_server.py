@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -60,6 +62,15 @@ role = "ask"
 name = "small"
 tokens_per_minute = 60
 max_chunks = 1
+
+[[key]]
+value = "metered-key"
+tenant = "metered"
+role = "ask"
+
+[[tenant]]
+name = "metered"
+tokens_per_minute = 300
 
 [[tenant]]
 name = "single"
@@ -280,12 +291,17 @@ def test_a_remote_engine_needs_nothing_but_its_tenants_key(tenants: Tenants) -> 
 
 
 def test_a_tenant_that_has_used_its_tokens_is_told_when_to_come_again(tenants: Tenants) -> None:
-    prompt = "A question of far more tokens than a minute has for this tenant. " * 4
-    used = tenants.ask("small", prompt)["usage"]["total_tokens"]
     body = {"prompt": "Who?", "max_tokens": 2}
+    for more in ({"prompt": "far more tokens than a minute has " * 9}, {"max_tokens": 70}, {"n": 30}):
+        refused = tenants.request("small", "POST", "/v1/completions", json={**body, **more})
+        assert (refused.status_code, "60 a minute" in refused.json()["error"]["message"]) == (400, True)
+    for _ in range(20):
+        used = tenants.request("small", "POST", "/v1/completions", json={"prompt": "Who?", "max_tokens": 50})
+        if used.status_code == 429:
+            break
     refused = tenants.request("small", "POST", "/v1/completions", json=body)
     assert refused.status_code == 429
-    assert used - 60 - 5 < int(refused.headers["retry-after"]) <= used - 60 + 1
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert tenants.request("small", "POST", "/v1/chunks", json={"texts": TEXTS}).status_code == 429
     assert tenants.request("small", "GET", "/v1/chunks").status_code == 200
     url = f"{tenants.server.url}/v1"
@@ -295,6 +311,49 @@ def test_a_tenant_that_has_used_its_tokens_is_told_when_to_come_again(tenants: T
     ):
         engine.generate("Who?")
     assert tenants.request("acme", "POST", "/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Who?", "n": 2}),
+        ("/v1/completions", {"prompt": "Who?", "n": 2, "stream": True}),
+        ("/v1/completions", {"prompt": "Who?", "n": 2, "use_beam_search": True}),
+        ("/v1/completions", {"prompt": ["Who?", "When?"]}),
+        ("/v1/completions", {"prompt": [[5, 6], [7, 8]]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], "n": 2}),
+    ],
+)
+def test_answers_beyond_those_a_tenant_may_have_at_a_time_are_refused_before_any_is_begun(
+    tenants: Tenants, path: str, body: dict[str, Any]
+) -> None:
+    refused = tenants.request("single", "POST", path, json={"max_tokens": 2, **body})
+    assert refused.status_code == 400
+    assert "max_concurrent" in refused.json()["error"]["message"]
+    assert tenants.request("acme", "POST", path, json={"max_tokens": 2, **body}).status_code == 200
+    refused = tenants.request("acme", "POST", path, json={"max_tokens": 2, **body, "n": 4000})
+    assert (refused.status_code, "at most 128" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_an_answer_that_is_not_streamed_and_given_up_costs_what_was_computed(tenants: Tenants) -> None:
+    def generated() -> float:
+        text = tenants.request("operator", "GET", "/metrics").text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_t"))
+
+    body = {"prompt": "Who?", "max_tokens": 290, "ignore_eos": True}
+    for _ in range(20):
+        before = generated()
+        connection = http.client.HTTPConnection(tenants.server.url.removeprefix("http://"))
+        headers = {"Authorization": "Bearer metered-key", "Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        while generated() < before + 150:
+            pass
+        connection.close()
+        refused = tenants.request("metered", "POST", "/v1/completions", json={"prompt": "Who?", "max_tokens": 1})
+        if refused.status_code == 429:
+            break
+    assert refused.status_code == 429
+    assert "300 tokens a minute" in refused.json()["error"]["message"]
 
 
 def test_a_stream_that_is_broken_off_makes_room_for_the_next_request(tenants: Tenants) -> None:
