@@ -87,6 +87,13 @@ def test_attention_in_parts_equals_masked_attention(data: Any) -> None:
         assert (got - want).abs().max() < 2e-5
 
 
+def test_a_window_as_long_as_the_last_position_hides_the_first_key_from_it() -> None:
+    where, parts = torch.arange(9), inputs(0, 1, 1, 9, 9, 16)
+    got = attention.Queries(where).attend(*parts, None, 8)
+    assert (got - masked_attention(where, *parts, None, 8)).abs().max() < 2e-5
+    assert (got - masked_attention(where, *parts, None, None)).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float64, 1e-6)])
 def test_joining_parts_is_as_exact_as_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
     where = torch.randperm(900, generator=torch.Generator().manual_seed(0))[:300].sort().values

@@ -133,9 +133,10 @@ class Engine:
         # A GPU's wheel, unpacked on a CPU, knows no device by itself.
         config = VllmConfig(kv_transfer_config=KVTransferConfig(**extra), device_config=DeviceConfig(device="cpu"))
         config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace())  # type: ignore[assignment]
-        self._scheduler = self._connector(config, KVConnectorRole.SCHEDULER)
+        self.config = config
+        self._scheduler = self.connector(config, KVConnectorRole.SCHEDULER)
         self._scheduler._kv_cache_manager = SimpleNamespace(get_block_ids=lambda _: ([7, 8, 9],))
-        self.worker = self._connector(config, KVConnectorRole.WORKER)
+        self.worker = self.connector(config, KVConnectorRole.WORKER)
         side = self.worker.worker
         side.gate = GateReport(True)
         side._blends = BlendQueue(None, None, None, StepClock(torch.device("cpu")))
@@ -147,7 +148,8 @@ class Engine:
             monkeypatch.setattr(worker.BaseWorker, "sample_tokens", lambda _, grammar: runs.sample_tokens(grammar))
             runs, self._steps = self._steps, object.__new__(worker.BlendWorker)
 
-    def _connector(self, config: Any, role: Any) -> Any:
+    def connector(self, config: Any, role: Any) -> Any:
+        """Return a connector of ours."""
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
         return connector.BlendConnector(config, role, KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)]))
 
@@ -194,6 +196,7 @@ class Engine:
 
     def finish(self, request: Any) -> dict[str, Any]:
         """End a request; return what its output says of the blend."""
-        _, params = self._scheduler.request_finished_all_groups(request, ([],))
+        held, params = self._scheduler.request_finished_all_groups(request, ([],))
+        assert not held, "vLLM may free the blocks at once"
         report = read_report(params)
         return {} if report is None else report.outcome.to_params()

@@ -9,8 +9,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
-from cacheblend_rag.engines.vllm.messages import SaveJob
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from cacheblend_rag.engines.vllm import connector
+from cacheblend_rag.engines.vllm.messages import SaveJob, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Stopwatch
+from cacheblend_rag.store import MemoryStore
 from tests.engines.vllm.stepping import CHUNK_END, Engine, RunnerV1, RunnerV2
 
 Start = Callable[..., Engine]
@@ -151,6 +156,31 @@ def test_where_vllm_does_not_step_through_the_worker_blends_go_on_all_the_same(
     admitted(engine)
     assert not engine.step(tokens=5).finished_recving
     assert engine.step(tokens=5).finished_recving == {"a"}
+
+
+def test_what_a_step_reports_already_stays_in_its_report(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = ({"mine"}, {"mine, failed"}), ({"theirs"}, {"theirs, failed"})
+    results = WorkerMeta({}, {}, {}, {}, {}, {"mine": 1})
+    monkeypatch.setattr(engine.worker.worker, "take_finished", lambda _: ours)
+    monkeypatch.setattr(engine.worker.worker, "take_results", lambda: results)
+    report = KVConnectorOutput(
+        finished_recving=theirs[0],
+        failed_recving=theirs[1],
+        kv_connector_worker_meta=WorkerMeta({}, {}, {}, {}, {}, {"theirs": 2}),
+    )
+    engine.worker.step_ended(ModelRunnerOutput([], {}, kv_connector_output=report))
+    assert (report.finished_recving, report.failed_recving) == (ours[0] | theirs[0], ours[1] | theirs[1])
+    assert report.kv_connector_worker_meta.held == {"mine": 1, "theirs": 2}
+
+
+def test_the_stores_of_all_ranks_together_keep_to_the_machines_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(connector, "open_store", lambda *_, **how: opened.update(how) or MemoryStore())
+    engine.config.parallel_config.tensor_parallel_size = 3
+    engine.connector(engine.config, KVConnectorRole.WORKER)
+    assert opened["processes"] == 3
 
 
 def test_all_ranks_get_the_same_measured_pace(engine: Engine) -> None:
