@@ -1,4 +1,4 @@
-"""The tutorial's commands and programs run, in order, and print what the pages show; `...` stands for anything.
+"""The commands and programs of the tutorial and of pages about clients run, in order, and print what the pages show.
 
 What is run: `console` blocks (lines after `$ ` are commands, the rest is what they print) and `python` blocks (one namespace for
 all pages of a test, as in one session); a `text` block is what the `python` block before it prints.
@@ -128,6 +128,8 @@ def served(arguments: list[str]) -> RunningServer:
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    for telemetry in ("HAYSTACK_TELEMETRY_ENABLED", "ANONYMIZED_TELEMETRY"):
+        monkeypatch.setenv(telemetry, "False")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     reader = Reader()
     yield reader
@@ -141,9 +143,27 @@ def test_the_tutorial_prints_what_it_shows(reader: Reader) -> None:
 
 
 @pytest.mark.vllm
-def test_the_page_about_serving_prints_what_it_shows(reader: Reader) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
-    reader.follow(TUTORIAL / "serve.md")
+def test_the_pages_about_serving_print_what_they_show(reader: Reader) -> None:
+    """One server for all of them: that of the tutorial's page."""
+    for package in ("vllm", "haystack", "langchain_openai", "chromadb"):
+        pytest.importorskip(package, reason=f"{package} is not installed; make setup installs it")
+    passages = keep_as_open_webui_does(Path("copy/vector_db"))
+    for page in ("tutorial/serve.md", "howto/openai.md", "howto/haystack.md", "clients.md"):
+        reader.follow(ROOT / "docs" / page)
+    sources = [f'<source id="{at}" name="a.md">{text}</source>\n' for at, text in enumerate(passages, 1)]
+    asked = [{"role": "user", "content": f"### Task:\nAnswer.\n<context>\n{''.join(sources)}</context>\nWho?"}]
+    answer = reader.names["client"].chat.completions.create(model="bundled", max_tokens=2, messages=asked)
+    assert answer.usage.cacheblend["reason"] == "stored KV for 2 of 2 chunks"
+
+
+def keep_as_open_webui_does(folder: Path) -> list[str]:
+    """Write a vector store as Open WebUI 0.12.4 does (retrieval/vector/dbs/chroma.py); return its passages."""
+    import chromadb
+
+    passages = [f"## Ship {number}\n\nThe vessel is commanded by the aunt of brother {number}." for number in range(2)]
+    made = chromadb.PersistentClient(folder).create_collection("file-1", embedding_function=None)
+    made.add(ids=["a", "b"], documents=passages, embeddings=[[1.0, 0.0], [0.0, 1.0]])
+    return passages
 
 
 def test_the_tutorial_has_no_block_that_is_not_run_but_the_one_that_installs() -> None:
