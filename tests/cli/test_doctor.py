@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
+from cacheblend_rag.errors import ModelError
 from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
@@ -44,3 +46,29 @@ def test_a_missing_model_is_exit_code_4(run, tmp_path):
     result = run("doctor", "--model", tmp_path / "nowhere")
     assert result.exit_code == 4
     assert "nowhere" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        ([], SMOLLM2),
+        (["--calibrate", "--documents", "docs"], SMOLLM2),
+        (["--calibrate"], BUNDLED_MODEL),  # whose world its generated prompts are of
+    ],
+)
+def test_without_a_model_it_is_the_one_that_every_command_takes(run, monkeypatch, arguments, model):
+    opened = []
+
+    def open_engine(chosen, store=None):
+        opened.append(chosen.model)
+        raise ModelError("enough")
+
+    monkeypatch.setattr("cacheblend_rag.lab.commands.doctor.open_engine", open_engine)
+    run("doctor", *arguments)
+    assert opened == [model]
+
+
+def test_of_an_index_it_is_the_model_that_made_it(run, model_dir, documents, tmp_path):
+    run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--chunk-tokens", 40)
+    said = as_json(run("doctor", "--store", tmp_path / "s", "--json"))["model"]
+    assert said == as_json(run("doctor", "--model", model_dir, "--json"))["model"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from cacheblend_rag.console.engines import with_model
 from cacheblend_rag.console.groups import ModelOptions
 
 if TYPE_CHECKING:
@@ -50,5 +51,5 @@ class BenchOptions:
         """
         from cacheblend_rag.lab.bench import BenchModel
 
-        chosen = self.model
+        chosen = self.model if self.random_weights else with_model(self.model)
         return BenchModel(random_weights=self.random_weights, engine=engine, **vars(chosen))

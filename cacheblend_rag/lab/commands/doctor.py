@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_engine, open_vllm
+from cacheblend_rag.console.engines import open_engine, open_vllm, with_model
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
 from cacheblend_rag.console.output import echo, print_json, progress, status
+from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
 from cacheblend_rag.lab.commands.doctor_output import print_calibration, print_diagnosis, print_vllm
 
 if TYPE_CHECKING:
@@ -115,6 +116,9 @@ def doctor(
     as_json: options.AsJSON = False,
 ) -> None:
     """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
+    generated = calibrate and not (store or wanted.prompts or wanted.documents)  # of the bundled model's world
+    home = None if store is None else options.index_directory(store, "default")
+    model = with_model(model, home, BUNDLED_MODEL if generated else SMOLLM2)
     if engine == "vllm":
         _diagnose_vllm(model, store, calibrate, as_json)
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_engine, open_vllm
+from cacheblend_rag.console.engines import open_engine, open_vllm, with_model
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
 from cacheblend_rag.console.output import echo, print_json, seconds, size, status, table
 
@@ -38,6 +38,7 @@ def calibrate(
     from cacheblend_rag.lab.doctor.workbench import Workbench
 
     place = options.store_directory(directory)
+    model = with_model(model, options.index_directory(directory, "default"))
     # The KV that is measured with goes when the engine is closed; only the store's tiers are looked at.
     opened = open_vllm(model, None, None, None) if engine == "vllm" else open_engine(model)
     with opened, status("Measuring") as say:
@@ -101,7 +102,7 @@ def plan(
     from cacheblend_rag.lab.doctor.workbench import Workbench
 
     paid = read_prices(prices)
-    with open_engine(model) as opened:  # whichever engine: of the model only the size of its KV is wanted
+    with open_engine(with_model(model)) as opened:  # whichever engine: of the model only the size of its KV is wanted
         costs = load_costs(opened.fingerprint.digest, str(opened.device), engine)
         if costs is None:
             raise InputError(
