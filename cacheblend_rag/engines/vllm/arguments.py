@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory
+from cacheblend_rag.engines.vllm.starting import keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import chosen_header_ids
@@ -108,8 +109,10 @@ def prepare(
         **({} if current_platform.is_cpu() else step_size(vllm_arguments)),
         **vllm_arguments,
     }
-    if current_platform.is_cpu() and (reserved := _cpu_kv_memory(directory, chosen, vllm_arguments)) is not None:
-        arguments["kv_cache_memory_bytes"] = reserved
+    if current_platform.is_cpu():
+        keep_what_is_compiled()
+        if (reserved := _cpu_kv_memory(directory, chosen, vllm_arguments)) is not None:
+            arguments["kv_cache_memory_bytes"] = reserved
     return Launch(arguments, directory, tokenizer, fingerprint, ids, store, written_by)
 
 

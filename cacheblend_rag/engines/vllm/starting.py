@@ -33,6 +33,7 @@ _NOISE = re.compile(r" \[type=\w+, input_value=.*|^ *For further information vis
 _MOST_LINES: Final = 8
 _NOT_INITIALIZED: Final = 3  # as the CUDA driver numbers its errors
 _DRAIN_S: Final = 2.0
+_COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 _ADVICE: Final = (
     (r"greater than the derived max_model_len", "Give a smaller --max-model-len."),
     (
@@ -77,6 +78,21 @@ def spawn_if_forking_fails() -> None:
         return
     if driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _NOT_INITIALIZED:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+
+def keep_what_is_compiled() -> None:
+    """Have vLLM's processes on a CPU find what an earlier start compiled, which is most of what a start would compute.
+
+    The CPU build of vLLM 0.32 cannot read the ahead-of-time artifacts that it has written, and compiles anew at each start.
+    Without them torch itself keeps compiled graphs, by all that they depend on: here beside vLLM's, not in ``/tmp``.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    from vllm import envs
+
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    # Torch notes its default there when it is imported.
+    if os.environ.get(_COMPILED, default_cache_dir()) == default_cache_dir():
+        os.environ[_COMPILED] = str(Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "inductor")
 
 
 class StartError(ModelError):

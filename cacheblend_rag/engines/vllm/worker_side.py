@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,7 +91,9 @@ class WorkerSide:
 
     def _pass_gate(self) -> str | None:
         assert self._paged is not None
+        begin = time.monotonic()
         self.gate, self._rope = _gate(self._paged, self._entries.store.codecs)
+        _log.info("The parity gate took %.1f s.", time.monotonic() - begin)
         return None if self.gate.passed else self.gate.reason
 
     def _begin(self, device: torch.device) -> None:

@@ -15,7 +15,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
-from cacheblend_rag.engines.vllm.starting import explain, log_as_vllm, spawn_if_forking_fails
+from cacheblend_rag.engines.vllm.starting import (
+    explain,
+    keep_what_is_compiled,
+    log_as_vllm,
+    spawn_if_forking_fails,
+)
 
 # As vLLM 0.32's processes write it, shortened in the middle.
 FAILED = """\
@@ -154,3 +159,28 @@ def test_the_id_that_a_client_gives_its_request_forges_no_log_line(monkeypatch: 
         logging.getLogger(name).warning("Request %s: %s, %d", "x\nERROR: \x1b[2Kforged", ValueError("a\nb"), 3)
     own = "Request x\\u000aERROR: \\u001b[2Kforged: a\\u000ab, 3\n"
     assert written.getvalue() == own * 2 + "Request x\nERROR: \x1b[2Kforged: a\nb, 3\n"
+
+
+@pytest.mark.parametrize("noted", [None, "torch's own"])
+def test_the_next_start_finds_what_this_one_compiles(
+    noted: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    for name, value in (("VLLM_USE_AOT_COMPILE", None), ("TORCHINDUCTOR_CACHE_DIR", noted and default_cache_dir())):
+        monkeypatch.setenv(name, value or "")  # so that it is put back
+        if value is None:
+            monkeypatch.delenv(name)
+    keep_what_is_compiled()
+    from vllm import envs
+
+    assert not envs.VLLM_USE_AOT_COMPILE  # what it writes it cannot read
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
+
+
+def test_where_a_user_has_things_compiled_to_they_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    keep_what_is_compiled()
+    assert (os.environ["VLLM_USE_AOT_COMPILE"], os.environ["TORCHINDUCTOR_CACHE_DIR"]) == ("1", str(tmp_path))
