@@ -43,6 +43,9 @@ def _serve(
     Any flag of vLLM's server may follow: --port, --api-key, --tensor-parallel-size, --max-model-len...
     It listens to this machine alone (127.0.0.1); --host 0.0.0.0 needs an API key (CACHEBLEND_API_KEY or --api-key).
     """
+    from cacheblend_rag.server.stages import tell
+
+    tell("Importing vLLM.")
     import cacheblend_rag.engines.vllm  # noqa: F401  (first: it says what to install where vLLM is missing)
     from cacheblend_rag.server.launch import serve as run
 

@@ -19,6 +19,7 @@ from cacheblend_rag.server.keys import NO_QUOTA, Admission, Key, Keys, read_keys
 from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
 from cacheblend_rag.server.observing import ReuseMetrics, share_logging
 from cacheblend_rag.server.options import ServeOptions
+from cacheblend_rag.server.stages import elapsed, tell
 from cacheblend_rag.server.tenants import PerNamespace, ServedTenants, StandIn, calling
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.namespace import DEFAULT_NAME
@@ -35,6 +36,10 @@ MOST_ANSWERS = "128"
 """Of one request to one prompt, beams too, as OpenAI's API has it; vLLM's own limit is 16,384."""
 _DRAIN_S = 5.0
 _POLL_S = 0.05
+_ENGINE = (
+    "Starting vLLM's engine, whose lines have the time of day: its processes import vLLM once more each, load the model, compile "
+    "it (the first start; later ones find that) and pass the parity gate."
+)
 
 
 def serve(options: ServeOptions, flags: Sequence[str]) -> None:
@@ -47,6 +52,7 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # before vLLM reads it; its other processes inherit it
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_ANSWERS)
+    tell("Reading the flags and the model's files.")
     args, launch = parse(options, flags)
 
     import uvloop
@@ -70,6 +76,7 @@ async def _serve(options: ServeOptions, args: Namespace, launch: Launch) -> None
     try:
         # The whole of a broken store or index is told before a model is loaded.
         store = open_store(launch.store, ram_budget=0, disk_budget=options.disk_budget)
+        tell(_ENGINE)
         with store:
             async with _EngineStart(build_async_engine_client(args), launch, options.verbose) as llm:
                 stopped = await _serve_engine(options, args, launch, llm, store, address, sock)
@@ -89,6 +96,7 @@ async def _serve_engine(
 ) -> Coroutine[Any, Any, None]:
     from cacheblend_rag.engines.vllm.client import connect
 
+    tell("Opening what is registered, and the routes.")
     client = await connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
     limits = guard(options, args)
     tenants = ServedTenants.open(client, options.store, limits.tenants, options.max_chunks, limits.quotas)
@@ -112,10 +120,10 @@ async def _serve_engine(
 
 
 async def announce(state: Any, line: str) -> None:
-    """Log ``line`` once the server answers: the last line of the start, below all that vLLM says of its routes."""
+    """Log ``line`` and what the start took once the server answers, below all that vLLM says of its routes."""
     while not getattr(getattr(state, "server", None), "started", False):  # uvicorn's own flag; it tells no one
         await asyncio.sleep(_POLL_S)
-    _log.info(line)
+    _log.info("%s The start took %.0f s.", line, elapsed())
 
 
 async def build_app(

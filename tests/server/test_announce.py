@@ -9,14 +9,15 @@ import pytest
 
 pytest.importorskip("starlette", reason="the server's libraries come with vLLM")
 
-from cacheblend_rag.server import launch
+from cacheblend_rag.server import launch, stages
 from cacheblend_rag.server.tenants import Caller, calling
 
 
 async def test_it_is_said_when_the_server_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_POLL_S", 0)
     said: list[str] = []
-    monkeypatch.setattr(launch, "_log", SimpleNamespace(info=said.append))
+    monkeypatch.setattr(launch, "elapsed", lambda: 27.3)
+    monkeypatch.setattr(launch, "_log", SimpleNamespace(info=lambda text, *values: said.append(text % values)))
     state = SimpleNamespace()
     task = asyncio.create_task(launch.announce(state, "Serving acme on http://127.0.0.1:8000."))
     for server in (None, SimpleNamespace(started=False)):
@@ -26,7 +27,7 @@ async def test_it_is_said_when_the_server_has_started(monkeypatch: pytest.Monkey
         assert not said
     state.server.started = True
     await asyncio.wait_for(task, 10)
-    assert said == ["Serving acme on http://127.0.0.1:8000."]
+    assert said == ["Serving acme on http://127.0.0.1:8000. The start took 27 s."]
 
 
 @pytest.mark.parametrize("operator", [True, False])
@@ -41,3 +42,13 @@ async def test_where_the_models_files_lie_is_told_the_operator_alone(operator: b
     (card,) = (await models.show_available_models()).data
     calling.reset(token)
     assert (card.id, card.root) == ("acme/model", "/home/ann/models" if operator else "acme/model")
+
+
+def test_what_begins_is_told_behind_the_seconds_since_the_command_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    before = stages.elapsed()
+    stages.tell("Importing vLLM.")
+    stages.tell("Reading the flags.")
+    out, said = capsys.readouterr()
+    first, second = (line.split(" s  ") for line in said.splitlines())
+    assert (out, first[1], second[1]) == ("", "Importing vLLM.", "Reading the flags.")
+    assert before - 0.1 <= float(first[0]) <= float(second[0])
