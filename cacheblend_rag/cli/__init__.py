@@ -116,6 +116,9 @@ def _options(
     # The answer is what stdout is for, and libraries' chatter is nobody's answer. What a user has set stays.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # OpenMP's threads spin while they wait. On a core that another process wants, too, all wait for one that spins for long.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.showwarning = _show_warning

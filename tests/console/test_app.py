@@ -32,6 +32,20 @@ def test_a_command_imports_no_other_command():
     assert set(loaded) <= {f"cacheblend_rag.cli.{name}" for name in ("ask", "chat", "citations", "explain")}
 
 
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, "10000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")],
+)
+def test_threads_of_a_command_do_not_spin_for_long_unless_a_user_says_so(chosen: dict[str, str], spins: str) -> None:
+    code = "from cacheblend_rag.cli import app; app(['ask', '--help'], standalone_mode=False); import torch"
+    env = {k: v for k, v in os.environ.items() if k not in {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}}
+    env |= {"OMP_DISPLAY_ENV": "VERBOSE", **chosen}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this torch is built with another OpenMP")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
 def test_an_unexpected_error_says_so_without_a_traceback():
     code = (
         "import cacheblend_rag.lab.bench as b, sys; from cacheblend_rag.cli import main\n"
