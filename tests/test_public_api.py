@@ -160,3 +160,9 @@ def test_importing_the_package_and_the_command_line_waits_for_nothing_heavy() ->
 def test_the_engine_needs_neither_faiss_nor_sentence_transformers() -> None:
     heavy = "print(sorted({'faiss', 'sentence_transformers', 'bs4', 'pypdf'} & set(sys.modules)))"
     assert run(f"import sys; from cacheblend_rag import TransformersEngine; {heavy}") == "[]"
+
+
+@pytest.mark.slow
+def test_asking_waits_for_nothing_that_only_reads_files() -> None:
+    heavy = "print(sorted({'bs4', 'pypdf', 'docx', 'pptx'} & set(sys.modules)))"
+    assert run(f"import sys, cacheblend_rag.cli.ask, cacheblend_rag.rag.pipeline; {heavy}") == "[]"

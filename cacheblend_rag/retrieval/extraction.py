@@ -7,13 +7,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bs4 import BeautifulSoup
-from bs4.dammit import EncodingDetector
-from bs4.element import CData, NavigableString, Tag
-from pypdf import PdfReader
-from pypdf.errors import DependencyError, FileNotDecryptedError
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup
+    from bs4.element import Tag
+    from pypdf import PdfReader
 
 _log = logging.getLogger(__name__)
 # What pypdf has to say of a file comes without its name, before our own message; who has set a level wants to read it.
@@ -106,6 +105,9 @@ def html_text(data: bytes) -> tuple[str, dict[str, Any]]:
     Raises:
         UnusableFileError: See :func:`decode`.
     """
+    from bs4 import BeautifulSoup
+    from bs4.dammit import EncodingDetector
+
     markup = decode(data, EncodingDetector.find_declared_encoding(data, is_html=True))
     soup = BeautifulSoup(markup, "html.parser")
     title = soup.title.get_text() if soup.title else ""
@@ -120,6 +122,8 @@ def html_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
 def _pieces(soup: BeautifulSoup) -> Iterator[str]:
     """Yield the visible text with line breaks at block edges, in time linear in the page whatever its nesting."""
+    from bs4.element import CData, NavigableString, Tag
+
     owners: dict[int, Tag] = {id(soup): soup}  # the nearest block around each element
     started: set[int] = set()
     block: Tag | None = None
@@ -163,6 +167,9 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
     Raises:
         UnusableFileError: It is encrypted, broken, or has no text (a scan).
     """
+    from pypdf import PdfReader
+    from pypdf.errors import DependencyError, FileNotDecryptedError
+
     try:
         reader = PdfReader(BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
