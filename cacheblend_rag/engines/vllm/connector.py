@@ -19,7 +19,7 @@ from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.vllm.groups import page_groups
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
-from cacheblend_rag.engines.vllm.starting import log_as_vllm
+from cacheblend_rag.engines.vllm.starting import end_with_parent, log_as_vllm
 from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.engines.vllm.whereabouts import RAMLog
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
@@ -46,6 +46,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if parent_process() is not None:
             log_as_vllm()
+            end_with_parent()
         extra = self._kv_transfer_config.get_from_extra_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
         where = str(extra("store", None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing.connection
 import os
 import re
 import selectors
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -93,6 +95,24 @@ def keep_what_is_compiled() -> None:
     # Torch notes its default there when it is imported.
     if os.environ.get(_COMPILED, default_cache_dir()) == default_cache_dir():
         os.environ[_COMPILED] = str(Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "inductor")
+
+
+def end_with_parent() -> None:
+    """Have this process end once the one that has started it is gone, however it ended: vLLM's would stay, with all they hold.
+
+    Where this is a user's own process, nothing happens.
+    """
+    if (parent := multiprocessing.parent_process()) is None:
+        return
+    gone: list[int] = [parent.sentinel]
+    with suppress(AttributeError, OSError):  # of Linux alone: what the parent has forked since holds the pipe open, too
+        gone.append(os.pidfd_open(parent.pid or 0))
+
+    def watch() -> None:
+        multiprocessing.connection.wait(gone)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="cacheblend-parent", daemon=True).start()
 
 
 class StartError(ModelError):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import io
 import logging
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +19,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.engines.vllm.starting import (
+    end_with_parent,
     explain,
     keep_what_is_compiled,
     log_as_vllm,
     spawn_if_forking_fails,
 )
+from tests.engines.vllm.forked import EnvironedProcess
 
 # As vLLM 0.32's processes write it, shortened in the middle.
 FAILED = """\
@@ -38,6 +43,41 @@ len (1024), (0.25 GiB KV cache is needed, which is larger than the available KV 
 (EngineCore pid=77) ValueError: To serve at least one request with the model's max seq len (1024)
 """
 PARENT = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
+
+
+def run_like_an_engine(ready: Connection) -> None:
+    end_with_parent()
+    ready.send(os.getpid())
+    signal.pause()
+
+
+def stay(theirs: Connection) -> None:
+    theirs.send("here")
+    theirs.recv()
+
+
+def start_both(ready: Connection, theirs: Connection) -> None:
+    fork = multiprocessing.get_context("fork")
+    fork.Process(target=run_like_an_engine, args=(ready,)).start()
+    ready.close()
+    fork.Process(target=stay, args=(theirs,)).start()  # it has all that is open here, and outlives it
+    signal.pause()
+
+
+def test_an_engine_ends_with_the_process_that_has_started_it_whatever_else_that_has_started() -> None:
+    here, ready = multiprocessing.Pipe(duplex=False)
+    other, theirs = multiprocessing.Pipe()
+    parent = EnvironedProcess(target=start_both, args=(ready, theirs))
+    parent.start()
+    ready.close()
+    engine, _ = here.recv(), other.recv()
+    assert not here.poll(0)
+    parent.kill()
+    ended = here.poll(60)  # the pipe's last end was the engine's
+    if not ended:
+        os.kill(engine, signal.SIGKILL)
+    other.send("over")
+    assert ended
 
 
 def test_the_cause_is_the_first_error_that_says_one() -> None:
