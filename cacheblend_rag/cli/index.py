@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,7 @@ from cacheblend_rag.console.engines import model_for, open_pipeline, with_model
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
 from cacheblend_rag.console.output import counted, echo, print_json, progress, seconds, size
 from cacheblend_rag.engines.models import BUNDLED_MODEL
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.printable import in_one_line
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def index(
     embedding: options.Embedding = None,
     budgets: BudgetOptions,
     ranking: options.Ranking = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask where there will be more KV than the store can hold.")
+    ] = False,
     as_json: options.AsJSON = False,
 ) -> None:
     """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped.
@@ -84,7 +88,7 @@ def index(
         namespace=namespace,
     )
     looks = partial(_unchanged, chosen, budgets, found, root, namespace, chunk_tokens, overlap, embedding)
-    report, check = _index(found, home, opened, ranking, looks)
+    report, check = _index(found, home, opened, ranking, looks, yes)
     _print_report(report, check, as_json)
     if not (report.added or report.changed or report.unchanged or report.removed):
         raise typer.Exit(2)
@@ -131,25 +135,55 @@ def _index(
     opened: AbstractContextManager[RagPipeline],
     ranking: Ranking | None,
     looks: Callable[[], IndexReport | None],
+    yes: bool,
 ) -> tuple[IndexReport, SpotCheck | None]:
-    from cacheblend_rag.lab.doctor.spot_check import spot_check
     from cacheblend_rag.rag.locking import indexing_into
+    from cacheblend_rag.rag.planning import TooMuchKVError
 
     shown = _Shown()
     try:
         with indexing_into(directory):
             if (report := looks()) is not None:
                 return report, None
-            with opened as pipeline, progress("Indexing") as show:
-                shown.show = show
+            with opened as pipeline:
                 if ranking is not None:
                     pipeline.engine.ranking = ranking
-                report = pipeline.index(found, shown)
-                show(1, 1, "(asking a few questions)")
-                return report, spot_check(pipeline, report.tokens, report.seconds)
+                try:
+                    return _index_and_check(pipeline, found, shown, yes)
+                except TooMuchKVError as error:
+                    _ask(error.plan)
+                return _index_and_check(pipeline, found, shown, True)
     except KeyboardInterrupt:
         echo(f"\n{shown.interrupted()}", err=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+
+
+def _index_and_check(
+    pipeline: RagPipeline, found: FoundDocuments, shown: _Shown, beyond_budget: bool
+) -> tuple[IndexReport, SpotCheck | None]:
+    from cacheblend_rag.lab.doctor.spot_check import spot_check
+
+    with progress("Indexing") as shown.show:
+        report = pipeline.index(found, shown, beyond_budget=beyond_budget)
+        shown.show(1, 1, "(asking a few questions)")
+        return report, spot_check(pipeline, report.tokens, report.seconds)
+
+
+def _ask(plan: IndexPlan) -> None:
+    """Ask whether to index more than the store can hold; end the command unless somebody says yes.
+
+    Raises:
+        StoreError: There is nobody to ask.
+    """
+    todo = (
+        f"The KV of these {plan.chunks:,} chunks will take about {size(plan.kv_bytes)}, and the store can hold "
+        f"{size(plan.capacity_bytes)}: that of older documents, and of much of these, would be computed and dropped."
+    )
+    if not sys.stdin.isatty():
+        raise StoreError(
+            f"{todo} Give it more with --disk-budget, or in --kv, or leave files out with --exclude; --yes goes on all the same."
+        )
+    typer.confirm(f"{todo}\nIndex them all the same?", abort=True, err=True)
 
 
 class _Shown:
@@ -200,9 +234,9 @@ def _room_line(plan: IndexPlan, expected: int) -> str:
     if plan.room_bytes is None:
         return f"{line}."
     if plan.fits:
-        return f"{line}; the store's budget has {size(plan.room_bytes)} left for it."
+        return f"{line}; the store has {size(plan.room_bytes)} left for it."
     return (
-        f"Warning: {line[0].lower()}{line[1:]}, but the store's budget has only {size(plan.room_bytes)} left: the KV of older "
+        f"Warning: {line[0].lower()}{line[1:]}, but the store has only {size(plan.room_bytes)} left: the KV of older "
         "chunks will be dropped, and computed when it is asked for. Ctrl-C, and give it more with --disk-budget, or in --kv."
     )
 

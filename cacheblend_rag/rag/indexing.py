@@ -11,7 +11,7 @@ from pathlib import Path
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.locking import indexing_alone
-from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner
+from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner, TooMuchKVError
 from cacheblend_rag.retrieval.documents import Document, FoundDocuments, SkippedDocument, file_digest, load_document
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.base import stats_of
@@ -84,6 +84,7 @@ def index_documents(
     index: ChunkIndex,
     found: FoundDocuments,
     progress: Callable[[IndexProgress], None] | None = None,
+    beyond_budget: bool = False,
 ) -> IndexReport:
     """Bring ``index`` and the engine's KV store up to date with the files that a search has found.
 
@@ -94,14 +95,18 @@ def index_documents(
     them the KV that no other document needs. A file that cannot be read for now keeps the version indexed before. What the
     search's patterns leave out is not looked at: documents indexed before stay.
 
+    How much KV there will be is known once that of one chunk is stored. More than the store can hold is refused then, unless it
+    may go ``beyond_budget``: KV of older chunks, and of those of this run, would be dropped on the way.
+
     Raises:
         ModelError: The embedding model cannot be loaded.
+        TooMuchKVError: It is more KV than the store can hold, and that was not allowed.
         StoreError: The store or the index cannot be written, or another run is indexing into it. What is in them stays.
     """
     if engine.writer is None and engine.entries is not None and (why := index.config.unused_by(None)):
         warnings.warn(why, stacklevel=2)
     with indexing_alone(index.directory):
-        return _IndexRun(engine, index, progress).run(found)
+        return _IndexRun(engine, index, progress, beyond_budget).run(found)
 
 
 def nothing_to_read(found: FoundDocuments, known: Mapping[str, str]) -> IndexReport | None:
@@ -139,9 +144,13 @@ def forget(engine: BlendEngine, index: ChunkIndex, chunks: Sequence[Chunk]) -> N
 
 class _IndexRun:
     def __init__(
-        self, engine: BlendEngine, index: ChunkIndex, progress: Callable[[IndexProgress], None] | None
+        self,
+        engine: BlendEngine,
+        index: ChunkIndex,
+        progress: Callable[[IndexProgress], None] | None,
+        beyond_budget: bool,
     ) -> None:
-        self.engine, self.index, self.progress = engine, index, progress
+        self.engine, self.index, self.progress, self._beyond_budget = engine, index, progress, beyond_budget
         self.planner = Planner(engine, index.config)
         self.rewrites = engine.writer not in (None, index.config.writer)
         self.report = IndexReport()
@@ -242,7 +251,10 @@ class _IndexRun:
             self.report.rank_s += result.rank_s
             self.report.without_kv.update(result.failed)
             if self.at.plan is not None and batch[-1] is self._sample:
-                self._tell(replace(self.at, plan=self.planner.sized(self.at.plan, batch[-1])))
+                plan = self.planner.sized(self.at.plan, batch[-1])
+                if plan.too_large and not self._beyond_budget:
+                    raise TooMuchKVError(plan)
+                self._tell(replace(self.at, plan=plan))
         self._forget(self.index.add(document.path, digest, chunks, self._embedded))
         (self.report.added if known is None else self.report.changed).append(document.path)
         self.report.chunks += len(chunks)

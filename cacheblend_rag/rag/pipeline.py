@@ -100,6 +100,7 @@ class RagPipeline:
         *,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        beyond_budget: bool = False,
     ) -> IndexReport:
         """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`.
 
@@ -110,7 +111,7 @@ class RagPipeline:
         """
         with self._indexing:
             found = paths if isinstance(paths, FoundDocuments) else find_documents(paths, include, exclude)
-            return index_documents(self.engine, self.chunks, found, progress)
+            return index_documents(self.engine, self.chunks, found, progress, beyond_budget)
 
     def remove(self, path: str | Path) -> None:
         """Take a document out of the index, and with it the KV of chunks that no other document holds.
@@ -261,9 +262,11 @@ class RagPipeline:
         *,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        beyond_budget: bool = False,
     ) -> IndexReport:
         """Async twin of :meth:`index`, off the event loop."""
-        return await asyncio.to_thread(self.index, list(paths), progress, include=include, exclude=exclude)
+        patterns = {"include": include, "exclude": exclude}
+        return await asyncio.to_thread(self.index, list(paths), progress, **patterns, beyond_budget=beyond_budget)
 
     async def aask(
         self,

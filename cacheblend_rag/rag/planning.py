@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.chunking import iter_chunks
 from cacheblend_rag.retrieval.config import IndexConfig
@@ -26,7 +27,8 @@ class IndexPlan:
         missing: How many distinct ones have no stored KV yet; None where another machine stores it.
         tokens: Tokens of those; where that is not known, of all.
         kv_bytes: Expected size of their KV, by every hand; None where none is stored, or another machine stores it.
-        room_bytes: Bytes that the store's budget has left; None without a budget.
+        room_bytes: Bytes that the store has left, of its budget and of its disk; None where neither limits it.
+        capacity_bytes: Bytes that it could hold if it held nothing else; None likewise.
     """
 
     documents: int
@@ -35,11 +37,35 @@ class IndexPlan:
     tokens: int
     kv_bytes: int | None = None
     room_bytes: int | None = None
+    capacity_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
-        """Return whether the budget has room for all of it, as far as that is known."""
+        """Return whether the store has room for all of it, as far as that is known."""
         return self.kv_bytes is None or self.room_bytes is None or self.kv_bytes <= self.room_bytes
+
+    @property
+    def too_large(self) -> bool:
+        """Return whether an empty store would have none: it would drop what the run has computed, beside all that it has."""
+        return self.kv_bytes is not None and self.capacity_bytes is not None and self.kv_bytes > self.capacity_bytes
+
+
+class TooMuchKVError(StoreError):
+    """More KV is to be computed than the store can hold; that was not begun.
+
+    Attributes:
+        plan: What is to be indexed.
+    """
+
+    def __init__(self, plan: IndexPlan):
+        """Say how much, and what to do."""
+        planned, most = ((nbytes or 0) / (1 << 20) for nbytes in (plan.kv_bytes, plan.capacity_bytes))
+        super().__init__(
+            f"The KV of these {plan.chunks:,} chunks would take about {planned:,.1f} MiB, and the store can hold {most:,.1f} "
+            "MiB. Give it more (a larger budget, another disk), or index less; or index with beyond_budget=True, and what has "
+            "no room is computed when it is asked for."
+        )
+        self.plan = plan
 
 
 @dataclass
@@ -128,7 +154,12 @@ class Planner:
         if not size:
             return plan
         expected = size * self._written // (len(stored.token_ids) * len(lasting.hands))
-        # The chunk itself counts as room: it is part of what is expected.
-        budget = lasting.store.budget
-        room = None if budget is None else max(0, budget - stats_of(lasting.store).nbytes + size)
-        return IndexPlan(plan.documents, plan.chunks, plan.missing, plan.tokens, expected, room)
+        stats = stats_of(lasting.store)
+        tiers = [(tier.capacity, tier.nbytes) for tier in stats.tiers or (stats,)]
+        limited = [
+            (most, max(0, most - used + size)) for most, used in tiers if most is not None
+        ]  # its own room is free
+        if len(limited) < len(tiers):
+            return replace(plan, kv_bytes=expected)
+        most, room = map(max, zip(*limited, strict=True))
+        return replace(plan, kv_bytes=expected, room_bytes=room, capacity_bytes=most)

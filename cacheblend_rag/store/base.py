@@ -52,6 +52,7 @@ class StoreStats:
         codec: How a tier encodes what it is given from now on; empty of several tiers.
         tiers: Each tier's own.
         listed: Whether it can tell what it holds; else its contents are counted as 0.
+        free: Bytes that its medium has left, for whoever writes there; None where that is not known.
     """
 
     tier: str
@@ -68,6 +69,13 @@ class StoreStats:
     codec: str = ""
     tiers: tuple[StoreStats, ...] = field(default=())
     listed: bool = True
+    free: int | None = None
+
+    @property
+    def capacity(self) -> int | None:
+        """Return the bytes that it can hold: its budget, or less where its medium has no room for that; None for any number."""
+        limits = [self.budget, None if self.free is None else self.nbytes + self.free]
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -158,8 +159,10 @@ class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
 
     def stats(self) -> StoreStats:
         """See :meth:`Reporting.stats`; the contents are what all processes have put."""
-        sizes = [file.nbytes for file in self._directory.scan()]
-        return self._stats(len(sizes), sum(sizes))
+        sizes, free = [file.nbytes for file in self._directory.scan()], None
+        with suppress(OSError):
+            free = shutil.disk_usage(self.root).free
+        return replace(self._stats(len(sizes), sum(sizes)), free=free)
 
     def activity(self) -> dict[str, Activity]:
         return {self.tier: self._events.activity()}

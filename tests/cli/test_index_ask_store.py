@@ -54,7 +54,7 @@ def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents
     whole = as_json(run("index", documents, "--store", store, "--model", model_dir, "--json"))
     assert whole["kv_bytes"] > 0 == len(whole["without_kv"])
     small = ["index", documents, "--store", tmp_path / "small", "--model", model_dir, "--chunk-tokens", 40]
-    found = run(*small, "--disk-budget", f"{whole['kv_bytes'] // 2}B")
+    found = run(*small, "--disk-budget", f"{whole['kv_bytes'] // 2}B", "--yes")
     assert found.exit_code == 0, found.stderr
     assert "KV         " in found.stdout
     assert "newer KV took its place (see --disk-budget and --kv)" in found.stderr

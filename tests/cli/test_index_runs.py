@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,8 +75,8 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def index(run: Run, engine: type[Engine], documents: Path, store: Path) -> Callable[..., Result]:
-    def invoke(*more: object) -> Result:
-        return run("index", documents, "--store", store, "--model", "fake", "--chunk-tokens", 24, *more)
+    def invoke(*more: object, paths: Path = documents, stdin: str | None = None) -> Result:
+        return run("index", paths, "--store", store, "--model", "fake", "--chunk-tokens", 24, *more, stdin=stdin)
 
     return invoke
 
@@ -92,9 +93,31 @@ def test_it_says_beforehand_how_much_there_is_to_do_and_whether_it_fits(index):
 def test_it_warns_of_a_budget_that_is_too_small_before_it_is_used_up(index, engine, documents):
     (documents / "zzz.txt").write_text("The word STOP behind everything else.")
     engine.stop = KeyboardInterrupt()
-    stopped = index("--disk-budget", "8000B")
-    assert "but the store's budget has only 7.8 KiB left" in stopped.stderr and "--disk-budget" in stopped.stderr
+    stopped = index("--disk-budget", "8000B", "--yes")
+    assert "but the store has only 7.8 KiB left" in stopped.stderr and "--disk-budget" in stopped.stderr
     assert stopped.stderr.index("has only") < stopped.stderr.index("Stopped.")
+
+
+@pytest.mark.parametrize("answer", ["", "n", "y"])
+def test_more_kv_than_the_store_can_hold_is_computed_only_once_somebody_says_so(
+    index, engine, store, tmp_path, monkeypatch, answer
+):
+    (tmp_path / "before.txt").write_text("A text that was indexed before.")
+    assert index(paths=tmp_path / "before.txt").exit_code == 0
+    monkeypatch.setattr(
+        "cacheblend_rag.cli.index.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: bool(answer)))
+    )
+    found = index("--disk-budget", "4000B", stdin=answer)
+    said = " ".join(found.stderr.split())
+    assert re.search(r"The KV of these \d+ chunks will take about [\d.]+ KiB, and the store can hold 3.9 KiB", said)
+    with ChunkIndex.open(store) as opened:
+        assert len(opened.documents()) == (3 if answer == "y" else 1)
+        (old,) = opened.chunks_of(str(tmp_path / "before.txt"))
+    if answer == "y":
+        assert found.exit_code == 0 and "Index them all the same?" in said and "Warning: " in said
+        return
+    assert found.exit_code == (1 if answer else 3) and ("--yes" in said) == (not answer)
+    assert open_store(store).contains(engine().key(old)), "what was stored stays"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -25,7 +27,7 @@ from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.store import DiskStore
+from cacheblend_rag.store import DiskStore, MemoryStore
 from tests.fake_engine import FakeEngine
 from tests.recorded_spans import exporter, said, tree
 
@@ -324,6 +326,26 @@ def test_what_cannot_be_opened_leaves_the_engine_as_it_was(
         RagPipeline(engine, tmp_path)
     for pipeline in opened:
         pipeline.close()
+
+
+def test_more_kv_than_the_store_can_hold_is_refused_unless_it_may_go_beyond(tmp_path: Path, docs: Path) -> None:
+    engine = FakeEngine(MemoryStore(1500))
+    with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
+        with pytest.raises(StoreError, match=r"The KV of these \d+ chunks .* the store can hold .*beyond_budget=True"):
+            pipeline.index([docs])
+        assert len(engine.computed) == 1 and not pipeline.chunks.documents()
+        report = pipeline.index([docs], beyond_budget=True)
+        assert len(report.added) == 3 and report.without_kv
+
+
+def test_a_disk_can_hold_no_more_than_it_has_free_whatever_its_budget(
+    tmp_path: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine(DiskStore(tmp_path / "store", 1 << 40))
+    with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(StoreError, match="store can hold"):
+            pipeline.index([docs])
 
 
 def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_path: Path) -> None:
