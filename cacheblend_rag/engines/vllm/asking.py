@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,8 @@ class Precompute:
         self._probe, self._probed = probe, set[str]()
         self._written: dict[str, str] = {}
         self._slots = asyncio.Semaphore(IN_FLIGHT)
+        # No more of one namespace wait for them than there are: who comes with one chunk waits for one of another's thousands.
+        self._own = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(IN_FLIGHT))
         self._collecting: asyncio.Future[None] | None = None
         self._computing: dict[str, asyncio.Future[str]] = {}
 
@@ -151,7 +154,7 @@ class Precompute:
 
         async def one(plan: PrecomputePlan, token_ids: tuple[int, ...], unranked: bool = False) -> None:
             hand = plan.entries
-            async with self._slots:
+            async with self._own[hand.namespace.name], self._slots:
                 key, why = hand.own_key(token_ids), ""
                 if not unranked:
                     why = await self._once(key, lambda: self._saved(hand, token_ids, header))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.kv import LayerKV, ModelFingerprint
+from cacheblend_rag.store.namespace import Namespace
 from cacheblend_rag.store.opening import default_ram_budget
 
 
@@ -176,6 +178,46 @@ async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> Non
     run = asking.Precompute(client, 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
     assert not (await run.run(entries, chunks, None, ranking=False)).failed
     assert most == 1 and not written
+
+
+async def test_a_namespace_that_registers_without_end_leaves_the_next_room_to_another() -> None:
+    begun: list[int] = []
+    done: dict[int, asyncio.Event] = {}
+    loud = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
+    quiet = loud.within(Namespace("quiet"))
+
+    class Waiting(Client):
+        async def generate(self, prompt: Any, *_: Any) -> Any:
+            first = prompt["prompt_token_ids"][0]
+            begun.append(first)
+            await done.setdefault(first, asyncio.Event()).wait()
+            yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length")], kv_transfer_params=None)
+
+        async def collective_rpc(self, _: str) -> list[dict[str, str]]:
+            await asyncio.sleep(0)
+            return [{receipt(each.own_key((n, n + 1)), False): "" for each in (loud, quiet) for n in range(1000)}]
+
+    run = asking.Precompute(Waiting([]), 100, map(str, itertools.count()), ())  # type: ignore[arg-type]
+
+    def registering(entries: Entries, *numbers: int) -> Any:
+        chunks = [Chunk(str(n), "", (n, n + 1)) for n in numbers]
+        return asyncio.create_task(run.run(entries, chunks, None, ranking=False))
+
+    async def soon(holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(60):
+            while not holds():
+                await asyncio.sleep(0)
+
+    tasks = [registering(loud, *range(100)), registering(loud, *range(100, 200))]
+    await soon(lambda: len(begun) == IN_FLIGHT)
+    tasks.append(registering(quiet, 900))
+    await soon(lambda: run._slots._waiters)
+    done[begun[0]].set()
+    await soon(lambda: len(begun) > IN_FLIGHT)
+    assert begun[IN_FLIGHT] == 900
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -> None:
