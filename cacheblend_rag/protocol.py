@@ -23,6 +23,7 @@ TOKENIZER_PROBE = "Ships' logs: 1911, naïve café — 東京 🙂\n\n\tif x != 
 
 MAX_TEXTS = 4096
 MAX_HOLDER = 200
+MAX_METADATA = 1 << 16  # bytes of one chunk's as JSON: they count in no quota
 _STRICT = ConfigDict(extra="forbid")
 
 

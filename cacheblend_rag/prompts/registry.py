@@ -190,7 +190,10 @@ class ChunkRegistry:
         return isinstance(chunk_id, str) and any(source.known([chunk_id]) for source in self._sources)
 
     def __iter__(self) -> Iterator[Chunk]:
-        last = ""
+        return self.since("")
+
+    def since(self, last: str) -> Iterator[Chunk]:
+        """Iterate over the chunks with ids behind ``last``, in the order of their ids, a few in memory at a time."""
         while page := self.named_after(last, _PAGE):
             yield from page
             last = page[-1].id

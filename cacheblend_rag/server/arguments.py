@@ -39,6 +39,7 @@ _SIZES = (
     "enable_chunked_prefill",
 )
 _LOOPBACK = "127.0.0.1"
+_MOST_HEADERS = 1 << 16  # bytes of a request's first line and headers
 _ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
 # Flags of vLLM that this server cannot honour, and why.
 _REFUSED = {
@@ -74,6 +75,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         shutdown_timeout=DEFAULT_SHUTDOWN_S,
         enable_prompt_tokens_details=True,
         host=_LOOPBACK,
+        h11_max_incomplete_event_size=_MOST_HEADERS,
         allowed_origins=[],  # as since vLLM 0.33: any page in a browser on this machine could ask otherwise
     )
     args = parser.parse_args(list(flags))

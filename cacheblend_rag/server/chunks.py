@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
 from cacheblend_rag.protocol import (
+    MAX_METADATA,
     PrecomputeBody,
     first_problem,
 )
@@ -116,6 +119,10 @@ class ServedChunks:
             raise InputError(
                 "the id 'stats' is the name of a route, GET /v1/chunks/stats, which would hide the chunk. Use another id."
             )
+        if (size := len(json.dumps(dict(body.metadata)))) > MAX_METADATA:
+            raise InputError(
+                f"its metadata have {size} bytes, as JSON; {MAX_METADATA} are allowed. Leave out what is long."
+            )
         chunk = make_chunk(body.text, self._client.tokenizer, body.metadata)
         if body.token_ids is not None and not tokens_match(self._client.tokenizer, body.text, body.token_ids):
             raise InputError(
@@ -147,8 +154,8 @@ class ServedChunks:
     def page(self, limit: int, after: str | None) -> tuple[list[dict[str, Any]], bool]:
         """Return what :meth:`describe` says of up to ``limit`` chunks behind an id, and whether there are more."""
         self._catalogue.refresh()
-        found = self._client.registry.named_after(after or "", limit + 1)
-        return [self.describe(chunk) for chunk in found[:limit]], len(found) > limit
+        found = list(map(self.describe, islice(self._client.registry.since(after or ""), limit + 1)))
+        return found[:limit], len(found) > limit
 
     def describe(self, chunk: Chunk) -> dict[str, Any]:
         """Return what a listing shows of a chunk: its size, where it is kept, whether its KV is stored."""

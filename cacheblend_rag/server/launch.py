@@ -217,6 +217,7 @@ async def _listen_and_serve(app: FastAPI, sock: socket.socket, args: Namespace) 
         enable_ssl_refresh=args.enable_ssl_refresh,
         host=args.host,
         port=args.port,
+        http="h11",  # httptools reads a first line and headers of any size, and whoever decodes them keeps all waiting
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
@@ -222,6 +222,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
 _JSON = re.compile(r"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _REFUSED_S = 0.1
 """How long a refusal for want of room takes."""
+T = TypeVar("T")
 _Route = Callable[..., Awaitable[Response]]
 
 
@@ -274,6 +275,11 @@ class ChunkRoutes:
     def _chunks(self) -> ServedChunks:
         return self._served.current.chunks
 
+    async def _in_turn(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do ``work`` in a thread, one at a time of each tenant: who asks without end takes one, and not those of others."""
+        async with self._served.current.looking:
+            return await asyncio.to_thread(work, *arguments)
+
     async def precompute(self, request: Request) -> Response:
         """Compute and store the KV of texts, and register them; texts that are stored already cost nothing."""
         # What a page of another site sends without asking the browser's leave is of other types.
@@ -316,7 +322,7 @@ class ChunkRoutes:
     async def list_chunks(self, request: Request) -> Response:
         """List chunks in the order of their ids, a page at a time: ``?limit=100&after=ID``."""
         query = read_query(PageQuery, request.query_params)
-        found, more = await asyncio.to_thread(self._chunks.page, query.limit, query.after)
+        found, more = await self._in_turn(self._chunks.page, query.limit, query.after)
         return JSONResponse(
             {"object": "list", "data": found, "has_more": more, "last_id": found[-1]["id"] if found else None}
         )
@@ -324,7 +330,7 @@ class ChunkRoutes:
     async def stats(self) -> Response:
         """Say how many chunks there are, which model this is, and to the operator what the store holds."""
         served = self._served.current
-        await asyncio.to_thread(served.catalogue.refresh)
+        await self._in_turn(served.catalogue.refresh)
         # The store is everybody's: its counters would tell one what the others do.
         seen = self._served.alone or calling.get().operator
         held = asdict(await asyncio.to_thread(stats_of, served.client.store)) if seen else None
@@ -339,14 +345,14 @@ class ChunkRoutes:
 
     async def inspect(self, chunk_id: str) -> Response:
         """Return one chunk with its text, tokens and metadata."""
-        chunk = await asyncio.to_thread(self._chunks.known, chunk_id)
-        described = await asyncio.to_thread(self._chunks.describe, chunk)
+        chunk = await self._in_turn(self._chunks.known, chunk_id)
+        described = await self._in_turn(self._chunks.describe, chunk)
         detail = {"text": chunk.text, "token_ids": list(chunk.token_ids), "metadata": dict(chunk.metadata)}
         return JSONResponse({**described, **json.loads(json.dumps(detail, default=str))})
 
     async def delete(self, chunk_id: str) -> Response:
         """Forget a chunk and drop its KV."""
-        await asyncio.to_thread(lambda: self._chunks.delete([self._chunks.known(chunk_id)]))
+        await self._in_turn(lambda: self._chunks.delete([self._chunks.known(chunk_id)]))
         return JSONResponse({"id": chunk_id, "object": "chunk", "deleted": True})
 
     async def delete_several(self, request: Request) -> Response:
@@ -363,7 +369,7 @@ class ChunkRoutes:
             raise InputError(
                 "Name the chunks to delete, as ?id=...&id=..., or give ?all=true for every registered one."
             )
-        gone = await asyncio.to_thread(self._chunks.delete_named, chunk_ids, everything, query.holder)
+        gone = await self._in_turn(self._chunks.delete_named, chunk_ids, everything, query.holder)
         return JSONResponse(
             {"object": "list", "data": [{"id": name, "object": "chunk", "deleted": True} for name in gone]}
         )

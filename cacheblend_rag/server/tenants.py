@@ -79,11 +79,13 @@ class Served:
         client: Blends there.
         catalogue: Its chunks.
         reading: Held while a registration is read and tokenised.
+        looking: Held while chunks are listed, looked at or deleted.
     """
 
     client: BlendClient
     catalogue: ChunkCatalogue
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @cached_property
     def chunks(self) -> ServedChunks:

@@ -274,6 +274,18 @@ def test_another_process_gets_a_connection_of_its_own_to_the_same_server(fake: F
         assert other.generate("Who?", SHORT).text == "fine"
 
 
+def test_it_forgets_long_ids_in_requests_that_a_server_takes(fake: FakeServer) -> None:
+    def handle(request: Any) -> Response:
+        sizes.append(len(request.url.query))
+        return JSONResponse({"data": [{"id": name} for name in request.query_params.getlist("id")]})
+
+    sizes: list[int] = []
+    fake.handle = handle
+    with connect(fake) as engine:
+        assert engine.forget([f"{number} {'🙂' * 500}" for number in range(30)]) == 30
+    assert max(sizes) < 40_000
+
+
 def test_it_registers_and_forgets_in_its_holders_name(fake: FakeServer) -> None:
     def handle(request: Any) -> Response:
         report = {"computed": 1, "present": 0, "tokens": 3, "failed": {}, "ranked": 0, "rank_s": 0.0}

@@ -212,6 +212,47 @@ async def test_metadata_that_no_answer_can_hold_are_refused(server: Server, numb
     assert "chunks.0: the metadata" in refused.json()["error"]["message"]
 
 
+async def test_metadata_that_would_fill_disk_and_memory_are_refused(server: Server) -> None:
+    refused = await server.register({"text": TEXTS[0], "metadata": {"source": "x" * 70_000}})
+    assert (refused.status_code, server.stored(TEXTS[0])) == (422, False)
+    assert "chunks.0: its metadata have 70014 bytes" in refused.json()["error"]["message"]
+    assert (await server.register({"text": TEXTS[0], "metadata": {"source": "x" * 60_000}})).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "?limit=1000"), ("DELETE", "?id=unknown")])
+async def test_a_client_that_lists_or_deletes_without_end_takes_one_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch, method: str, path: str
+) -> None:
+    running = most = 0
+
+    async def in_a_thread(function: Any, *arguments: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(100):  # all the others could begin meanwhile
+            await asyncio.sleep(0)
+        running -= 1
+        return function(*arguments)
+
+    monkeypatch.setattr("cacheblend_rag.server.routes.asyncio.to_thread", in_a_thread)
+    answers = await asyncio.gather(*(server(method, path) for _ in range(8)))
+    assert ([answer.status_code for answer in answers], most) == ([200] * 8, 1)
+
+
+async def test_a_page_of_chunks_is_not_read_all_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    await server.register(*({"id": f"{number:03}", "text": f"Berth {number}."} for number in range(600)))
+    read = server.catalogue._registered.named_after
+    counts: list[int] = []
+    monkeypatch.setattr(
+        server.catalogue._registered,
+        "named_after",
+        lambda name, most: counts.append(most) or read(name, most),  # type: ignore[func-returns-value]
+    )
+    page = (await server("GET", "?limit=400&after=099")).json()
+    assert [chunk["id"] for chunk in page["data"]] == [f"{number:03}" for number in range(100, 500)]
+    assert page["has_more"] and page["last_id"] == "499" and max(counts) <= 256
+
+
 async def test_an_id_with_a_nul_is_refused_and_finds_no_other_chunk(server: Server) -> None:
     await server.register({"id": "a", "text": TEXTS[1]})
     refused = await server.register({"id": "a\0b", "text": TEXTS[0]})

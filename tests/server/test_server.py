@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import httpx
 import pytest
 
 from tests.engines.contract import TEXTS
-from tests.server.running import BODY_LIMIT, RunningServer
+from tests.server.running import BODY_LIMIT, KEY, RunningServer
 
 # CACHEBLEND_FAULTS=full sends as many as the issue asks for.
 REQUESTS = 500 if os.environ.get("CACHEBLEND_FAULTS") == "full" else 60
@@ -270,6 +271,18 @@ class TestChunks:
 
 
 class TestRefusals:
+    @pytest.mark.parametrize(
+        "line", ["GET /{} HTTP/1.1", "DELETE /v1/chunks?id={} HTTP/1.1", "GET /health HTTP/1.1\r\nX: {}"]
+    )
+    def test_a_first_line_and_headers_without_end_are_not_read(self, server, line: str) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            head = line.format("%41" * (1 << 20)) + f"\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+            with contextlib.suppress(ConnectionError):  # it does not wait for the end
+                connection.sendall(head.encode())
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(20).startswith(b"HTTP/1.1 400")
+
     def test_every_route_but_health_wants_the_key(self, server) -> None:
         paths = ["/v1/chunks", "/v1/chunks/stats", "/v1/models", "/metrics", "/tokenize", "/version", "/docs", "/ping"]
         paths += ["/v1/chat/completions", "/invocations", "/reset_prefix_cache", "/nowhere"]

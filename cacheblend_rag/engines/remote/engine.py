@@ -24,6 +24,7 @@ from cacheblend_rag.engines.remote.wire import (
     batches,
     chunk_bodies,
     completion_request,
+    weight_of,
     with_version,
 )
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, last_generation
@@ -38,7 +39,7 @@ from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.spans import headers
 from cacheblend_rag.store.kv import ModelFingerprint
 
-_DELETE_BATCH = 100
+_QUERY_BYTES = 32_000  # a server takes twice as many
 
 
 class RemoteEngine(BlendEngine):
@@ -170,7 +171,7 @@ class RemoteEngine(BlendEngine):
         held = {"holder": self._holder} if self._holder else {}
         if progress is not None and len(chunks) > len(waiting):
             progress(len(chunks) - len(waiting))
-        for batch in batches(waiting.values()):
+        for batch in batches(waiting.values(), weight_of):
             with self._wire.explained():
                 answer = self._wire.sync.post(
                     "/chunks",
@@ -270,9 +271,9 @@ class RemoteEngine(BlendEngine):
         """
         names = [chunk if isinstance(chunk, str) else chunk.id for chunk in chunks]
         gone = 0
-        for begin in range(0, len(names), _DELETE_BATCH):
-            query = "&".join(f"id={quote(name, safe='')}" for name in names[begin : begin + _DELETE_BATCH])
-            query += f"&holder={quote(self._holder, safe='')}"
+        fields = (f"id={quote(name, safe='')}" for name in names)
+        for batch in batches(fields, len, _QUERY_BYTES):
+            query = "&".join([*batch, f"holder={quote(self._holder, safe='')}"])
             with self._wire.explained():
                 answer = self._wire.sync.delete(f"/chunks?{query}", cast_to=dict[str, Any])
             gone += len(answer["data"])

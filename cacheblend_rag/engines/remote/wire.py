@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from openai import (
@@ -27,7 +27,9 @@ from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongErro
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.tokens import begins_with_space
 
-_BATCH_CHUNKS, _BATCH_BYTES = 64, 4 << 20
+T = TypeVar("T")
+
+_BATCH_ITEMS, _BATCH_BYTES = 64, 4 << 20
 
 
 def completion_request(model: str, request: Request, prefix: str = "") -> dict[str, Any]:
@@ -85,16 +87,21 @@ def chunk_bodies(chunks: Iterable[Chunk]) -> list[dict[str, Any]]:
     ]
 
 
-def batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Cut chunks into groups that stay well below a server's limit on the size of a request."""
-    batch: list[Chunk] = []
+def weight_of(chunk: Chunk) -> int:
+    """Return about how many bytes of a request's body a chunk takes."""
+    return 4 * len(chunk.text) + 8 * len(chunk.token_ids)
+
+
+def batches(items: Iterable[T], weigh: Callable[[T], int], most: int = _BATCH_BYTES) -> Iterator[list[T]]:
+    """Cut items into groups of ``most`` bytes that stay well below a server's limit on the size of a request."""
+    batch: list[T] = []
     size = 0
-    for chunk in chunks:
-        weight = 4 * len(chunk.text) + 8 * len(chunk.token_ids)
-        if batch and (len(batch) == _BATCH_CHUNKS or size + weight > _BATCH_BYTES):
+    for item in items:
+        weight = weigh(item)
+        if batch and (len(batch) == _BATCH_ITEMS or size + weight > most):
             yield batch
             batch, size = [], 0
-        batch.append(chunk)
+        batch.append(item)
         size += weight
     if batch:
         yield batch
