@@ -30,7 +30,7 @@ _STRICT = ConfigDict(extra="forbid")
 class SpanBody(BaseModel):
     """A chunk in a prompt of token ids: positions ``start`` (inclusive) to ``end`` (exclusive).
 
-    ``text`` lets the server store the chunk if it has never seen it.
+    ``text`` lets the server store the chunk if it has never seen it, and the id is that of the text.
     """
 
     model_config = _STRICT

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import RegisteredChunks
@@ -193,8 +193,11 @@ class ChunkCatalogue:
     def note(self, chunk: Chunk) -> None:
         """Register a chunk that a prompt has brought, so that its KV can be written back; not kept over a restart.
 
-        Anybody's prompt may bring any number of them: the oldest are forgotten.
+        Anybody's prompt may bring any number of them: the oldest are forgotten. None is known by another id than its text's:
+        whoever asks could have others who name that id be answered from a text of his.
         """
+        if chunk.id != chunk_id(chunk.text):
+            return
         with self._lock:
             if chunk.id in self._registry:
                 return

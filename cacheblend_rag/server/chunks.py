@@ -105,8 +105,10 @@ class ServedChunks:
         """End what :meth:`read` has begun: drop the KV of those chunks that have not been registered."""
         with self._lock:
             self._coming -= Counter({chunk.text for chunk in chunks})
-        known = ((chunk, self._client.registry.get(chunk.id)) for chunk in chunks)
-        self._drop_kv(chunk for chunk, now in known if now is None or now.text != chunk.text)
+        registry = self._client.registry
+        known = ((chunk, registry.get(chunk.id)) for chunk in chunks)
+        # What another tenant lends has KV of its own.
+        self._drop_kv(c for c, now in known if now is None or now.text != c.text or registry.is_lent(c.id))
 
     def _kv_bytes(self, chunk: Chunk) -> int | None:
         """Return how large the tenant's own KV of a chunk is; None where none is stored."""

@@ -234,6 +234,13 @@ async def test_no_more_kv_is_kept_than_the_tenant_may_have_and_what_is_refused_l
     assert (await server.register("acme", TEXTS[2])).status_code == 200
 
 
+async def test_what_is_refused_leaves_no_kv_where_another_tenant_lends_the_same_text(tmp_path: Path) -> None:
+    server = Server(tmp_path, quotas={"acme": Quota(max_kv=1)})
+    assert (await server.register("public", TEXTS[0])).status_code == 200
+    assert (await server.register("acme", TEXTS[0])).status_code == 507
+    assert [server.stored(tenant, TEXTS[0]) for tenant in ("acme", "public")] == [False, True]
+
+
 async def test_registrations_expire_with_their_kv_on_every_server_unless_they_are_renewed(tmp_path: Path) -> None:
     quotas = {"acme": Quota(expire_after_s=100)}
     servers = [Server(tmp_path, quotas=quotas) for _ in range(2)]

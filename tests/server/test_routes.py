@@ -353,12 +353,14 @@ async def test_two_texts_under_one_id_are_refused_and_one_text_twice_is_not(serv
     assert len(server.registry) == 1
 
 
-async def test_a_prompt_cannot_keep_an_id_from_whoever_registers_it(server: Server) -> None:
-    tokens = make_chunk(TEXTS[0], server.client.tokenizer).token_ids
-    server.catalogue.note(Chunk("policy", TEXTS[0], tokens))
+async def test_a_prompt_gives_no_text_an_id_that_others_may_name(server: Server) -> None:
+    brought = make_chunk(TEXTS[0], server.client.tokenizer)
+    server.catalogue.note(Chunk("policy", brought.text, brought.token_ids))
+    assert (await server("GET", "/policy")).status_code == 404
+    server.catalogue.note(Chunk(make_chunk(TEXTS[1], server.client.tokenizer).id, brought.text, brought.token_ids))
+    server.catalogue.note(brought)
+    assert [chunk.text for chunk in server.registry] == [TEXTS[0]]
     assert (await server.register({"text": TEXTS[1], "id": "policy"})).status_code == 200
-    assert (await server("GET", "/policy")).json()["text"] == TEXTS[1]
-    assert (server.found(TEXTS[0]), server.found(TEXTS[1])) == ([], ["policy"])
     assert (await server.register({"text": TEXTS[0], "id": "policy"})).status_code == 409
 
 
