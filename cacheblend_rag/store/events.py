@@ -10,23 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, get_args
 
 from filelock import FileLock, Timeout
 
 from cacheblend_rag.store.files import file_mode, write_text
 
 Event = Literal["hits", "misses", "puts", "evictions", "damaged"]
-
-
-class Counts(TypedDict):
-    """Counts how often each event happened."""
-
-    hits: int
-    misses: int
-    puts: int
-    evictions: int
-    damaged: int
 
 
 @dataclass(frozen=True)
@@ -159,7 +149,7 @@ class Events:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = Counts(hits=0, misses=0, puts=0, evictions=0, damaged=0)
+        self._counts = dict.fromkeys(get_args(Event), 0)
         self.reads = ReadClock()
 
     def add(self, event: Event, times: int = 1) -> None:
@@ -167,8 +157,8 @@ class Events:
         with self._lock:
             self._counts[event] += times
 
-    def counts(self) -> Counts:
-        """Return all counts so far."""
+    def counts(self) -> dict[str, Any]:
+        """Return all counts so far, by event."""
         with self._lock:
             return self._counts.copy()
 

@@ -20,25 +20,24 @@ _PAGES, _SIZE, _TOKENS = 8, 16, 100
 
 def placing_works(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
     """Return whether the kernel that places KV serves this shape on ``device``; where it fails, the log says how."""
-    return _at_home(device, dtype) and _placing_tried(device, dtype, kv_heads, head_dim)
+    return _at_home(device, dtype) and _passes(_placing_differs, device, dtype, kv_heads, head_dim)
 
 
 def attention_works(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sinks: bool = False
 ) -> bool:
     """Return whether the attention of scattered queries serves this shape on ``device``; where it fails, the log says how."""
-    return _at_home(device, dtype) and _attention_tried(device, dtype, heads, kv_heads, head_dim, sinks)
+    return _at_home(device, dtype) and _passes(_attention_differs, device, dtype, kv_heads, head_dim, heads, sinks)
 
 
 def shares_work(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
     """Return whether the sums of attention weights serve this shape on ``device``; where they fail, the log says how."""
-    return _at_home(device, dtype) and _shares_tried(device, dtype, heads, kv_heads, head_dim)
+    return _at_home(device, dtype) and _passes(_shares_differ, device, dtype, kv_heads, head_dim, heads)
 
 
 def forget_trials() -> None:
     """Try again when asked next."""
-    for tried in (_placing_tried, _attention_tried, _shares_tried):
-        tried.cache_clear()
+    _passes.cache_clear()
 
 
 def _at_home(device: torch.device, dtype: torch.dtype) -> bool:
@@ -48,25 +47,11 @@ def _at_home(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @cache
-def _placing_tried(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
-    return _passes(lambda: _placing_differs(_Trial(device, dtype, kv_heads, head_dim)))
-
-
-@cache
-def _attention_tried(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sinks: bool
+def _passes(
+    differs: Callable[..., str | None], device: torch.device, dtype: torch.dtype, kv_heads: int, dim: int, *more: int
 ) -> bool:
-    return _passes(lambda: _attention_differs(_Trial(device, dtype, kv_heads, head_dim), heads, sinks))
-
-
-@cache
-def _shares_tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    return _passes(lambda: _shares_differ(_Trial(device, dtype, kv_heads, head_dim), heads))
-
-
-def _passes(trial: Callable[[], str | None]) -> bool:
     try:
-        failure = trial()
+        failure = differs(_Trial(device, dtype, kv_heads, dim), *more)
     except Exception as error:  # a compiler is missing, a tile does not fit this device: the engines' own way remains
         failure = f"{type(error).__name__}: {error}"
     if failure is not None:
