@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_rag.cli import INTERRUPTED_EXIT_CODE
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import model_for, open_pipeline, with_model
+from cacheblend_rag.console.engines import model_for, open_inventory, open_pipeline, with_model
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
 from cacheblend_rag.console.output import counted, echo, print_json, progress, seconds, size
 from cacheblend_rag.engines.models import BUNDLED_MODEL
@@ -77,17 +77,9 @@ def index(
     if root.is_dir():
         with suppress(OSError):  # which is told below
             make_home(root, namespace)
-    opened = open_pipeline(
-        chosen,
-        store,
-        budgets,
-        must_exist=False,
-        chunk_tokens=chunk_tokens,
-        overlap=overlap,
-        embedding=embedding,
-        namespace=namespace,
-    )
-    looks = partial(_unchanged, chosen, budgets, found, root, namespace, chunk_tokens, overlap, embedding)
+    cut = {"chunk_tokens": chunk_tokens, "overlap": overlap, "embedding": embedding}
+    opened = open_pipeline(chosen, store, budgets, must_exist=False, namespace=namespace, **cut)
+    looks = partial(_unchanged, chosen, budgets, found, root, namespace, **cut)
     report, check = _index(found, home, opened, ranking, looks, yes)
     _print_report(report, check, as_json)
     if not (report.added or report.changed or report.unchanged or report.removed):
@@ -107,26 +99,18 @@ def _with_model(given: EngineOptions, home: Path, found: FoundDocuments) -> Engi
 
 
 def _unchanged(
-    chosen: EngineOptions,
-    budgets: BudgetOptions,
-    found: FoundDocuments,
-    root: Path,
-    namespace: str,
-    chunk_tokens: int | None,
-    overlap: int | None,
-    embedding: str | None,
+    chosen: EngineOptions, budgets: BudgetOptions, found: FoundDocuments, root: Path, namespace: str, **cut: Any
 ) -> IndexReport | None:
     """Return the report of a run that has nothing to do, as far as that can be told before a model is loaded."""
     from cacheblend_rag.rag.indexing import nothing_to_read
-    from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.retrieval.index import ChunkIndex
 
     if budgets.given or chosen != EngineOptions(chosen.model, threads=chosen.threads, writer=chosen.writer):
         return None
     if not ChunkIndex.exists(options.index_directory(root, namespace)):
         return nothing_to_read(found, {})
-    with Inventory(root, namespace) as inventory:
-        return inventory.unchanged(found, chosen.model, chunk_tokens, overlap, embedding, chosen.writer)
+    with open_inventory(root, namespace) as inventory:
+        return inventory.unchanged(found, chosen.model, writer=chosen.writer, **cut)
 
 
 def _index(

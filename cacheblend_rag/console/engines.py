@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions
@@ -149,14 +149,10 @@ def open_pipeline(
     budgets: BudgetOptions,
     *,
     must_exist: bool = True,
-    k: int = 6,
-    chunk_tokens: int | None = None,
-    overlap: int | None = None,
-    embedding: str | None = None,
-    query_encoder: Path | None = None,
     namespace: str = "default",
+    **how: Any,
 ) -> Iterator[RagPipeline]:
-    """Open the store of a command with its model in front, within a namespace.
+    """Open the store of a command with its model in front, within a namespace; ``how`` is what :class:`RagPipeline` takes.
 
     With a server the directory holds the index alone; the KV is in the server's store.
     """
@@ -173,15 +169,7 @@ def open_pipeline(
     with open_any_engine(with_model(chosen, home), path, budgets) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 
-        with RagPipeline(
-            engine.within(namespace),
-            home,
-            k=k,
-            chunk_tokens=chunk_tokens,
-            overlap=overlap,
-            embedding=embedding,
-            query_encoder=query_encoder,
-        ) as pipeline:
+        with RagPipeline(engine.within(namespace), home, **how) as pipeline:
             yield pipeline
 
 
