@@ -273,6 +273,14 @@ async def test_the_responses_route_finds_what_is_said_in_every_kind_of_item() ->
         assert request.instructions == "Be brief."
 
 
+async def test_what_a_tool_has_found_is_found_in_its_message() -> None:
+    server = Server(NOTE)
+    call = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "harbour"}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    await server.chat([*user("Who?"), asked, {"role": "tool", "tool_call_id": "c1", "content": f"1. {NOTE}"}])
+    assert server.chunks == [NOTE]
+
+
 async def test_ids_named_again_and_again_are_one_and_too_many_are_refused() -> None:
     server = Server(NOTE)
     (chunk,) = server.registry
