@@ -1,7 +1,8 @@
-"""Tries what one tenant can do to a server and to the others: slow connections, registrations beyond its quota.
+"""Tries what one tenant can do to a server and to the others: slow connections, registrations beyond its quota, many answers.
 
     python benchmarks/server_load.py connections --count 1000
     python benchmarks/server_load.py registrations --count 1000000
+    python benchmarks/server_load.py answers --count 8
 
 Each starts `cacheblend serve` with the bundled model and two tenants, and measures how soon the one gets its answers (p99) and
 how much memory the server's process has: alone; while the other one does that to a bare process that refuses whatever comes,
@@ -30,7 +31,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-MOST_CHUNKS, AT_ONCE = 100, 1000
+MOST_CHUNKS, AT_ONCE, MOST_ANSWERS = 100, 1000, 2
 KEYS = f"""
 [[key]]
 value = "loud"
@@ -42,9 +43,19 @@ value = "quiet"
 role = "write"
 tenant = "quiet"
 
+[[key]]
+value = "asking"
+role = "ask"
+tenant = "asking"
+
 [[tenant]]
 name = "loud"
 max_chunks = {MOST_CHUNKS}
+
+[[tenant]]
+name = "asking"
+max_concurrent = {MOST_ANSWERS}
+tokens_per_minute = 10_000
 """
 
 
@@ -168,7 +179,7 @@ async def compare(server: Server, requests: int, loud: Callable[..., None], coun
     with apart(loud, server.port, count, seconds, "here") as process:
         here, most = await beside(server, process)
     print(f"p99 of the other tenant: {alone:.0f} ms alone, {elsewhere:.0f} ms beside a process that refuses the same")
-    print(f"requests, {here:.0f} ms beside the server's own refusals")
+    print(f"requests, {here:.0f} ms beside what it makes this server do")
     print(f"memory: {before:.0f} MiB before, {most:.0f} MiB at most")
 
 
@@ -224,6 +235,36 @@ def registrations(port: int, count: int, seconds: float, where: str) -> None:
     asyncio.run(register())
 
 
+def answers(port: int, count: int, seconds: float, where: str) -> None:
+    """Ask for as many and as long answers as a tenant may have, and for more, from so many clients."""
+    kinds: list[dict[str, Any]] = [
+        {"n": MOST_ANSWERS, "max_tokens": 500},
+        {"n": 4000, "max_tokens": 500},
+        {"prompt": ["Who?"] * MOST_ANSWERS, "max_tokens": 500, "ignore_eos": True},
+        {"prompt": "Who was it then? " * 100, "prompt_logprobs": 1, "max_tokens": 1},
+        {"n": MOST_ANSWERS, "max_tokens": 100, "use_beam_search": True},
+    ]
+
+    async def ask_on(number: int, until: float) -> Counter[int]:
+        statuses = Counter[int]()
+        headers = {"Authorization": "Bearer asking"}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=None) as client:
+            while time.monotonic() < until:
+                number += 1
+                body = {"prompt": "Who?", **kinds[number % len(kinds)]}
+                statuses[(answer := await client.post("/v1/completions", json=body)).status_code] += 1
+                if answer.status_code != 200:
+                    await asyncio.sleep(0.1)
+        return statuses
+
+    async def ask_all() -> None:
+        until = time.monotonic() + seconds
+        found = await asyncio.gather(*(ask_on(number, until) for number in range(count)))
+        print(f"{where}: {count} clients for {seconds:g} s, by status: {dict(sum(found, Counter()))}", flush=True)
+
+    asyncio.run(ask_all())
+
+
 @asynccontextmanager
 async def serving() -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
@@ -241,17 +282,17 @@ async def run(options: argparse.Namespace) -> None:
     async with serving() as server:
         if options.what == "registrations":
             await fill(server)
-        loud = {"connections": connections, "registrations": registrations}[options.what]
+        loud = {"connections": connections, "registrations": registrations, "answers": answers}[options.what]
         await compare(server, options.requests, loud, options.count, options.seconds)
 
 
 def main() -> None:
     """Read the options and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("connections", "registrations"))
+    parser.add_argument("what", choices=("connections", "registrations", "answers"))
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=1000, help="of the other tenant alone")
-    parser.add_argument("--seconds", type=float, default=70, help="how long connections are held")
+    parser.add_argument("--seconds", type=float, default=70, help="how long connections are held, or answers asked for")
     asyncio.run(run(parser.parse_args()))
 
 

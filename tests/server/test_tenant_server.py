@@ -68,6 +68,16 @@ value = "metered-key"
 tenant = "metered"
 role = "ask"
 
+[[key]]
+value = "brief-key"
+tenant = "brief"
+role = "ask"
+
+[[tenant]]
+name = "brief"
+tokens_per_minute = 120
+max_concurrent = 1
+
 [[tenant]]
 name = "metered"
 tokens_per_minute = 300
@@ -333,6 +343,24 @@ def test_answers_beyond_those_a_tenant_may_have_at_a_time_are_refused_before_any
     assert tenants.request("acme", "POST", path, json={"max_tokens": 2, **body}).status_code == 200
     refused = tenants.request("acme", "POST", path, json={"max_tokens": 2, **body, "n": 4000})
     assert (refused.status_code, "at most 128" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_requests_of_each_kind_are_served_within_quotas_and_as_long_as_a_minutes_tokens_allow(tenants: Tenants) -> None:
+    said = [{"role": "user", "content": "Who?"}]
+    model = tenants.request("single", "GET", "/v1/models").json()["data"][0]["id"]
+    for path, body in [
+        ("/v1/chat/completions", {"messages": said, "max_tokens": 2, "stream": True}),
+        ("/v1/completions", {"prompt": "Who?", "max_tokens": 2, "prompt_logprobs": 1}),
+        ("/v1/responses", {"input": "Who?", "max_output_tokens": 2}),
+        ("/v1/messages", {"messages": said, "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"messages": said}),
+        ("/tokenize", {"prompt": "Who?"}),
+    ]:
+        answer = tenants.request("single", "POST", path, json={"model": model, **body})
+        assert answer.status_code == 200, (path, answer.text)
+    endless = {"messages": said, "ignore_eos": True}
+    answer = tenants.request("brief", "POST", "/v1/chat/completions", json=endless)
+    assert (answer.status_code, answer.json()["usage"]["total_tokens"]) == (200, 120)
 
 
 def test_an_answer_that_is_not_streamed_and_given_up_costs_what_was_computed(tenants: Tenants) -> None:
