@@ -118,7 +118,7 @@ def _options(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # OpenMP's threads spin while they wait. On a core that another process wants, too, all wait for one that spins for long.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.showwarning = _show_warning
