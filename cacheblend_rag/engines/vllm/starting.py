@@ -12,9 +12,11 @@ import multiprocessing.connection
 import os
 import re
 import selectors
+import struct
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +38,8 @@ _MOST_LINES: Final = 8
 _NOT_INITIALIZED: Final = 3  # as the CUDA driver numbers its errors
 _DRAIN_S: Final = 2.0
 _COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
+_LINKED_S: Final = 60.0
+"""Age at which nobody is writing a library any more."""
 _ADVICE: Final = (
     (r"greater than the derived max_model_len", "Give a smaller --max-model-len."),
     (
@@ -94,7 +98,22 @@ def keep_what_is_compiled() -> None:
     os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     # Torch notes its default there when it is imported.
     if os.environ.get(_COMPILED, default_cache_dir()) == default_cache_dir():
-        os.environ[_COMPILED] = str(Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "inductor")
+        folder = Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "inductor"
+        os.environ[_COMPILED] = str(folder)
+        for library in folder.rglob("*.so"):  # torch makes one anew that is gone, and fails on one cut short
+            with suppress(OSError):
+                if time.time() - library.stat().st_mtime > _LINKED_S and _is_cut_short(library):
+                    library.unlink()
+
+
+def _is_cut_short(library: Path) -> bool:
+    """Say whether a shared library (ELF) lacks its end, where its table of sections stands: its linker was killed."""
+    with library.open("rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or not head.startswith(b"\x7fELF\x02\x01"):
+        return len(head) < 64
+    at, size, count = *struct.unpack_from("<Q", head, 0x28), *struct.unpack_from("<HH", head, 0x3A)
+    return bool(library.stat().st_size < at + size * count)
 
 
 def end_with_parent() -> None:

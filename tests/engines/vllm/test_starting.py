@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import io
 import logging
@@ -224,3 +225,19 @@ def test_where_a_user_has_things_compiled_to_they_stay(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     keep_what_is_compiled()
     assert (os.environ["VLLM_USE_AOT_COMPILE"], os.environ["TORCHINDUCTOR_CACHE_DIR"]) == ("1", str(tmp_path))
+
+
+def test_a_compiled_library_that_is_cut_short_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    folder = tmp_path / "torch_compile_cache" / "inductor" / "ab"
+    folder.mkdir(parents=True)
+    whole = Path(_ctypes.__file__).read_bytes()
+    for name, data in (("whole", whole), ("cut", whole[:-1]), ("empty", b""), ("being written", whole[:1000])):
+        (folder / f"{name}.so").write_bytes(data)
+        if name != "being written":
+            os.utime(folder / f"{name}.so", (0, 0))
+    keep_what_is_compiled()
+    assert sorted(file.stem for file in folder.iterdir()) == ["being written", "whole"]
