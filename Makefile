@@ -44,7 +44,7 @@ browser:           ## Install Chromium for the tests of `cacheblend ui` (Debian 
 
 # The models of these tests are so small that a second thread costs more than it brings.
 quick: setup       ## Run the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu"
 
 test: setup browser ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
