@@ -1,6 +1,6 @@
 """A conversation over documents with LlamaIndex: ``python examples/llamaindex_chat.py [model]``.
 
-Without a model it is the bundled one, over the bundled corpus. It is too small to rewrite a question that refers to an earlier
+Without a model it is the bundled one, over two bundled documents. It is too small to rewrite a question that refers to an earlier
 one, so its questions are asked in full and the condensing step is left out.
 """
 
@@ -21,12 +21,13 @@ from llama_index_cacheblend import (
 
 from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus, bundled_questions
 
-TURNS = [f"Question: {question.question}" for question in bundled_questions()[:3]]
+SOURCES = ("ship-logs.md", "town-chronicle.md")
+TURNS = [f"Question: {q.question}" for q in bundled_questions() if q.source in SOURCES and q.kind == "single"][:3]
 
 
 async def talk(engine: BlendEngine) -> list[str]:
     llm = CacheBlendLLM(engine=engine, max_tokens=24, stop=["\n"])
-    files = sorted(bundled_corpus().iterdir())
+    files = [bundled_corpus() / name for name in SOURCES]
     documents = [Document(text=file.read_text(encoding="utf-8"), metadata={"file_name": file.name}) for file in files]
     nodes = SentenceSplitter(chunk_size=512, chunk_overlap=0, tokenizer=llm.tokenizer)(documents)
     precompute_nodes(engine, nodes)
