@@ -32,7 +32,8 @@ def small_demo(monkeypatch, model_dir, documents):
             q if a is None else DemoQuestion(q.question, a, q.kind, q.source)
             for q, a in zip(QUESTIONS, answers or [None] * 3, strict=True)
         ]
-        for module in ("cacheblend_rag.demo.bundle", "cacheblend_rag.lab.comparison"):
+        # In this order: what is imported for the first time here must find the real ones.
+        for module in ("cacheblend_rag.lab.comparison", "cacheblend_rag.demo.bundle"):
             monkeypatch.setattr(f"{module}.bundled_questions", lambda: list(rows))
 
     monkeypatch.setattr(models, "bundled_model_directory", lambda: Path(model_dir))
