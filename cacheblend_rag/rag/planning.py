@@ -149,7 +149,8 @@ class Planner:
         if entries is None or not stored.token_ids:
             return plan
         lasting = entries.lasting()
-        found = (lasting.store.entry(key) for key in lasting.keys(stored.token_ids))
+        # One that is larger than a disk's whole budget is in RAM alone.
+        found = (lasting.store.entry(key) or entries.store.entry(key) for key in lasting.keys(stored.token_ids))
         size = sum(entry.nbytes for entry in found if entry is not None)
         if not size:
             return plan

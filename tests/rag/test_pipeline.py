@@ -27,7 +27,7 @@ from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.store import DiskStore, MemoryStore
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from tests.fake_engine import FakeEngine
 from tests.recorded_spans import exporter, said, tree
 
@@ -336,6 +336,15 @@ def test_more_kv_than_the_store_can_hold_is_refused_unless_it_may_go_beyond(tmp_
         assert len(engine.computed) == 1 and not pipeline.chunks.documents()
         report = pipeline.index([docs], beyond_budget=True)
         assert len(report.added) == 3 and report.without_kv
+
+
+def test_chunks_that_are_each_larger_than_the_disks_budget_are_refused(tmp_path: Path, docs: Path) -> None:
+    engine = FakeEngine(TieredStore([MemoryStore(), DiskStore(tmp_path / "store", 50)]))
+    with (
+        RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline,
+        pytest.raises(StoreError, match="store can hold"),
+    ):
+        pipeline.index([docs])
 
 
 def test_a_disk_can_hold_no_more_than_it_has_free_whatever_its_budget(
