@@ -124,6 +124,7 @@ def on(device: str, scene: Scene, family: str = "llama", **options: Any) -> Any:
     return TransformersEngine(model, device=device, header=scene.header, ranking="now", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("family", "policy"),

@@ -103,6 +103,7 @@ def test_what_does_not_go_together_is_refused(arguments: dict, word: str) -> Non
         shared_engine(**arguments)
 
 
+@pytest.mark.slow
 def test_at_the_end_of_the_process_it_is_closed_without_a_word(tmp_path: Path) -> None:
     code = (
         "from cacheblend_rag.frameworks import shared_engine; shared_engine('bundled', store=__import__('sys').argv[1])"

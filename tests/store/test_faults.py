@@ -78,6 +78,7 @@ def test_a_disk_filled_by_others_still_evicts_and_opens(small_disk: Path) -> Non
     assert again.stats().entries == 0
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_refuses_and_keeps_what_it_has(root: Path) -> None:
     message = workers.call(workers.under_file_size_limit, root, 100_000)
     assert "largest file allowed" in message
