@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import psutil
-import typer
 
 
 def elapsed() -> float:
@@ -14,5 +14,6 @@ def elapsed() -> float:
 
 
 def tell(stage: str) -> None:
-    """Say what begins now, behind the seconds since the command was typed."""
-    typer.echo(f"{elapsed():5.1f} s  {stage}", err=True)
+    """Say what begins now, behind the seconds since the command was typed; the words are ours."""
+    sys.stderr.write(f"{elapsed():5.1f} s  {stage}\n")
+    sys.stderr.flush()
