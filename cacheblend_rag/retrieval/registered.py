@@ -42,6 +42,7 @@ CREATE TABLE holders (
     PRIMARY KEY (model, namespace, name, holder)
 ) WITHOUT ROWID
 """
+_MOST_HOLDERS = 64  # of a chunk: they count in no quota
 _COLUMNS = "name, model, text, token_ids, metadata"
 _OWN = "signature, namespace, kv_bytes, expires"
 
@@ -185,6 +186,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
 
         Raises:
             ConflictError: An id is another text's; none is kept.
+            InputError: One has too many holders; none is kept.
             StoreError: They cannot be written; none is kept.
         """
         query = f"INSERT OR REPLACE INTO chunks ({_COLUMNS}, {_OWN}, checksum) VALUES ({', '.join('?' * 10)})"
@@ -199,6 +201,10 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             "SELECT c.name, c.text FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
             "WHERE c.model = ? AND c.namespace = ?"
         )
+        crowded = (
+            "SELECT j.value FROM json_each(?) j WHERE "
+            "(SELECT count(*) FROM holders WHERE model = ? AND namespace = ? AND name = j.value) > ? LIMIT 1"
+        )
         with self.transaction():
             for name, text in self.rows(others, json.dumps(list(texts)), *self._of):
                 if text != texts[name]:
@@ -206,6 +212,11 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             self.db.executemany(query, rows)
             held = [(model, namespace, row[0], holder) for row in rows]
             self.db.executemany("INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?)", held)
+            for (name,) in self.rows(crowded, json.dumps(list(texts)), *self._of, _MOST_HOLDERS):
+                raise InputError(
+                    f"{_MOST_HOLDERS} clients hold the chunk {name!r}, as many as may. Have one let go of it (DELETE with "
+                    "&holder=NAME), or register it under a name that holds it."
+                )
 
     def release(self, chunk_ids: Sequence[str], holder: str) -> list[str]:
         """Note that ``holder`` lets go of chunks; return the ids of those that nobody holds any more, or ever did.

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from cacheblend_rag.server.catalogue import ChunkCatalogue
 
 
+_AT_ONCE = 256
+"""Chunks that a deletion holds in memory."""
+
+
 class Wanted(NamedTuple):
     """Says what a request wants registered, and for whom."""
 
@@ -215,8 +219,10 @@ class ServedChunks:
         self._catalogue.refresh(force=True)
         if holder is not None:
             names = self._catalogue.release(names, holder)
-        named = self._client.registry if everything else map(self._client.registry.get, names)
-        kept = ("index", "shared")
-        wanted = [chunk for chunk in named if chunk is not None and self._catalogue.origin(chunk.id) not in kept]
-        self.delete(wanted)
-        return [chunk.id for chunk in wanted]
+        named = iter(self._client.registry) if everything else map(self._client.registry.get, names)
+        kept, gone = ("index", "shared"), list[str]()
+        while some := list(islice(named, _AT_ONCE)):
+            wanted = [chunk for chunk in some if chunk is not None and self._catalogue.origin(chunk.id) not in kept]
+            self.delete(wanted)
+            gone += [chunk.id for chunk in wanted]
+        return gone

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import StoreError, StoreMismatchError
+from cacheblend_rag.errors import InputError, StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.registered import FILE_NAME, RegisteredChunks
@@ -32,6 +32,19 @@ def test_chunks_are_kept_for_their_model_with_text_tokens_and_metadata(tmp_path:
     assert everything(second) == [made] and everything(second)[0].metadata == made.metadata
     second.remove([made.id, "unknown"])
     assert everything(first) == [] and everything(other) == chunks("other")
+
+
+def test_a_chunk_has_no_more_holders_than_a_quota_of_chunks_can_mean(tmp_path: Path) -> None:
+    kept, made = RegisteredChunks(tmp_path, "one"), chunks("text", "other")
+    for number in range(64):
+        kept.add(made[:1], holder=f"client {number}")
+    kept.add(made[:1], holder="client 0")
+    with pytest.raises(InputError, match=r"64 clients hold the chunk .*&holder=NAME"):
+        kept.add(made, holder="client 64")
+    assert everything(kept) == made[:1]
+    assert kept.release([made[0].id], "client 64") == []
+    kept.release([made[0].id], "client 63")
+    kept.add(made, holder="client 64")
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,14 @@ async def test_a_page_of_chunks_is_not_read_all_at_once(server: Server, monkeypa
     assert page["has_more"] and page["last_id"] == "499" and max(counts) <= 256
 
 
+async def test_everything_is_deleted_a_few_chunks_at_a_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    await server.register(*(f"Berth {number}." for number in range(600)))
+    remove, counts = server.catalogue.remove, []
+    monkeypatch.setattr(server.catalogue, "remove", lambda names: counts.append(len(names)) or remove(names))
+    assert len((await server("DELETE", "?all=true")).json()["data"]) == sum(counts) == 600
+    assert max(counts) <= 256 and (len(server.registry), list(server.client.store.entries())) == (0, [])
+
+
 async def test_an_id_with_a_nul_is_refused_and_finds_no_other_chunk(server: Server) -> None:
     await server.register({"id": "a", "text": TEXTS[1]})
     refused = await server.register({"id": "a\0b", "text": TEXTS[0]})
