@@ -13,7 +13,8 @@ from cacheblend_rag.blending.profile import save_profile, user_folder
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.doctor.calibration import Calibration, CalibrationPrompt, Progress, calibrate
-from cacheblend_rag.lab.doctor.ledger import Coarser, Ledger
+from cacheblend_rag.lab.doctor.compared import Coarser
+from cacheblend_rag.lab.doctor.ledger import Ledger
 from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.doctor.rounding import rounded_weights
 from cacheblend_rag.lab.doctor.standard import Standard

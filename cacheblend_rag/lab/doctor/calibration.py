@@ -37,8 +37,8 @@ from cacheblend_rag.lab.doctor.candidates import (
     in_words,
     list_candidates,
 )
-from cacheblend_rag.lab.doctor.compared import Planner, PromptMeasurement
-from cacheblend_rag.lab.doctor.ledger import Coarser, Ledger, Prompts, key_of
+from cacheblend_rag.lab.doctor.compared import Coarser, Planner, PromptMeasurement
+from cacheblend_rag.lab.doctor.ledger import Ledger, Prompts, key_of
 from cacheblend_rag.lab.doctor.search import LOOK, Search, Trial
 from cacheblend_rag.lab.doctor.standard import Bounds, Standard
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -174,8 +174,7 @@ def calibrate(
 
     made = Prompts(measure, [key_of(each.prompt, each.continuation) for each in usable], ledger or Ledger())
     say = _teller(made, progress)
-    if standard.bits is not None and coarser is not None:
-        standard = _measured_standard(standard, standard.bits, made, coarser, say)
+    standard = _measured_standard(standard, made, coarser, say)
     candidates, layers = _what_to_try(subject.num_layers, made, by_deviation, say)
     groups = ["|".join(sorted({span.chunk.id for span in each.prompt.spans})) for each in usable]
     search = Search(candidates, groups, standard, made.compare, say)
@@ -184,8 +183,12 @@ def calibrate(
 
 
 def _measured_standard(
-    standard: Standard, bits: int, made: Prompts, coarser: Coarser, say: Callable[[str], None]
+    standard: Standard, made: Prompts, coarser: Coarser | None, say: Callable[[str], None]
 ) -> Standard:
+    """Return a standard with the agreement that it is held to, which that of weights of few bits gets by being measured."""
+    if (bits := standard.bits) is None:
+        return standard
+    assert coarser is not None  # or the agreement would be one that nobody has measured
     found = []
     for number in range(made.count):
         say(f"prompt {number + 1} of {made.count}: full recompute, and by weights of {bits} bits")

@@ -30,6 +30,9 @@ ANSWER_TOKENS: Final = 16
 Planner = Callable[[TokenizedPrompt], BlendPlan]
 """Says what is stored for a prompt, which then must be all of its chunks."""
 
+Coarser = Callable[[Sequence[int], int], torch.Tensor]
+"""Returns the logits ``[last, vocab]`` of the last tokens by coarser weights; the second argument says how many."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -132,10 +135,10 @@ class PromptMeasurement:
         compute = (done.computed_tokens + done.selection_tokens) / len(self.prompt.token_ids)
         return self._compared(self._follow(target), compute)
 
-    def by_weights(self, logits: Callable[[Sequence[int], int], torch.Tensor]) -> Comparison:
-        """Compare a full prefill by other weights, whose logits of prompt and answer ``[last, vocab]`` are given."""
+    def by_weights(self, coarser: Coarser) -> Comparison:
+        """Compare a full prefill of prompt and answer by other weights."""
         ids = (*self.prompt.token_ids, *self._answer[:-1])
-        return self._compared(logits(ids, len(self._answer)), 1.0)
+        return self._compared(coarser(ids, len(self._answer)), 1.0)
 
     def _compared(self, logits: torch.Tensor, compute: float) -> Comparison:
         other, truth = (each.double().cpu().log_softmax(-1) for each in (logits, self._truth))

@@ -9,20 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cacheblend_rag.blending.options import left_out
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate, LayerValues, layer_values
-from cacheblend_rag.lab.doctor.compared import Comparison, PromptMeasurement
+from cacheblend_rag.lab.doctor.compared import Coarser, Comparison, PromptMeasurement
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 # What making a prompt takes beside its blends, in full recomputes of it: its chunks' KV and ranking, its own answer.
 _MAKING = 3.0
 _PASS = 1.0
-
-Coarser = Callable[[Sequence[int], int], torch.Tensor]
-"""Returns the logits ``[last, vocab]`` of the last tokens by coarser weights; the second argument says how many."""
 
 
 @dataclass(frozen=True)
