@@ -44,6 +44,8 @@ CREATE TABLE holders (
 """
 _MOST_HOLDERS = 64  # of a chunk: they count in no quota
 _COLUMNS = "name, model, text, token_ids, metadata"
+# CROSS: the names first, or SQLite may go through all chunks.
+_NAMED = "FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ? AND c.namespace = ?"
 _OWN = "signature, namespace, kv_bytes, expires"
 
 
@@ -120,9 +122,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
         return next(iter(self._read("id = ?", row)), None)
 
     def known(self, chunk_ids: Sequence[str]) -> set[str]:
-        # CROSS: the names first, or SQLite may go through all chunks.
-        query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ? AND c.namespace = ?"
-        return {name for (name,) in self.rows(query, json.dumps(list(chunk_ids)), *self._of)}
+        return {name for (name,) in self.rows(f"SELECT c.name {_NAMED}", json.dumps(list(chunk_ids)), *self._of)}
 
     def named(self, chunk_id: str) -> Chunk | None:
         return next(iter(self._read("name = ?", chunk_id)), None)
@@ -196,17 +196,12 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             row = (name, model, text, token_ids, metadata, signature, namespace, kv_bytes.get(name, 0), expires)
             rows.append((*row, _checksum(*row)))
         texts = {row[0]: row[2] for row in rows}
-        # CROSS: see known().
-        others = (
-            "SELECT c.name, c.text FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
-            "WHERE c.model = ? AND c.namespace = ?"
-        )
         crowded = (
             "SELECT j.value FROM json_each(?) j WHERE "
             "(SELECT count(*) FROM holders WHERE model = ? AND namespace = ? AND name = j.value) > ? LIMIT 1"
         )
         with self.transaction():
-            for name, text in self.rows(others, json.dumps(list(texts)), *self._of):
+            for name, text in self.rows(f"SELECT c.name, c.text {_NAMED}", json.dumps(list(texts)), *self._of):
                 if text != texts[name]:
                     raise ConflictError.of_id(name)
             self.db.executemany(query, rows)
