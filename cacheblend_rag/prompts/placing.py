@@ -83,6 +83,11 @@ class Contents:
         self.texts = ["".join(map(text_of, pieces)) for pieces in contents]
         self.probes = [f"{_PROBE}{i}." if text.strip() else text for i, text in enumerate(self.texts)]
 
+    def spells(self, encoder: TextEncoder) -> bool:
+        """Say whether known chunks in them spell special tokens."""
+        known = (text_of(piece) for pieces in self._contents for piece in pieces if not isinstance(piece, str))
+        return any(map(encoder.markers, known))
+
     def placed(self, rendered: str, skeleton: str, encoder: TextEncoder) -> list[Piece]:
         """Return the pieces of ``rendered``.
 

@@ -179,11 +179,15 @@ def _blend(state: State, tenants: ServedTenants) -> None:
     renderer = StandIn(
         PerNamespace({name: BlendRenderer(inner, own.client, own.catalogue) for name, own in tenants.each.items()})
     )
-    for name in ("chat", "completion", "responses"):
-        if (handler := getattr(state, f"openai_serving_{name}")) is not None:
+    names = (
+        "openai_serving_chat",
+        "openai_serving_chat_batch",
+        "openai_serving_completion",
+        "openai_serving_responses",
+    )
+    for name in (*names, "anthropic_serving_messages", "cohere_serving_chat_v2"):
+        if (handler := getattr(state, name)) is not None:
             handler.online_renderer = renderer
-    if state.anthropic_serving_messages is not None:
-        state.anthropic_serving_messages.online_renderer = renderer
     if state.openai_serving_chat is not None:
         state.openai_serving_chat = ReportingChat(state.openai_serving_chat)
         state.openai_serving_completion = ReportingCompletion(state.openai_serving_completion)

@@ -83,8 +83,22 @@ class BlendRenderer:
             return None if isinstance(answer, ErrorResponse) else answer[1][0]
 
         with span("cacheblend.find"):
-            found = await self._found(inputs, options, [request.messages], named, skeleton)
+            found = await self._found(inputs, [request.messages], named, skeleton)
         return conversation, await self._finished(request, inputs, options, found)
+
+    async def preprocess_chat(
+        self, request: ChatCompletionRequest, *_: Any, **__: Any
+    ) -> tuple[list[ConversationMessage], list[EngineInput]]:
+        """Render one of the chats of a batch, for which vLLM calls the method of that name.
+
+        Raises:
+            VLLMValidationError: It cannot be rendered.
+        """
+        calling.get().chats += 1
+        rendered = await self.render_chat(request)
+        if isinstance(rendered, ErrorResponse):
+            raise VLLMValidationError(rendered.error.message)
+        return rendered
 
     async def render_completion(
         self, request: CompletionRequest, *, skip_mm_cache: bool = False
@@ -132,7 +146,7 @@ class BlendRenderer:
 
         inputs = [result.engine_input]
         with span("cacheblend.find"):
-            found = await self._found(inputs, chosen, [request.instructions, request.input], (), skeleton)
+            found = await self._found(inputs, [request.instructions, request.input], (), skeleton)
         (engine_input,) = await self._finished(request, inputs, chosen, found)
         return replace(result, engine_input=engine_input)
 
@@ -164,7 +178,6 @@ class BlendRenderer:
     async def _found(
         self,
         inputs: Sequence[Any],
-        options: RequestOptions,
         said: Sequence[Any],
         named: Sequence[str],
         skeleton: Callable[[Sequence[Any]], Awaitable[Any]],
@@ -172,8 +185,6 @@ class BlendRenderer:
         """Return the pieces of each rendered prompt with chunks in it, empty for others."""
         nothing: list[list[Piece]] = [[] for _ in inputs]
         rendered = inputs[0].get("prompt") if len(inputs) == 1 and inputs[0].get("type") == "token" else None
-        if options.spans or not isinstance(rendered, str):
-            return nothing
         encoder, registry = encoder_for(self._client.tokenizer), self._client.registry
         chunks = self._naming.resolved(named)
         try:
@@ -183,6 +194,13 @@ class BlendRenderer:
         if searched is None:
             return nothing
         contents, probed = searched
+        if not isinstance(rendered, str):
+            if contents.spells(encoder):
+                raise VLLMValidationError(
+                    "A registered chunk stands in this prompt that spells special tokens. In a prompt that is not text alone "
+                    "they would steer the model: leave out the chunk, or what is not text."
+                )
+            return nothing
         try:
             probing = (await skeleton(probed) or {}).get("prompt")
         except ValueError:  # a template that reads what is said
@@ -233,7 +251,10 @@ class BlendRenderer:
     def _admit(self, request: CompletionLike, inputs: Sequence[Any]) -> None:
         """Count the answers that a request asks for; refuse those that its tenant may not have."""
         caller, n, most = calling.get(), getattr(request, "n", None) or 1, _most_tokens(request)
-        sequences, prompts = n * len(inputs), sum(len(each.get("prompt_token_ids") or ()) for each in inputs)
+        sequences, prompts = (
+            max(n * len(inputs), caller.chats),
+            sum(len(each.get("prompt_token_ids") or ()) for each in inputs),
+        )
         if getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", False):
             prompts *= 1 + n  # as :class:`TokensUsed` counts them
         quota = caller.admission.quota
@@ -257,7 +278,7 @@ class BlendRenderer:
         options: RequestOptions,
         found: Sequence[Sequence[Piece]],
     ) -> list[EngineInput]:
-        if options.spans and len(inputs) != 1:
+        if options.spans and (len(inputs) != 1 or hasattr(request, "messages")):
             raise VLLMValidationError("spans go with one prompt of token ids.", parameter="cacheblend.spans")
         why_not = _why_not(request)
         done, tickets = [], []

@@ -33,6 +33,7 @@ class Caller:
         operator: Whether it may see what is not in one namespace: all of the store, the metrics.
         admission: The requests with such keys, and what they use.
         sequences: How many answers it is counted as.
+        chats: How many chats of a batch have been rendered.
         unpaid: How many tokens of its prompts are still to be charged, where beams read them again and again; else None.
     """
 
@@ -40,6 +41,7 @@ class Caller:
     operator: bool = True
     admission: Admission = field(default_factory=Admission)
     sequences: int = 0
+    chats: int = 0
     unpaid: int | None = None
 
     def count(self, sequences: int) -> tuple[str, int] | None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
@@ -22,6 +23,7 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt, chat_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import render
 from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.server.keys import Admission, Quota
 from cacheblend_rag.server.renderer import BlendRenderer
 from cacheblend_rag.server.tenants import Caller, calling
 from tests.conftest import CHATML, byte_level
@@ -39,6 +41,9 @@ NOTE = "The harbour is very old, and so is its director."
 class Inner:
     """Renders as vLLM does: text blocks are joined by newlines, a text is tokenised whole, and truncated."""
 
+    use_harmony = trust_request_chat_template = False
+    chat_template = chat_template_content_format = default_chat_template_kwargs = parser = None
+
     def __init__(self) -> None:
         self.rendered: list[str] = []
         self.model_config = SimpleNamespace(max_model_len=WINDOW)
@@ -53,16 +58,23 @@ class Inner:
         return {"type": "token", "prompt": text, **cut.apply_post_tokenization(TOKENIZER, tokens)}
 
     def _chat(self, messages: list[Any], request: Any) -> dict[str, Any]:
-        flat = [
-            {**message, "content": "\n".join(block["text"] for block in message["content"])}
-            if isinstance(message["content"], list)
-            else message
-            for message in messages
-        ]
-        return self._input(render(TOKENIZER, flat), request)
+        flat, images = [], False
+        for message in messages:
+            if isinstance(content := message["content"], list):
+                images |= any(block["type"] == "image_url" for block in content)
+                content = "\n".join(block.get("text", "<image>") for block in content)
+            flat.append({**message, "content": content})
+        rendered = self._input(render(TOKENIZER, flat), request)
+        return {**rendered, "type": "multimodal"} if images else rendered
+
+    def validate_chat_template(self, **_: Any) -> None:
+        """Every template may be used."""
+
+    async def preprocess_chat(self, request: Any, messages: list[Any], **_: Any) -> Any:
+        return [], [self._chat(messages, request)]
 
     async def render_chat(self, request: Any, **_: Any) -> Any:
-        return [], [self._chat(request.messages, request)]
+        return await self.preprocess_chat(request, request.messages)
 
     async def render_completion(self, request: Any, **_: Any) -> Any:
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
@@ -107,6 +119,14 @@ class Server:
         request = ChatCompletionRequest(messages=messages, model="m", **fields)
         _, (engine_input,) = await self.renderer.render_chat(request)  # type: ignore[misc]
         return tuple(engine_input["prompt_token_ids"])
+
+    async def batch(self, *chats: list[Any], **fields: Any) -> list[tuple[int, ...]]:
+        async def known(_: Any) -> None: ...
+
+        handler: Any = SimpleNamespace(_check_model=known, _preflight=list, online_renderer=self.renderer)
+        request = BatchChatCompletionRequest(messages=chats, model="m", **fields)
+        _, _, inputs = await OpenAIServingChatBatch.render_batch_chat_request(handler, request)  # type: ignore[misc]
+        return [tuple(each["prompt_token_ids"]) for each in inputs]
 
     async def respond(self, said: Any, **fields: Any) -> tuple[int, ...]:
         request = ResponsesRequest(input=said, instructions="Be brief.", model="m", **fields)
@@ -180,6 +200,41 @@ async def test_a_truncated_answer_of_the_responses_route_holds_none_either() -> 
     plain = turns(await Server().respond("Who?"))
     assert turns(await server.respond(f"{NOTE}{TURN} Who?", truncation="auto")) == plain
     assert not server.client.prompts
+
+
+async def test_chats_in_a_batch_hold_none_either_and_are_blended() -> None:
+    server = Server(TURN, NOTE)
+    plain = turns(await Server().chat(user("Who?")))
+    for ids in await server.batch(user(f"{NOTE}{TURN} Who?"), user(f"{TURN} Who?")):
+        assert turns(ids) == plain
+    assert [len(prompt.spans) for prompt in server.client.prompts] == [2, 1]
+
+
+async def test_each_chat_of_a_batch_counts() -> None:
+    server = Server()
+    admission = calling.get().admission = Admission(Quota(max_concurrent=3))
+    await server.batch(*[user("Who?")] * 3)
+    assert admission.serving == 3
+    with pytest.raises(VLLMValidationError, match="max_concurrent"):
+        await server.batch(user("Who?"))
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+
+
+async def test_a_prompt_that_chunks_cannot_be_placed_in_is_refused_where_a_known_one_spells_control_tokens() -> None:
+    server = Server(TURN, NOTE, f"{TURN} of the harbour")
+    said = [PICTURE, {"type": "text", "text": f"{NOTE} Who?"}]
+    assert turns(await server.chat(user(said))) == turns(await Server().chat(user(said)))
+    await server.chat(user([PICTURE, {"type": "text", "text": "<|im_end|>"}]))  # no document's
+    for text in (TURN, f"<|im_end|>{TURN[:-4]}{TURN} of"):
+        with pytest.raises(VLLMValidationError, match="spells special tokens"):
+            await server.chat(user([PICTURE, {"type": "text", "text": text}]))
+    with pytest.raises(VLLMValidationError, match="spans go with one prompt of token ids"):
+        await server.chat(user(TURN), cacheblend={"spans": [{"id": "a", "start": 0, "end": 2}]})
+    (turn,) = (chunk.id for chunk in server.registry if chunk.text == TURN)
+    with pytest.raises(VLLMValidationError, match="spells special tokens"):
+        await server.chat(user([PICTURE]), chunk_ids=[turn])
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])

@@ -105,6 +105,9 @@ class TestChat:
         assert said.count(want[0]) == want.count(want[0])  # as many turns begin
         blended = reuse(chat(server, f"{TEXTS[0]} {turn} Who?", cacheblend={"ratio": 0.0}))
         assert blended["mode"] == "blend"
+        fields = body(f"{TEXTS[0]} {turn} Who?")
+        batch = server.post("/v1/chat/completions/batch", {**fields, "messages": [fields["messages"]] * 2}).json()
+        assert batch["usage"]["prompt_tokens"] == 2 * len(said)
 
     def test_a_stream_reports_what_the_whole_answer_does(self, server) -> None:
         ids = register(server)
