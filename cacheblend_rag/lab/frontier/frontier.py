@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache
 
 from cacheblend_rag.blending.fusor import kv_deviation
 from cacheblend_rag.blending.options import BlendSchedule
@@ -15,7 +18,7 @@ from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS
 from cacheblend_rag.lab.frontier.measured import Measured
 from cacheblend_rag.lab.frontier.prompts import FrontierPrompt
-from cacheblend_rag.lab.learn.answers import greedy
+from cacheblend_rag.lab.learn.answers import Answered, answered
 from cacheblend_rag.lab.learn.blend import (
     NOWHERE,
     BatchLayout,
@@ -29,19 +32,18 @@ from cacheblend_rag.lab.learn.lesson import Lesson
 from cacheblend_rag.store.kv import LayerKV
 
 RATIOS: Final = (0.05, 0.15, 0.3, 0.5, 0.7)
-POLICIES: Final = ("random", "hkvd", "static", "query", "static-query")
-PLAIN, WRITTEN, FIRST_EXACT = "as it is", "written", "written, first chunk exact"
+POLICIES: Final = ("full-recompute", "random", "hkvd", "static", "query", "static-query")
+PLAIN, WRITTEN = "as it is", "by the writer"
 RECOMPUTED: Final = "full recompute"
 _CHECK_LAYER: Final = BlendSchedule().check_layers[0]
-_ENDS = (("full-reuse", 0.0), ("full-recompute", 1.0))
+_REUSE, _ALL = "full-reuse", "full-recompute"
 
 
 class Frontier:
     """Measures prompts on one model.
 
-    The first chunk is exact, with a writer and without, as the engines have it. With one stands beside it what it would be if
-    the writer wrote that chunk, too, and every chunk were stale. In any case full KV reuse is measured and, without a
-    writer, a blend that recomputes all: how far that is from the full prefill is the noise of the numbers.
+    The first chunk is exact, with a writer and without, as the engines have it. In any case full KV reuse is measured; a
+    blend that recomputes all, without a writer, shows the noise of the numbers.
     """
 
     def __init__(
@@ -66,113 +68,114 @@ class Frontier:
             weights: Copies of the model whose full recompute is measured, too.
         """
         self.lesson, self.probe, self.ends, self.batch_tokens = lesson, probe, ends, batch_tokens
-        self.runs = [(name, ratio) for name in policies for ratio in ratios if ratio]
+        self.runs = [
+            (name, ratio) for ratio in sorted(ratios) for name in policies if ratio and name not in (_REUSE, _ALL)
+        ]
+        self.noise = _ALL in policies
         self.weights = weights or {}
+        self._starts: dict[tuple[bool, tuple[int, ...]], DynamicCache] = {}
 
     @torch.no_grad()
     def measure(self, prompts: Sequence[FrontierPrompt]) -> Iterator[list[Measured]]:
-        """Yield what was found of each prompt; their answers are computed together first."""
-        model = self.lesson.blender.model
-        answers = greedy(model, [each.ids for each in prompts], ANSWER_TOKENS, self.ends, self.batch_tokens)
-        for prompt, answer in zip(prompts, answers, strict=True):
+        """Yield what was found of each prompt; those that are answered together follow each other, the longest first."""
+        ids = [each.ids for each in prompts]
+        for answered_one in answered(self.lesson.blender.model, ids, ANSWER_TOKENS, self.ends, self.batch_tokens):
             with self.lesson.autocast():
-                yield list(_PromptRun(self, prompt, answer).measure())
+                found = list(_PromptRun(self, prompts[answered_one.number], answered_one).measure())
+            yield found
+
+    def needs(self, what: str) -> bool:
+        """Return whether a policy says so of itself: ``needs_static``, ``needs_deviation`` or ``needs_attention``."""
+        return any(getattr(policy_named(name), what) for name, _ in self.runs)
+
+    def start(self, written: bool, ids: tuple[int, ...]) -> DynamicCache | None:
+        """Return the KV of what chunks are computed behind, by the writer or the model; computed once, None for nothing."""
+        if ids and (written, ids) not in self._starts:
+            model = self.lesson.writing if written else self.lesson.blender.model
+            self._starts[written, ids] = self.lesson.blender.start(model, ids)
+        return self._starts.get((written, ids))
 
 
 class _PromptRun:
-    """Measures one prompt. Each blend is followed by the model's own answer and, in a row beside it, by the right one."""
+    """Measures one prompt. Behind each blend stand the model's own answer and the right one, which do not see each other."""
 
-    def __init__(self, frontier: Frontier, prompt: FrontierPrompt, answer: Sequence[int]):
-        self._frontier, self._prompt = frontier, prompt
-        self._blender = frontier.lesson.blender
-        self._behind = [tuple(answer), *([prompt.gold] if prompt.gold else [])]
-        self._watched = max(map(len, self._behind))
-        rows = [[*prompt.ids, *each, *[0] * (self._watched - len(each))][:-1] for each in self._behind]
-        self._ids = torch.tensor(rows, device=self._blender.device)
-        deviates = any(policy_named(name).needs_deviation for name, _ in frontier.runs)
-        self._truth, self._cache = self._blender.prefill(self._batch(0), keep_kv=deviates)
+    def __init__(self, frontier: Frontier, prompt: FrontierPrompt, own: Answered):
+        self._frontier, self._prompt, self._answer = frontier, prompt, own.answer
+        self._blender, self._cache = frontier.lesson.blender, own.cache
+        rest = [*own.answer[:-1], *prompt.gold[:-1]]
+        length, watched = len(prompt.ids) + len(rest), 1 + len(rest)
+        # Chunks that do not start behind the header have no exact first one.
+        exact = int(prompt.spans[0][0] == len(prompt.header))
+        fork = len(prompt.ids) + len(own.answer) - 1 if prompt.gold else 0
+        self._layout = BatchLayout(prompt.header, prompt.spans, length, watched, exact, fork)
+        # Tokens that are always computed: before the last chunk's end, and behind it.
+        self._asked = len(prompt.ids) - prompt.spans[-1][1]
+        self._between = prompt.spans[-1][1] - len(prompt.header) - sum(end - start for start, end in prompt.spans)
+        self._ids = torch.tensor([[*prompt.ids, *rest]], device=self._blender.device)
+        self._stale = prompt.spans[exact:]
+        self._truth = self._blender.follow(self._batch(), self._cache)
         self._gold = self._likelihood(self._truth)
 
-    def _batch(self, exact: int, blends: int = 1, only_answer: bool = False) -> PromptBatch:
-        prompt = self._prompt
-        layout = BatchLayout(prompt.header, prompt.spans, self._ids.shape[1], self._watched, exact)
-        ids = (self._ids[:1] if only_answer else self._ids).repeat(blends, 1)
-        return PromptBatch(layout, ids, torch.ones(len(ids), self._watched, device=ids.device))
+    def _batch(self, blends: int = 1) -> PromptBatch:
+        weights = torch.ones(blends, self._layout.watched, device=self._ids.device)
+        return PromptBatch(self._layout, self._ids.expand(blends, -1), weights)
 
     def measure(self) -> Iterator[Measured]:
-        model, writing = self._blender.model, self._frontier.lesson.writing
         for name, other in self._frontier.weights.items():
-            batch = self._batch(0)
-            logits = other(input_ids=batch.ids, use_cache=False, logits_to_keep=self._watched).logits
-            yield self._measured(RECOMPUTED, name, 1.0, logits, 1.0)
-        # Chunks that do not start behind the header have no exact first one.
-        exact = int(self._prompt.spans[0][0] == len(self._prompt.header))
-        plain, static = self._written_by(model)
-        yield from self._blends(PLAIN, exact, plain, static)
-        if writing is None:
+            start = self._blender.start(other, self._ids[0, : -self._layout.watched].tolist())
+            yield self._measured(RECOMPUTED, name, 1.0, self._blender.follow(self._batch(), start, other), 1.0)
+        if not self._stale:
             return
-        written, ranked = self._written_by(writing)
-        yield from self._blends(WRITTEN, 0, written, ranked)
-        if exact:
-            width = len(plain.positions) // len(self._prompt.spans)
-            sides = [
-                [torch.cat([one[:, :, :width], other[:, :, width:]], 2) for one, other in zip(*pair, strict=True)]
-                for pair in zip(plain[:2], written[:2], strict=True)
-            ]
-            mixed = StoredBatch(sides[0], sides[1], plain.positions)
-            yield from self._blends(FIRST_EXACT, exact, mixed, ranked)
+        yield from self._blends(PLAIN, *self._written_by(self._blender.model))
+        if self._frontier.lesson.writing is not None:
+            yield from self._blends(WRITTEN, *self._written_by(self._frontier.lesson.writing))
 
     def _written_by(self, model: Any) -> tuple[StoredBatch, torch.Tensor | None]:
-        """Return what a model writes, and its static deviation, ``[stored]``: None where that is not asked for."""
-        batch = self._batch(0, only_answer=True)
-        alone = self._blender.write(model, batch)
-        if not any(policy_named(name).needs_static for name, _ in self._frontier.runs):
-            return alone, None
-        behind = self._blender.write(model, batch, self._frontier.probe)
-        return alone, deviation(alone, behind, len(self._prompt.spans))[0]
+        """Return all chunks' KV, the stale ones' as a model writes it, and if needed the static deviation, ``[stored]``."""
+        batch, blender, header = self._batch(), self._blender, self._prompt.header
+        probe, written = self._frontier.probe, model is not blender.model
+        alone = blender.write(model, batch, start=self._frontier.start(written, header))
+        stored = blender.behind_exact(self._layout, self._cache, alone)
+        if not self._frontier.needs("needs_static"):
+            return stored, None
+        behind = blender.write(model, batch, probe, self._frontier.start(written, (*header, *probe)))
+        static = deviation(alone, behind, len(self._stale))[0]
+        return stored, pad(static, (len(stored.positions) - len(static), 0))
 
-    def _blends(self, kv: str, exact: int, stored: StoredBatch, static: torch.Tensor | None) -> Iterator[Measured]:
-        known = self._candidates(exact, stored, static)
-        if not len(known.positions):
-            return
-        column = {int(position): i for i, position in enumerate(stored.positions.tolist())}
-        columns = torch.tensor([column[position] for position in known.positions.tolist()], device=self._ids.device)
-        runs = [*_ENDS, *self._frontier.runs] if kv == PLAIN else [_ENDS[0], *self._frontier.runs]
-        for deviates in (False, True):
-            part = [(name, ratio) for name, ratio in runs if policy_named(name).needs_deviation == deviates]
-            source = self._behind_dense_pass(stored) if deviates and part else stored
+    def _blends(self, kv: str, stored: StoredBatch, static: torch.Tensor | None) -> Iterator[Measured]:
+        reused, attention = self._reused(stored)
+        at = (stored.positions >= self._stale[0][0]) & (stored.positions != NOWHERE)
+        deviates = self._deviation(stored) if self._frontier.needs("needs_deviation") else None
+        known = self._candidates(stored.positions, deviates, attention, static).at(at)
+        yield self._measured(kv, _REUSE, 0.0, reused, self._compute(_REUSE, known, 0))
+        noise = [(_ALL, 1.0)] if self._frontier.noise and kv == PLAIN else []
+        for measured_first in (False, True):
+            runs = [*noise, *self._frontier.runs]
+            part = [run for run in runs if policy_named(run[0]).needs_deviation == measured_first]
+            source = self._behind_dense_pass(stored) if measured_first and part else stored
             step = max(1, self._frontier.batch_tokens // self._ids.numel())
-            for at in range(0, len(part), step):
-                yield from self._together(kv, exact, source, known, columns, part[at : at + step])
+            # Rows of a batch are as long as the longest: those of one ratio go together.
+            for _, group in groupby(part, lambda run: run[1]):
+                same = list(group)
+                for first in range(0, len(same), step):
+                    yield from self._together(kv, source, known, at, same[first : first + step])
 
     def _together(
-        self,
-        kv: str,
-        exact: int,
-        stored: StoredBatch,
-        known: Candidates,
-        columns: torch.Tensor,
-        runs: Sequence[tuple[str, float]],
+        self, kv: str, stored: StoredBatch, known: Candidates, at: torch.Tensor, runs: Sequence[tuple[str, float]]
     ) -> Iterator[Measured]:
-        layout, rows = self._batch(exact).layout, len(self._behind)
-        wanted = [count_of(layout, ratio) for _, ratio in runs]
+        wanted = [count_of(self._layout, ratio) for _, ratio in runs]
         masks = [policy_named(name).select(known, count) for (name, _), count in zip(runs, wanted, strict=True)]
         scores = torch.zeros(len(runs), len(stored.positions), device=self._ids.device)
-        scores[:, columns] = torch.stack(masks).float()
+        scores[:, at] = torch.stack(masks).float()
         counts = [int(count) for count in scores.sum(1).tolist()]
-        each = [count for count in counts for _ in range(rows)]
-        batch = self._batch(exact, len(runs))
-        logits = self._blender.blend(batch, stored, scores.repeat_interleave(rows, 0), each)
-        for (name, ratio), count, mine in zip(runs, counts, torch.split(logits, rows), strict=True):
-            yield self._measured(kv, name, ratio, mine, self._compute(name, layout, known, count))
+        logits = self._blender.blend(self._batch(len(runs)), stored, scores, counts)
+        for (name, ratio), count, mine in zip(runs, counts, logits, strict=True):
+            yield self._measured(kv, name, ratio, mine[None], self._compute(name, known, count))
 
-    def _compute(self, name: str, layout: BatchLayout, known: Candidates, count: int) -> float:
+    def _compute(self, name: str, known: Candidates, count: int) -> float:
         """Return what a blend computes, as the fusor counts it: share of the prompt's tokens through all layers."""
-        chosen, stale = policy_named(name), len(known.positions)
-        ends = [0, *(end for _, end in layout.spans)]
-        starts = [len(layout.header), *(start for start, _ in layout.spans)][1:]
-        between = sum(start - max(end, len(layout.header)) for start, end in zip(starts, ends, strict=False))
-        forced = between + len(self._prompt.ids) - ends[-1]
+        chosen, stale, between = policy_named(name), len(known.positions), self._between
+        forced = between + self._asked
         computed = float(forced + count)
         if chosen.needs_attention and 0 < count < stale:
             computed += forced
@@ -180,23 +183,11 @@ class _PromptRun:
             computed += (stale + between) * _CHECK_LAYER / self._blender.num_layers
         return computed / len(self._prompt.ids)
 
-    def _candidates(self, exact: int, stored: StoredBatch, static: torch.Tensor | None) -> Candidates:
-        """Return all that a policy may ask about the stale tokens."""
-        spans, device = self._prompt.spans[exact:], self._ids.device
-        places = [(i, start, end) for i, (start, end) in enumerate(spans)]
-        first = spans[0][0] if spans else NOWHERE
-        at = (stored.positions >= first) & (stored.positions != NOWHERE)
-        needs = [policy_named(name) for name, _ in self._frontier.runs]
-        attention = self._attention(exact, stored)[at] if any(one.needs_attention for one in needs) else None
-        deviates = self._deviation(stored)[at] if any(one.needs_deviation for one in needs) else None
-        return Candidates(
-            stored.positions[at],
-            torch.cat([torch.full((end - start,), i, device=device) for i, start, end in places] or [_none(device)]),
-            torch.cat([torch.arange(end - start, device=device) for _, start, end in places] or [_none(device)]),
-            deviates,
-            attention,
-            None if static is None else static[at],
-        )
+    def _candidates(self, positions: torch.Tensor, *measured: torch.Tensor | None) -> Candidates:
+        """Return all that a policy may ask about what is stored, the stale tokens and others."""
+        starts = torch.tensor([start for start, _ in self._stale], device=positions.device)
+        chunk = torch.searchsorted(starts, positions, right=True) - 1
+        return Candidates(positions, chunk, positions - starts[chunk], *measured)
 
     def _behind_dense_pass(self, stored: StoredBatch) -> StoredBatch:
         """Return what is stored; the layers below the check layer, which the dense pass computes, as they are in context."""
@@ -212,41 +203,40 @@ class _PromptRun:
 
     def _fresh(self, stored: StoredBatch) -> StoredBatch:
         """Return the full prefill's KV of the chunks' tokens, as far up as the check layer."""
-        assert self._cache is not None
         fresh = self._blender.in_context(self._cache, stored.positions)
         few = slice(0, _CHECK_LAYER + 1)
         return StoredBatch(
             [part[:1] for part in fresh.keys[few]], [part[:1] for part in fresh.values[few]], stored.positions
         )
 
-    def _attention(self, exact: int, stored: StoredBatch) -> torch.Tensor:
-        """Return the question's attention to stored tokens, ``[stored]``."""
-        batch = self._batch(exact, only_answer=True)
-        first, count = len(batch.layout.header), len(stored.positions)
-        asked = len(self._prompt.ids) - batch.layout.spans[-1][1]
+    def _reused(self, stored: StoredBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits of full reuse and, if it is needed, the question's attention to stored tokens, ``[stored]``."""
+        if not self._frontier.needs("needs_attention"):
+            return self._blender.blend(self._batch(), stored), None
+        first, count = len(self._layout.header), len(stored.positions)
         seen = torch.zeros(count, device=self._ids.device)
 
         def watch(_layer: int, weights: torch.Tensor) -> None:
-            # Behind the last chunk stand the question and, teacher-forced, its answer, which is not asked yet.
-            end = weights.shape[1] - (self._watched - 1)
-            seen.add_(weights[:, end - asked : end, first : first + count].float().mean((0, 1)))
+            # Behind the question stand, teacher-forced, its answers, which are not asked yet.
+            question = weights[:, self._between : self._between + self._asked]
+            seen.add_(question[..., first : first + count].float().mean((0, 1)))
 
-        self._blender.header_kv(batch.layout.header)  # whose own attention is not meant
+        self._blender.header_kv(self._layout.header)  # whose own attention is not meant
         with watched(watch):
-            self._blender.blend(batch, stored)
-        return seen / self._blender.num_layers
+            logits = self._blender.blend(self._batch(), stored)
+        return logits, seen / self._blender.num_layers
 
     def _likelihood(self, logits: torch.Tensor) -> float | None:
-        """Return the right answer's mean log-likelihood, of logits ``[rows, watched, vocab]``."""
+        """Return the right answer's mean log-likelihood, of logits ``[1, watched, vocab]``."""
         gold = self._prompt.gold
         if not gold:
             return None
-        said = logits[1, : len(gold)].float().log_softmax(-1)
+        said = torch.cat([logits[0, :1], logits[0, len(self._answer) :]]).float().log_softmax(-1)
         return float(said.gather(1, torch.tensor(gold, device=said.device)[:, None]).mean())
 
     def _measured(self, kv: str, policy: str, ratio: float, logits: torch.Tensor, compute: float) -> Measured:
-        count, prompt = len(self._behind[0]), self._prompt
-        truth, said = self._truth[:1, :count], logits[:1, :count]
+        count, prompt = len(self._answer), self._prompt
+        truth, said = self._truth[:, :count], logits[:, :count]
         kl = divergences(truth, said)[0]
         agrees = truth[0].argmax(-1) == said[0].argmax(-1)
         numbers = torch.stack([kl.mean(), agrees.float().mean(), agrees.all().float()])
@@ -256,7 +246,3 @@ class _PromptRun:
         return Measured(
             prompt.data, prompt.key, prompt.group, kv, policy, ratio, mean, share, whole, compute, gold, change
         )
-
-
-def _none(device: torch.device) -> torch.Tensor:
-    return torch.zeros(0, dtype=torch.long, device=device)

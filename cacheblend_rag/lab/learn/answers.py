@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from transformers import DynamicCache
+
+
+class Answered(NamedTuple):
+    """Holds a prompt's answer, and what computing it left.
+
+    Attributes:
+        number: Which of the prompts.
+        answer: The answer's tokens.
+        cache: KV of the prompt without its last token, one row.
+    """
+
+    number: int
+    answer: tuple[int, ...]
+    cache: DynamicCache
+
+
+def greedy(
+    model: Any, prompts: Sequence[Sequence[int]], tokens: int, ends: frozenset[int], batch_tokens: int
+) -> list[tuple[int, ...]]:
+    """Return the model's greedy answers to prompts; see :func:`answered`."""
+    found: list[tuple[int, ...]] = [()] * len(prompts)
+    for one in answered(model, prompts, tokens, ends, batch_tokens):
+        found[one.number] = one.answer
+    return found
 
 
 @torch.no_grad()
-def greedy(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    ends: frozenset[int],
-    batch_tokens: int,
-    progress: Callable[[int], None] | None = None,
-) -> list[tuple[int, ...]]:
-    """Return the model's greedy answers to prompts, each with the token that ends it, if it came.
+def answered(
+    model: Any, prompts: Sequence[Sequence[int]], tokens: int, ends: frozenset[int], batch_tokens: int
+) -> Iterator[Answered]:
+    """Answer prompts greedily, the longest first; an answer has the token that ends it, if it came.
 
     Args:
         model: A causal LM.
@@ -25,9 +45,7 @@ def greedy(
         tokens: Most tokens of an answer.
         ends: Tokens that end one.
         batch_tokens: Most tokens of prompts at once, padding included.
-        progress: Told how many prompts are answered.
     """
-    found: list[tuple[int, ...]] = [()] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]), reverse=True)
     at = 0
     while at < len(order):
@@ -36,10 +54,12 @@ def greedy(
         rows = [prompts[number] for number in numbers]
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-        # Some models' own settings would sample or punish repetition.
+        # Some models' own settings would sample or punish repetition, and keep no more KV than a window.
+        cache = DynamicCache()
         out = model.generate(
             ids,
             attention_mask=mask,
+            past_key_values=cache,
             max_new_tokens=tokens,
             do_sample=False,
             repetition_penalty=1.0,
@@ -49,10 +69,11 @@ def greedy(
             eos_token_id=sorted(ends) or None,
             pad_token_id=0,
         )[:, width:].tolist()
-        for number, row in zip(numbers, out, strict=True):
-            end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-            found[number] = tuple(row[:end])
+        for row, number in enumerate(numbers):
+            end = next((i + 1 for i, token in enumerate(out[row]) if token in ends), len(out[row]))
+            own = DynamicCache()
+            for layer, one in enumerate(cache.layers):
+                first = width - len(prompts[number])
+                own.update(*(side[row : row + 1, :, first : width - 1] for side in (one.keys, one.values)), layer)
+            yield Answered(number, tuple(out[row][:end]), own)
         at += len(numbers)
-        if progress is not None:
-            progress(at)
-    return found

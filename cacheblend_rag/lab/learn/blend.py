@@ -30,6 +30,8 @@ class BatchLayout:
         length: Tokens of a prompt with its answer.
         watched: So many last tokens are those whose predictions are compared.
         exact: So many chunks from the first on are as the prefill has them; the others are stale.
+        fork: Where a second continuation of the prompt begins, which sees nothing of the first; 0 if there is none. The
+            prompt's last token is the first that is watched.
     """
 
     header: tuple[int, ...]
@@ -37,6 +39,12 @@ class BatchLayout:
     length: int
     watched: int
     exact: int = 0
+    fork: int = 0
+
+    def positions(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the positions of the tokens at ``places`` of a row: a second continuation stands where the first does."""
+        second = (places >= self.fork) & (places != NOWHERE)
+        return torch.where(second, places - self.fork + self.length - self.watched + 1, places) if self.fork else places
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,40 @@ class BatchBlender:
         cache = DynamicCache() if keep_kv else None
         return self._run(self.model, batch.ids, cache, batch.layout.watched), cache
 
-    def write(self, model: Any, batch: PromptBatch, probe: Sequence[int] = ()) -> StoredBatch:
+    @torch.no_grad()
+    def follow(self, batch: PromptBatch, cache: DynamicCache, model: Any = None) -> torch.Tensor:
+        """Return the logits ``[prompts, watched, vocab]`` of full prefills, of which only the watched tokens are left.
+
+        Args:
+            batch: The prompts, with one continuation each or two.
+            cache: KV of all tokens before the watched ones; it grows by those.
+            model: Whose; None for this blender's own.
+        """
+        layout = batch.layout
+        places = torch.arange(layout.length, device=self.device).expand(len(batch.ids), -1)
+        tail = places[:, -layout.watched :]
+        model = self.model if model is None else model
+        mask = self._mask(layout, tail, places, model.dtype)
+        ids, at = batch.ids[:, -layout.watched :], layout.positions(tail)
+        return self._run(model, ids, cache, layout.watched, position_ids=at, attention_mask=mask)
+
+    @torch.no_grad()
+    def start(self, model: Any, ids: Sequence[int]) -> DynamicCache:
+        """Return a model's KV of what others come behind."""
+        cache = DynamicCache()
+        self._run(model, torch.tensor([ids], device=self.device), cache, 1)
+        return cache
+
+    def write(
+        self, model: Any, batch: PromptBatch, probe: Sequence[int] = (), start: DynamicCache | None = None
+    ) -> StoredBatch:
         """Compute the KV of every stale chunk behind the header, and move it to its place.
 
         Args:
             model: This blender's own, or one that writes in its place.
             batch: The prompts.
             probe: Token ids that stand between header and chunk.
+            start: That model's KV of header and probe, one row; None computes it beside every chunk, for gradients.
         """
         layout = batch.layout
         h, spans = len(layout.header) + len(probe), layout.spans[layout.exact :]
@@ -112,9 +147,13 @@ class BatchBlender:
         target = starts + offsets
         # Padding stands behind each chunk, where causal attention never looks from: any tokens will do.
         chunks = batch.ids[:, target.clamp(max=layout.length - 1)].flatten(0, 1)
-        before = torch.tensor([*layout.header, *probe], device=self.device, dtype=chunks.dtype).expand(len(chunks), h)
-        cache = DynamicCache()
-        self._run(model, torch.cat([before, chunks], 1), cache, 1)
+        cache, ids = DynamicCache(), chunks
+        if start is None:
+            before = torch.tensor([*layout.header, *probe], device=self.device, dtype=chunks.dtype)
+            ids = torch.cat([before.expand(len(chunks), h), chunks], 1)
+        for layer, one in enumerate(start.layers if start else ()):
+            cache.update(*(side.expand(len(chunks), -1, -1, -1) for side in (one.keys, one.values)), layer)
+        self._run(model, ids, cache, 1)
         source = (offsets + h).expand_as(target).flatten()
         keys, values = self._apart(cache, h, len(batch.ids))
         keys = self._moved(keys, source, target.flatten())
@@ -179,9 +218,9 @@ class BatchBlender:
             sides = zip(h, (k, v), strict=True)
             pair = (torch.cat([part.expand(rows, -1, -1, -1) for part in side], 2) for side in sides)
             cache.update(*(reversed(tuple(pair)) if self._latent_first else pair), layer)
-        mask = self._mask(queries, torch.cat([before, seen_at, own_at], 1))
-        ids = batch.ids.gather(1, queries)
-        return self._run(self.model, ids, cache, layout.watched, position_ids=queries, attention_mask=mask)
+        mask = self._mask(layout, queries, torch.cat([before, seen_at, own_at], 1), self.dtype)
+        ids, at = batch.ids.gather(1, queries), layout.positions(queries)
+        return self._run(self.model, ids, cache, layout.watched, position_ids=at, attention_mask=mask)
 
     def _run(self, model: Any, ids: torch.Tensor, cache: DynamicCache | None, keep: int, **more: Any) -> torch.Tensor:
         out = model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **more)
@@ -196,16 +235,20 @@ class BatchBlender:
             computed[start:end] = False
         return computed.nonzero().squeeze(1).to(self.device)
 
-    def _mask(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
+    def _mask(self, layout: BatchLayout, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype) -> Any:
         """Return the additive mask ``[prompts, 1, queries, keys]``, one for each kind of layer where there are several."""
         causal = keys[:, None, None, :] <= queries[:, None, :, None]
+        if layout.fork:
+            others = (keys > layout.length - layout.watched) & (keys < layout.fork)
+            causal = causal & ~((queries >= layout.fork)[:, None, :, None] & others[:, None, None, :])
+        queries, keys = layout.positions(queries), layout.positions(keys)
 
         def build(kind: str) -> torch.Tensor:
             allowed = causal
             if kind == "sliding_attention" and self._window is not None:
                 allowed = causal & (keys[:, None, None, :] > queries[:, None, :, None] - self._window)
-            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
-            return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
+            mask = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
+            return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
         return {kind: build(kind) for kind in self._kinds} if self._kinds else build("sliding_attention")
 
@@ -213,10 +256,8 @@ class BatchBlender:
     def header_kv(self, header: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the header's own KV, which the plain model computes."""
         if header not in self._headers:
-            cache = DynamicCache()
             # Without a header one token stands for it, of which nothing is kept.
-            self._run(self.model, torch.tensor([header or (0,)], device=self.device), cache, 1)
-            pairs = [self._pair(layer) for layer in cache.layers]
+            pairs = [self._pair(layer) for layer in self.start(self.model, header or (0,)).layers]
             self._headers[header] = [(k[:, :, : len(header)], v[:, :, : len(header)]) for k, v in pairs]
         return self._headers[header]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.options import FuseOptions
@@ -16,12 +20,12 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 from cacheblend_rag.lab.doctor.rounding import rounded
 from cacheblend_rag.lab.frontier.__main__ import main
-from cacheblend_rag.lab.frontier.frontier import FIRST_EXACT, PLAIN, RECOMPUTED, WRITTEN, Frontier
+from cacheblend_rag.lab.frontier.frontier import PLAIN, RECOMPUTED, WRITTEN, Frontier
 from cacheblend_rag.lab.frontier.measured import Measured, append_measured, read_measured, summarise, table_of
 from cacheblend_rag.lab.frontier.prompts import FrontierPrompt, read_prompts, write_prompts
 from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser
 from cacheblend_rag.lab.learn.adapter import weights_of, writing_copy
-from cacheblend_rag.lab.learn.blend import BatchBlender
+from cacheblend_rag.lab.learn.blend import BatchBlender, PromptBatch
 from cacheblend_rag.lab.learn.lesson import Lesson
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
@@ -31,7 +35,7 @@ SCENES = [Scene(), Scene(1, chunk_tokens=(20, 33, 16))]
 
 
 GOLD = (7, 30, 11, 25)
-NAMES = ("random", "hkvd", "static", "query", "static-query", "sink", "hybrid")
+NAMES = ("full-recompute", "random", "hkvd", "static", "query", "static-query", "sink", "hybrid")
 
 
 def prompt_of(scene: Scene, data: str = "made up", gold: tuple[int, ...] = ()) -> FrontierPrompt:
@@ -45,13 +49,14 @@ def measured(
     gold: tuple[int, ...] = (),
     weights: Sequence[str] = (),
     batch_tokens: int = 4096,
+    blends_by: type[BatchBlender] = BatchBlender,
 ) -> list[list[Measured]]:
     model = make_model(BLENDED[family]())
     writing = writing_copy(model, rank=2) if written else None
     for tensor in weights_of(writing).values() if written else ():
         torch.nn.init.normal_(tensor, std=0.2)
     prompts = [prompt_of(scene, gold=gold) for scene in SCENES]
-    lesson = Lesson(BatchBlender(model), writing)
+    lesson = Lesson(blends_by(model), writing)
     copies = coarser(model, weights)
     return list(Frontier(lesson, PROBE, frozenset(), batch_tokens, (0.3,), NAMES, copies).measure(prompts))
 
@@ -61,14 +66,7 @@ def test_every_policys_kl_agreement_and_compute_are_those_of_calibration(family:
     for scene, mine in zip(SCENES, measured(family, gold=GOLD), strict=True):
         engine = engine_for(make_model(BLENDED[family]()), scene)
         one = PromptMeasurement(engine.subject(), engine.rope, scene.header, scene.prompt, None, PROBE)
-        assert [each.policy for each in mine] == [
-            "full-reuse",
-            "full-recompute",
-            "random",
-            *NAMES[2:6],
-            "hkvd",
-            "hybrid",
-        ]
+        assert [each.policy for each in mine] == ["full-reuse", *NAMES[:2], *NAMES[3:7], "hkvd", "hybrid"]
         for each in mine:
             want = one.compare(FuseOptions(policy(each.policy), each.ratio))
             assert each.kv == PLAIN
@@ -100,12 +98,48 @@ def test_few_tokens_at_once_give_the_same_numbers_and_no_right_answer_none() -> 
         assert {each.gold for each in many} == {None}
 
 
-def test_with_a_writer_every_chunk_is_stale_and_beside_it_stands_an_exact_first_one() -> None:
-    found = [each for one in measured("llama", written=True) for each in one]
-    reused = [each for each in found if each.policy == "full-reuse"]
-    by_kind = {kind: [each.kl for each in reused if each.kv == kind] for kind in (PLAIN, WRITTEN, FIRST_EXACT)}
-    assert [len(kls) for kls in by_kind.values()] == [2, 2, 2]
-    assert by_kind[WRITTEN] != by_kind[FIRST_EXACT] != by_kind[PLAIN]
+class TwoRows(BatchBlender):
+    """Computes each continuation of a prompt in a row of its own."""
+
+    def blend(self, batch: PromptBatch, *others: Any) -> torch.Tensor:
+        return self.apart(batch, lambda each: super(TwoRows, self).blend(each, *others))
+
+    def follow(self, batch: PromptBatch, cache: DynamicCache, model: Any = None) -> torch.Tensor:
+        return self.apart(batch, lambda each: super(TwoRows, self).follow(each, deepcopy(cache), model))
+
+    def apart(self, batch: PromptBatch, compute: Callable[[PromptBatch], torch.Tensor]) -> torch.Tensor:
+        layout, ids = batch.layout, batch.ids
+        end = layout.length - layout.watched + 1
+        one, other = (
+            compute(PromptBatch(replace(layout, length=row.shape[1], watched=row.shape[1] - end + 1, fork=0), row, row))
+            for row in (ids[:, : layout.fork], torch.cat([ids[:, :end], ids[:, layout.fork :]], 1))
+        )
+        return torch.cat([one, other[:, 1:]], 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_two_answers_behind_one_prompt_are_as_each_behind_a_prompt_of_its_own(family: str) -> None:
+    ways = (measured(family, True, GOLD, ["8-bit"], blends_by=way) for way in (BatchBlender, TwoRows))
+    together, apart = ([each for one in way for each in one] for way in ways)
+    for mine, want in zip(together, apart, strict=True):
+        assert (mine.kv, mine.policy, mine.ratio, mine.agrees) == (want.kv, want.policy, want.ratio, want.agrees)
+        assert mine.kl == pytest.approx(want.kl, abs=1e-5)
+        assert mine.gold == pytest.approx(want.gold, abs=1e-5)
+    assert {each.kv for each in together} == {RECOMPUTED, PLAIN, WRITTEN}
+
+
+def test_with_a_writer_every_policy_is_measured_once_more() -> None:
+    for mine in measured("llama", written=True):
+        plain, written = ({each.policy: each.kl for each in mine if each.kv == kind} for kind in (PLAIN, WRITTEN))
+        assert plain.keys() - written.keys() == {"full-recompute"}
+        assert all(plain[name] != kl for name, kl in written.items())
+
+
+def test_only_what_is_asked_for_is_measured() -> None:
+    model = make_model(BLENDED["llama"]())
+    frontier = Frontier(Lesson(BatchBlender(model), None), PROBE, frozenset(), 4096, (0.3, 0.1), ("query",))
+    (found,) = frontier.measure([prompt_of(Scene())])
+    assert [(each.policy, each.ratio) for each in found] == [("full-reuse", 0.0), ("query", 0.1), ("query", 0.3)]
 
 
 def test_coarser_weights_are_farther_from_the_model_the_fewer_bits_they_have() -> None:
