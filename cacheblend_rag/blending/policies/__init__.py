@@ -1,7 +1,6 @@
 """Finds token-selection policies by name: ours, and those that installed packages add by an entry point.
 
-A new policy of ours is a class in `builtin.py` and a line in `POLICIES`; `examples/third_party_policy` is one in a package of its
-own.
+A new policy of ours is a class in `base.py` and a line in `POLICIES`; `examples/third_party_policy` is one in its own package.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ POLICIES = {
     "static": "StaticPolicy",
     "static-query": "StaticQueryPolicy",
     "hkvd": "HKVDPolicy",
-    "sink": "SinkPolicy",
     "query": "QueryPolicy",
-    "hybrid": "HybridPolicy",
-    "random": "RandomPolicy",
     "full-reuse": "FullReusePolicy",
     "full-recompute": "FullRecomputePolicy",
 }
@@ -106,7 +102,7 @@ def name_elsewhere(which: str | SelectionPolicy) -> str:
 @cache
 def _named(name: str) -> SelectionPolicy:
     if name in POLICIES:
-        ours: SelectionPolicy = getattr(import_module(f"{__name__}.builtin"), POLICIES[name])()
+        ours: SelectionPolicy = getattr(import_module(f"{__name__}.base"), POLICIES[name])()
         return ours
     return _load(name, _installed()[name])
 

@@ -1,4 +1,7 @@
-"""Holds our own policies: by KV deviation, static deviation and attention, and the baselines they are measured against."""
+"""Holds the policies to compare with, which nothing here ever picks by itself; found by name, as those of any other package.
+
+`pyproject.toml` names them among its entry points.
+"""
 
 from __future__ import annotations
 
@@ -7,98 +10,6 @@ from typing import Final
 import torch
 
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
-
-
-class FullReusePolicy(SelectionPolicy):
-    """Recomputes nothing, one end of the range: full KV reuse, with positions corrected."""
-
-    name = "full-reuse"
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return 0 for every token."""
-        return torch.zeros_like(candidates.positions)
-
-    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Return an empty selection."""
-        return super().select(candidates, 0)
-
-
-class FullRecomputePolicy(SelectionPolicy):
-    """Recomputes everything, the other end: equal to the full prefill."""
-
-    name = "full-recompute"
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return 1 for every token."""
-        return torch.ones_like(candidates.positions)
-
-    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Return all tokens."""
-        return super().select(candidates, len(candidates.positions))
-
-
-class HKVDPolicy(SelectionPolicy):
-    """Scores by KV deviation at the check layer (CacheBlend, arXiv 2405.16444, section 4).
-
-    The fusor narrows the set with depth (gradual filtering).
-    """
-
-    name = "hkvd"
-    needs_deviation = True
-    effort = 3.6
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the KV deviation."""
-        assert candidates.deviation is not None
-        return candidates.deviation
-
-
-class StaticPolicy(SelectionPolicy):
-    """Scores by static deviation (:mod:`cacheblend_rag.blending.static`), so that all is chosen before the first layer runs."""
-
-    name = "static"
-    needs_static = True
-    effort = 1.8
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the static deviation."""
-        assert candidates.static is not None
-        return candidates.static
-
-
-class StaticQueryPolicy(SelectionPolicy):
-    """Scores by the square root of the static deviation times the question's attention over stored KV.
-
-    The root brings the squared distance to the scale of the attention; what deviates unread scores low, as does what is read but
-    right. Needs all layers' KV before it selects, but no dense pass.
-    """
-
-    name = "static-query"
-    needs_static = True
-    needs_attention = True
-    without_static = "query"
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the product."""
-        assert candidates.static is not None
-        assert candidates.attention is not None
-        return candidates.static.sqrt() * candidates.attention
-
-
-class QueryPolicy(SelectionPolicy):
-    """Scores by the question's attention over stored KV (as ProphetKV, arXiv 2602.02579, and A³, arXiv 2511.17560, propose).
-
-    Needs no check layer, but all layers' KV beforehand.
-    """
-
-    name = "query"
-    needs_attention = True
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the question's attention."""
-        assert candidates.attention is not None
-        return candidates.attention
-
 
 _SINKS: Final = 2
 _WINDOW: Final = 7
