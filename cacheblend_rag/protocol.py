@@ -174,6 +174,7 @@ class ModelInfo(BaseModel):
         num_layers: Number of transformer layers.
         defaults: The blend options that a request leaves open.
         widths: Of the set at each default check layer, as multiples of the ratio.
+        fast: The highest ratio of ``quality="fast"``.
         text: For which text the default ratio holds (:class:`~cacheblend_rag.blending.options.TextRange`); None if unknown.
         controlled: Whether there is a loading controller to choose a ratio of ``"auto"``: costs that were measured.
     """
@@ -190,6 +191,7 @@ class ModelInfo(BaseModel):
     num_layers: int
     defaults: dict[str, Any]
     widths: tuple[float, ...]
+    fast: float = ModelProfile.fast
     text: TextRange | None = None
     controlled: bool = False
 
@@ -199,4 +201,6 @@ class ModelInfo(BaseModel):
         if settings.ratio == "auto":
             raise InputError("The server's default ratio is 'auto', which is for requests alone.")
         name = policy_name(settings.policy)
-        return ModelProfile(settings.ratio, name, settings.check_layers, self.widths, settings.reuse, self.text)
+        return ModelProfile(
+            settings.ratio, name, settings.check_layers, self.widths, settings.reuse, self.fast, self.text
+        )

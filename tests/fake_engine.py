@@ -26,7 +26,7 @@ from tests.conftest import tokenizer_named
 class FakeEngine(BlendEngine):
     gate = GateReport(True)
     num_layers = 1
-    profile = ModelProfile(origin="made up")
+    profile = ModelProfile(calibrated={"why": "made up"})
 
     def __init__(self, store: KVStore | None = None, name: str = "fake", tokenizer: Any = None, window: int = 100_000):
         self.tokenizer = tokenizer or tokenizer_named("byte_level")

@@ -47,6 +47,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: set[str]) -> None:
 
 
 def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
+    writer = ("adapter_config.json", "adapter_model.safetensors", "cacheblend.json", "writer.json")
     needed = {
         "py.typed",
         "lab/evaluation/report.html.j2",
@@ -57,6 +58,7 @@ def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
         "demo/model/config.json",
         "demo/model/model.safetensors",
         "demo/model/tokenizer.json",
+        *(f"engines/writers/smollm2/{name}" for name in writer),
     }
     assert {f"cacheblend_rag/{name}" for name in needed} <= wheel
 

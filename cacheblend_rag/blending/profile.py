@@ -1,7 +1,7 @@
 """Keeps what is known about one model: check layers, ratio, and whether it passed the parity gate.
 
-A profile lies in the model's own directory (``cacheblend.json``, as the bundled model has it) or among the user's files,
-named by fingerprint. ``cacheblend doctor --calibrate`` writes the latter; every engine reads them.
+A profile lies in the model's own directory (``cacheblend.json``, as the bundled model has it), in a KV writer's, or among the
+user's files, named by fingerprint. ``cacheblend doctor --calibrate`` writes the latter; every engine reads them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,6 @@ from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Re
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import WrittenBy
 
-FAST = 0.15
-"""The highest ratio of ``quality="fast"``: a calibrated profile's own may be lower."""
 _FILE = "cacheblend.json"
 _log = logging.getLogger(__name__)
 
@@ -36,9 +35,10 @@ class ModelProfile:
         check_layers: Layers at which KV deviation is measured; the paper's layer 1 unless calibrated.
         widths: Size of the set at each check layer, as multiples of the ratio (gradual filtering).
         reuse: ``"chunks"`` to blend; ``"prefix"`` where calibration found that no blend is good enough.
+        fast: The highest ratio of ``quality="fast"``: ``ratio`` itself may be lower.
         text: For which text the ratio holds; None where calibration has not said.
-        calibrated: What calibration measured; empty for the defaults.
-        origin: Where the above were read from; empty for the defaults.
+        calibrated: What calibration measured; empty for defaults, also for those that come with a KV writer.
+        origin: Where the above were read from; empty for the defaults of any model.
     """
 
     ratio: float = 0.5
@@ -46,20 +46,22 @@ class ModelProfile:
     check_layers: tuple[int, ...] = (1,)
     widths: tuple[float, ...] = (1.0,)
     reuse: Reuse = "chunks"
+    fast: float = 0.15
     text: TextRange | None = None
     calibrated: dict[str, Any] = field(default_factory=dict)
     origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what no model could be blended with; raises InputError as :class:`BlendSettings` does."""
-        ResolvedSettings(self.ratio, self.policy, self.check_layers, self.reuse)
+        for ratio in (self.ratio, self.fast):
+            ResolvedSettings(ratio, self.policy, self.check_layers, self.reuse)
         if len(self.widths) != len(self.check_layers):
             raise InputError(f"A profile has {len(self.check_layers)} check layers and {len(self.widths)} widths.")
 
     @property
     def is_calibrated(self) -> bool:
-        """Return whether it was read from somewhere, and is not made of defaults."""
-        return bool(self.origin)
+        """Return whether calibration has chosen it."""
+        return bool(self.calibrated)
 
     def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> ResolvedSettings:
         """Return ``settings`` with nothing left open.
@@ -84,7 +86,7 @@ class ModelProfile:
                 f"check_layers is {list(asked)!s:.200}; this model's KV deviation can be checked at layers 1 to {num_layers - 1}."
             )
         if ratio is None:
-            ratio = min(self.ratio, FAST) if settings.quality == "fast" else self.ratio
+            ratio = min(self.ratio, self.fast) if settings.quality == "fast" else self.ratio
         return ResolvedSettings(
             ratio,
             self.policy if settings.policy is None else settings.policy,
@@ -117,8 +119,8 @@ class ModelProfile:
 def log_uncalibrated() -> None:
     """Log once in this process that a model is blended by defaults."""
     _log.warning(
-        "A model without a profile is blended by defaults: nobody has looked how near its answers are to a full prefill's, "
-        "and they say calibrated=false. `cacheblend doctor --calibrate` looks."
+        "A model that is not calibrated is blended by defaults: nobody has looked how near its answers are to a full prefill's "
+        "on your documents, and they say calibrated=false. `cacheblend doctor --calibrate` looks."
     )
 
 
@@ -127,7 +129,8 @@ def load_profile(
 ) -> ModelProfile:
     """Return the profile of a model: the user's own, else the one in its directory, else the defaults.
 
-    With a KV ``writer`` that of both together goes before, the user's own or the one in the writer's directory.
+    With a KV ``writer`` that of both together goes before, the user's own or the one in the writer's directory. What calibration
+    has chosen goes before defaults that come with a writer.
 
     Raises:
         InputError: ``ratio``, which takes the place of the profile's, is out of range.
@@ -142,22 +145,26 @@ def _read_profile(digest: str, model_directory: Path | None, writer: WrittenBy |
     candidates.append(_own_file(digest))
     if model_directory is not None:
         candidates.append(model_directory / _FILE)
+    found = []
     for file in candidates:
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-            return ModelProfile(
-                ratio=data["ratio"],
-                policy=data.get("policy", ModelProfile.policy),
-                check_layers=tuple(data["check_layers"]),
-                widths=tuple(float(width) for width in data["widths"]),
-                reuse=data.get("reuse", ModelProfile.reuse),
-                text=None if data.get("text") is None else TextRange(**data["text"]),
-                calibrated=dict(data.get("calibrated", {})),
-                origin=str(file),
-            )
-        except (OSError, ValueError, KeyError, TypeError, InputError):
-            continue
-    return ModelProfile()
+        with suppress(OSError, ValueError, KeyError, TypeError, InputError):
+            found.append(_profile_in(file))
+    return next((each for each in found if each.is_calibrated), found[0] if found else ModelProfile())
+
+
+def _profile_in(file: Path) -> ModelProfile:
+    data = json.loads(file.read_text(encoding="utf-8"))
+    return ModelProfile(
+        ratio=data["ratio"],
+        policy=data.get("policy", ModelProfile.policy),
+        check_layers=tuple(data["check_layers"]),
+        widths=tuple(float(width) for width in data["widths"]),
+        reuse=data.get("reuse", ModelProfile.reuse),
+        fast=data.get("fast", ModelProfile.fast),
+        text=None if data.get("text") is None else TextRange(**data["text"]),
+        calibrated=dict(data.get("calibrated", {})),
+        origin=str(file),
+    )
 
 
 def save_profile(

@@ -53,7 +53,8 @@ def _serve(
     if "--model" in short:
         how = replace(how, model=short["--model"])
     directory = options.store_directory(Path(short["--store"]) if "--store" in short else store)
-    how = replace(how, model=with_model(ModelOptions(how.model), directory).model)
+    chosen = with_model(ModelOptions(how.model, writer=how.writer), directory)
+    how = replace(how, model=chosen.model, writer=chosen.writer)
     ram, disk = budgets.nbytes()
     budgets.note(directory)
     if how.ratio is not None and not 0 <= how.ratio <= 1:

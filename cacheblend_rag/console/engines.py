@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.console.output import echo, status
-from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2, is_named
+from cacheblend_rag.engines.models import BUNDLED_MODEL, NO_WRITER, SMOLLM2, is_named
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
     from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.rag.pipeline import RagPipeline
+    from cacheblend_rag.retrieval.config import IndexConfig
     from cacheblend_rag.store import KVStore
 
 _Options = TypeVar("_Options", bound=ModelOptions)
@@ -177,20 +178,33 @@ def with_model(chosen: _Options, home: Path | None = None, otherwise: str = SMOL
     """Return the options of a command with a model in them, unless a server has it.
 
     It is the one that was given; else the one that the index in ``home`` was made with; else ``otherwise``. SmolLM2 is named on
-    stderr where nobody has chosen it.
+    stderr where nobody has chosen it. With the index's model goes its KV writer, or none.
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
 
-    if chosen.model is not None or getattr(chosen, "server", None) is not None:
+    if getattr(chosen, "server", None) is not None:
         return chosen
     if home is not None and ChunkIndex.exists(home):
         with ChunkIndex.open(home) as index:
-            return replace(chosen, model=index.config.model.name)
+            return _as_indexed(chosen, index.config)
+    if chosen.model is not None:
+        return chosen
     if otherwise == SMOLLM2:
         echo(
             "Without --model it is smollm2, SmolLM2-135M-Instruct: small and fast; larger models read better.", err=True
         )
     return replace(chosen, model=otherwise)
+
+
+def _as_indexed(chosen: _Options, made: IndexConfig) -> _Options:
+    """Return options with what an index was made with where they leave it open."""
+    model = chosen.model or made.model.name
+    if chosen.writer is not None or _found_anywhere(model) != made.model.name:
+        return replace(chosen, model=model)
+    if made.writer is None:
+        return replace(chosen, model=model, writer=NO_WRITER)
+    # One that has gone from there may be where the model's own is.
+    return replace(chosen, model=model, writer=made.writer.directory if Path(made.writer.directory).is_dir() else None)
 
 
 def model_for(files: Iterable[Path]) -> str:

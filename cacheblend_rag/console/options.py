@@ -31,9 +31,11 @@ Device = Annotated[str | None, _of_model(help="cpu, cuda, cuda:1... (default: cu
 DType = Annotated[str | None, _of_model(help="float32, bfloat16 or float16 (default: float32 on a CPU).")]
 Threads = Annotated[int | None, _of_model(help="CPU threads (default: torch's choice).")]
 Writer = Annotated[
-    Path | None,
+    str | None,
     _of_model(
-        help="KV writer that `cacheblend learn` has made: it computes the chunks' KV (default: the model itself does)."
+        metavar="DIR",
+        help="KV writer that `cacheblend learn` has made, which computes the chunks' KV; none for none (default: the index's, "
+        "else the one that the model comes with, as smollm2 does).",
     ),
 ]
 Server = Annotated[

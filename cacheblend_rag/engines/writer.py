@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.models import shipped_writer, writer_directory
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
@@ -69,21 +70,23 @@ class KVWriter:
         """Read the writer in a directory for a model.
 
         Args:
-            directory: The writer's.
+            directory: The writer's, or the name of a model that comes with one.
             model: The model it must be made for; None where that was checked before.
             files: Directory of the model's files, if any: a writer that was made for it in one dtype serves all.
 
         Raises:
             InputError: There is none, it is damaged or of another model, or takes something of peft's that is not supported.
         """
-        place = Path(directory).expanduser().absolute()
+        place = writer_directory(directory)
         refuse = partial(unusable, place)
         if not (place / FILE).is_file():
             raise refuse(f"it has no {FILE}; give the directory that `cacheblend learn` has made")
         about, config = _json(place, FILE), _json(place, _CONFIG)
         if about.get("format") != _FORMAT:
             raise refuse(f"its format is {about.get('format')!r}, and this version reads {_FORMAT}")
-        if model is not None and about.get("model") not in (model.digest, *_in_other_dtypes(about, model, files)):
+        # Of a model with a name it is always the one: its files differ by where they came from, and by who has converted them.
+        named = model is not None and shipped_writer(model.name) == place
+        if model and not named and about.get("model") not in (model.digest, *_in_other_dtypes(about, model, files)):
             raise refuse(
                 f"it was made for another model ({str(about.get('model'))[:8]}) than {model.name} ({model.digest[:8]}); make one "
                 f"with `cacheblend learn --model {model.name}`, or leave the writer out"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.models import writer_of
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -123,7 +124,7 @@ class Inventory:
         chunk_tokens: int | None = None,
         overlap: int | None = None,
         embedding: str | None = None,
-        writer: Path | None = None,
+        writer: str | None = None,
     ) -> IndexReport | None:
         """Return the report of indexing files again, where that has nothing to do; None where it has, or only a model can tell.
 
@@ -135,12 +136,13 @@ class Inventory:
             chunk_tokens: As of the run, as are ``overlap`` and ``embedding``; None for the index's own.
             overlap: See there.
             embedding: See there.
-            writer: Directory of its KV writer; None for the model itself.
+            writer: Its KV writer, as an engine takes it.
 
         Raises:
             InputError: The writer cannot be read.
         """
-        by = None if writer is None else KVWriter.read(writer).name
+        named = writer_of(model, writer)
+        by = None if named is None else KVWriter.read(named).name
         with self._index() as index:
             if index is None or by not in (None, index.config.writer):
                 return None

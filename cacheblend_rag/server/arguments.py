@@ -223,5 +223,6 @@ def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> M
         defaults=client.resolve(BlendSettings()).to_params(),
         controlled=client.costs is not None,
         widths=client.profile.widths,
+        fast=client.profile.fast,
         text=client.profile.text,
     )

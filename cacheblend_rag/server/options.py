@@ -34,9 +34,11 @@ class ServeFlags:
         ),
     ] = None
     writer: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="KV writer that `cacheblend learn` has made: it computes the chunks' KV (default: the model itself does)."
+            metavar="DIR",
+            help="KV writer that `cacheblend learn` has made, which computes the chunks' KV; none for none (default: the "
+            "index's, else the one that the model comes with, as smollm2 does).",
         ),
     ] = None
     ratio: Annotated[

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.options import TextRange
 from cacheblend_rag.blending.policies import POLICIES, policy
-from cacheblend_rag.blending.profile import FAST, ModelProfile, load_profile, save_profile
+from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
 from cacheblend_rag.blending.settings import HOW_NAMES, BlendSettings, Quality, ResolvedSettings
 from cacheblend_rag.errors import InputError
 
@@ -82,13 +82,13 @@ def test_each_quality_stands_for_what_the_profile_says() -> None:
         assert isinstance(found.ratio, float)
         return found.policy, found.ratio, found.reuse
 
-    uncalibrated, calibrated = ModelProfile(), ModelProfile(0.05, "static", origin="a file")
+    uncalibrated, calibrated = ModelProfile(), ModelProfile(0.05, "static", calibrated={"why": "made up"})
     assert resolved(uncalibrated, "high") == (ModelProfile.policy, ModelProfile.ratio, "chunks")
-    assert resolved(uncalibrated, "fast") == (ModelProfile.policy, FAST, "chunks")
+    assert resolved(uncalibrated, "fast") == (ModelProfile.policy, ModelProfile.fast, "chunks")
     assert resolved(calibrated, "high") == resolved(calibrated, "fast") == ("static", 0.05, "chunks")
     for quality, reuse in (("exact", "prefix"), ("full", "off")):
         assert resolved(uncalibrated, quality)[2] == reuse  # type: ignore[arg-type]
-    assert ModelProfile.ratio > FAST
+    assert ModelProfile.ratio > ModelProfile.fast
 
 
 def test_a_ratio_given_to_the_engine_asks_for_a_blend(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

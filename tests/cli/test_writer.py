@@ -48,18 +48,19 @@ def test_a_store_is_written_by_a_writer_and_says_what_to_do_without_it(
     assert (len(written["changed"]), written["unchanged"], written["chunks"]) == (2, [], plain["chunks"])
     with monkeypatch.context() as without_a_model:
         without_a_model.setattr("cacheblend_rag.console.engines.open_any_engine", None)
-        again, plainly = (run(*index, *each) for each in (by, ()))
-    assert f"Give --writer {writers[0]}." in plainly.stderr and "--writer" not in again.stderr
-    assert as_json(plainly)["unchanged"] == as_json(again)["unchanged"]
+        again, by_its_own, plainly = (run(*index, *each) for each in (by, (), ("--writer", "none")))
+    assert f"Give --writer {writers[0]}." in plainly.stderr
+    assert "--writer" not in again.stderr + by_its_own.stderr
+    assert as_json(plainly)["unchanged"] == as_json(again)["unchanged"] == as_json(by_its_own)["unchanged"]
     again = as_json(again)
     assert (len(again["unchanged"]), again["tokens"]) == (2, 0)
-    assert asked(*by) == ("blend", "")
+    assert asked(*by) == asked() == ("blend", ""), "an index is asked with the writer that it was made with"
 
     mode, said = asked("--writer", writers[1])
     assert f"by the KV writer in {writers[0]}" in said
     assert f"Give --writer {writers[0]}, or index them again with the one in {writers[1]}." in said
     # What the model itself has written is still there, and of use without a writer.
-    mode, said = asked()
+    mode, said = asked("--writer", "none")
     assert mode == "blend"
     assert f"Give --writer {writers[0]}." in said
 

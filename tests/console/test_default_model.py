@@ -19,7 +19,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.documents import file_digest
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 Run = Callable[..., Result]
 
@@ -36,15 +36,20 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     # A command's module that is first imported now would keep what stands in for another's function.
     for module in pkgutil.iter_modules(cli.__path__, "cacheblend_rag.cli."):
         importlib.import_module(module.name)
-    for place in ("lab.commands.eval.open_engine", "console.engines.open_engine", "console.engines.open_server"):
+    for place in (
+        "lab.commands.doctor.open_engine",
+        "lab.commands.eval.open_engine",
+        "console.engines.open_engine",
+        "console.engines.open_server",
+    ):
         monkeypatch.setattr(f"cacheblend_rag.{place}", load)
     monkeypatch.setattr("cacheblend_rag.server.launch.serve", load)
     return calls
 
 
-def indexed(directory: Path, file: Path, model: str) -> Path:
+def indexed(directory: Path, file: Path, model: str, writer: WrittenBy | None = None) -> Path:
     with (
-        ChunkIndex.open(directory, IndexConfig(ModelFingerprint("0" * 32, model))) as index,
+        ChunkIndex.open(directory, IndexConfig(ModelFingerprint("0" * 32, model), writer=writer)) as index,
         index._database.transaction(),
     ):
         digest = file_digest(file)
@@ -121,6 +126,34 @@ def test_a_server_serves_the_model_of_its_stores_index_or_else_smollm2(
     assert taken(run("serve", "--store", tmp_path / "new"), loads) == ("smollm2", True)
     assert taken(run("serve", "--store", indexed(tmp_path / "store", own, "acme/llm")), loads) == ("acme/llm", False)
     assert taken(run("serve", "--store", tmp_path / "store", "--model", "bundled"), loads) == ("bundled", False)
+    for more, writer in (([], "none"), (["--writer", "own"], "own")):
+        run("serve", "--store", tmp_path / "store", *more)
+        assert loads.pop()[0].writer == writer
+
+
+def test_an_index_keeps_the_kv_writer_that_it_was_made_with_and_a_new_one_has_the_models_own(
+    run: Run, own: Path, loads: list[Any], tmp_path: Path
+) -> None:
+    def writer(store: Path, *more: object, command: tuple[object, ...] = ("ask", "Why?")) -> str | None:
+        run(*command, "--store", store, *more)
+        writer: str | None = loads.pop()[0].writer
+        return writer
+
+    (tmp_path / "hand").mkdir()
+    (tmp_path / "new.md").write_text("What no index has yet.")
+    hand = str(tmp_path / "hand")
+    here = indexed(tmp_path / "here", own, "smollm2", WrittenBy("ab", hand))
+    gone = indexed(tmp_path / "gone", own, "smollm2", WrittenBy("ab", str(tmp_path / "away")))
+    plain = indexed(tmp_path / "plain", own, "smollm2")
+    for command in (("ask", "Why?"), ("doctor",)):
+        assert writer(here, command=command) == writer(here, "--model", "smollm2", command=command) == hand
+    for command in (("ask", "Why?"), ("index", own, tmp_path / "new.md"), ("doctor",)):
+        # It may be where this package lies now; None is the one that the model comes with.
+        assert writer(gone, command=command) is None
+        assert writer(plain, command=command) == "none", "its KV is there, and goes on being used"
+        assert writer(plain, "--writer", "smollm2", command=command) == "smollm2"
+        assert writer(plain, "--model", "acme/llm", command=command) is None
+    assert writer(tmp_path / "new", command=("index", own)) is None
 
 
 def test_a_model_in_a_directory_is_known_by_its_whole_path_and_names_stay_what_they_are(

@@ -71,7 +71,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
             with self.make(None) as engine:
                 assert engine.generate(prompt, SamplingParams(max_tokens=1)).calibrated is False
         assert [record.getMessage()[:23] for record in caplog.records] == ["A model without a profi"]
-        save_profile(ModelProfile(ratio=0.2), engine.fingerprint.digest)
+        save_profile(ModelProfile(ratio=0.2, calibrated={"why": "made up"}), engine.fingerprint.digest)
         log_uncalibrated.cache_clear()
         with self.make(None) as engine:
             assert engine.generate(prompt, SamplingParams(max_tokens=1)).calibrated is True

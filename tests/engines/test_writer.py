@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.models import writer_directory, writer_of
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.writer import KVWriter, Writing, describe
@@ -212,8 +213,47 @@ def test_a_writer_acts_only_while_no_prompt_runs(directory: Path, model: Any, mo
 def test_a_profile_found_with_a_writer_holds_with_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
     hand, other = WrittenBy("ab", str(tmp_path / "writer")), WrittenBy("cd", "elsewhere")
-    save_profile(ModelProfile(ratio=0.3), "model")
-    save_profile(ModelProfile(ratio=0.1), "model", tmp_path / "writer")  # as it ships with the writer
+    found: dict[str, Any] = {"calibrated": {"why": "made up"}}
+    save_profile(ModelProfile(ratio=0.3, **found), "model")
+    save_profile(ModelProfile(ratio=0.1, **found), "model", tmp_path / "writer")  # as it ships with the writer
     assert [load_profile("model", writer=each).ratio for each in (hand, other, None)] == [0.1, 0.3, 0.3]
-    save_profile(ModelProfile(ratio=0.05), "model", None, hand)
+    save_profile(ModelProfile(ratio=0.05, **found), "model", None, hand)
     assert [load_profile("model", writer=each).ratio for each in (hand, other, None)] == [0.05, 0.3, 0.3]
+
+
+def test_defaults_that_come_with_a_writer_give_way_to_what_calibration_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
+    hand = WrittenBy("ab", str(tmp_path / "writer"))
+    save_profile(ModelProfile(ratio=0.2, fast=0.1), "model", tmp_path / "writer")
+    default = load_profile("model", writer=hand)
+    assert (default.ratio, default.fast, default.is_calibrated) == (0.2, 0.1, False)
+    assert load_profile("model") == ModelProfile()
+    save_profile(ModelProfile(ratio=0.4, calibrated={"why": "made up"}), "model")
+    assert load_profile("model", writer=hand).ratio == 0.4
+
+
+def test_the_writer_that_ships_is_found_by_name_is_small_and_says_what_it_learned_from() -> None:
+    shipped = KVWriter.read("smollm2", ModelFingerprint("0" * 32, "smollm2"))
+    directory = Path(shipped.name.directory)
+    assert sum(file.stat().st_size for file in directory.iterdir()) < 10_000_000
+    assert "Apache-2.0" in shipped.card["licences"]
+    assert all(each["after"] < each["before"] for each in shipped.card["held_out_kl"].values())
+    default = load_profile("0" * 32, writer=shipped.name)
+    assert (default.origin, default.is_calibrated) == (str(directory / "cacheblend.json"), False)
+    assert default.fast < default.ratio < ModelProfile.ratio
+    with pytest.raises(InputError, match="another model"):
+        KVWriter.read("smollm2", ModelFingerprint("0" * 32, "other"))
+
+
+def test_by_its_name_alone_a_model_comes_with_a_writer() -> None:
+    shipped = writer_of("smollm2", None)
+    assert shipped == writer_directory("smollm2")
+    for model in (None, "bundled", "acme/smollm2", Path("/models/smollm2"), object()):
+        assert writer_of(model, None) is None
+    assert (writer_of("smollm2", "none"), writer_of("smollm2", "own"), writer_of("acme/llm", "smollm2")) == (
+        None,
+        "own",
+        "smollm2",
+    )

@@ -24,11 +24,13 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.entries import Entries, Ranking
 from cacheblend_rag.engines.models import (
     BUNDLED_MODEL,
+    NO_WRITER,
     SMOLLM2,
     end_tokens,
     is_bundled,
     model_directory,
     why_not_blendable,
+    writer_of,
 )
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers import attention
@@ -196,8 +198,8 @@ class ModelOwner(BlendEngine):
                 model whose profile's policy needs them, else ``"lazy"``.
             conversations: Most memory for the KV of prompts and their answers, on the model's device, for prompts that go on from
                 there: bytes, or a size such as ``"4GiB"``; 0 keeps none.
-            writer: Directory of a KV writer (:mod:`cacheblend_rag.engines.writer`), which `cacheblend learn` makes: it computes
-                the KV of chunks in the model's place. What is stored without it, or by another, is not used.
+            writer: What computes chunks' KV in the model's place, as :func:`writer_of` takes it: a directory, ``"none"``, or
+                None for the one that ``"smollm2"`` comes with. What is stored without it, or by another, is not used.
 
         Raises:
             InputError: There is no such device, ``conversations`` is no size, or the writer cannot be used with this model.
@@ -214,7 +216,7 @@ class ModelOwner(BlendEngine):
         self.num_layers, self.device, self.dtype = self.runner.num_layers, self.runner.device, self.runner.dtype
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         self.header_ids = chosen_header_ids(self.tokenizer, header)
-        self._use(writer, loaded)
+        self._use(writer_of(model, writer), loaded)
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio, self.writer)
         self.costs = load_costs(self.fingerprint.digest, str(self.device))
         self.ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
@@ -226,7 +228,7 @@ class ModelOwner(BlendEngine):
         self._judge()
 
     def _use(self, writer: str | Path | None, loaded: LoadedModel) -> None:
-        """Have chunks' KV written by the writer in a directory, if there is one."""
+        """Have chunks' KV written by a writer, if there is one."""
         self._writing: AbstractContextManager[None] = nullcontext()
         self._notice = WriterNotice()
         if writer is None:
@@ -247,7 +249,8 @@ class ModelOwner(BlendEngine):
         self.snapshots = None if self.gate.passed else snapshots_of(self.runner)
         if not self.gate.passed and self.writer is not None:
             raise InputError(
-                f"{self.fingerprint.name} is not blended ({self.gate.reason}), so a KV writer has nothing to write: leave it out."
+                f"{self.fingerprint.name} is not blended ({self.gate.reason}), so a KV writer has nothing to write: leave it out "
+                f"(--writer {NO_WRITER})."
             )
         if not self.gate.passed:
             served = "ordinary prefill" if self.snapshots is None else "prefix caching of header and first chunk"

@@ -12,7 +12,7 @@ from typing import Any, Final
 import psutil
 import torch
 
-from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory
+from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory, writer_of
 from cacheblend_rag.engines.vllm.starting import keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
@@ -88,7 +88,8 @@ def prepare(
         None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer") or directory)
     )
     ids = chosen_header_ids(tokenizer, header)
-    written_by = None if writer is None else KVWriter.read(writer, fingerprint, directory).name
+    by = writer_of(model, writer)
+    written_by = None if by is None else KVWriter.read(by, fingerprint, directory).name
     arguments = {
         # A hub model's files are taken from where the fingerprint was read.
         "model": str(directory),

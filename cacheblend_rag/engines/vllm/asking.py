@@ -60,7 +60,7 @@ async def ask_gate(llm: EngineClient, launch: Launch) -> GateReport:
     gate = GateReport(**(await ask_workers(llm, "cacheblend_gate"))[0])
     if not gate.passed and launch.writer is not None:
         raise InputError(
-            f"{launch.fingerprint.name} is not blended with a KV writer: {gate.reason}. Leave the writer out."
+            f"{launch.fingerprint.name} is not blended with a KV writer: {gate.reason}. Leave the writer out (--writer none)."
         )
     if not gate.passed:
         served = "is served by ordinary prefill, without blending"

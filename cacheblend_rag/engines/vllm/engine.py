@@ -98,7 +98,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for its share of a quarter of the
                 machine's memory.
             disk_budget: Bytes of KV on disk.
-            writer: Directory of a KV writer; see :class:`TransformersEngine`.
+            writer: As :class:`TransformersEngine` takes it.
             vllm_arguments: Any other engine argument of vLLM (``tensor_parallel_size``, ``max_model_len``...).
 
         Raises:

@@ -135,7 +135,7 @@ def diagnose(
         reuse=engine.profile.reuse,
         check_layers=schedule.check_layers,
         widths=schedule.widths,
-        profile_origin=engine.profile.origin or "defaults, not calibrated",
+        profile_origin=f"{engine.profile.origin or 'defaults'}{'' if engine.profile.is_calibrated else ', not calibrated'}",
         calibrated=engine.profile.calibrated,
         kv_bytes_per_token=kv_bytes,
         bandwidth=bandwidth,

@@ -41,7 +41,7 @@ class BenchModel:
         dtype: Name of a torch dtype; None for the engine's choice (fp32 for random weights on a CPU, else bf16).
         threads: CPU threads of torch; None leaves torch's own.
         engine: Which engine runs it.
-        writer: Directory of the KV writer that writes the chunks' KV; None for the model itself.
+        writer: The KV writer that writes the chunks' KV, as an engine takes it.
     """
 
     model: str | None = None
@@ -50,7 +50,7 @@ class BenchModel:
     dtype: str | None = None
     threads: int | None = None
     engine: EngineName = "transformers"
-    writer: Path | None = None
+    writer: str | Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse two models at once, and names torch does not know."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cacheblend_rag.engines.models import writer_directory
 from cacheblend_rag.engines.writer import FILE, describe
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -36,6 +37,7 @@ def load_writing_copy(model: nn.Module, directory: Path, learns: bool = False) -
     """Return a copy of a causal LM that writes as a saved writer does, and ``learns`` on; raises InputError if there is none."""
     from peft import PeftModel
 
+    directory = writer_directory(directory)
     if not (directory / FILE).is_file():
         raise InputError(f"There is no writer in {directory}; give the directory that `cacheblend learn` has made.")
     writing = PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=learns)

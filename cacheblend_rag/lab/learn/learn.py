@@ -137,7 +137,7 @@ def _lesson(loaded: LoadedModel, start: Path | None, settings: LearnSettings) ->
     if start is None:
         return Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed)), settings
     KVWriter.read(start, loaded.fingerprint, loaded.directory)
-    writing = load_writing_copy(loaded.model, start.expanduser(), learns=True)
+    writing = load_writing_copy(loaded.model, start, learns=True)
     return Lesson(blender, writing), replace(settings, rank=writing.peft_config["default"].r)
 
 

@@ -46,5 +46,5 @@ def test_nothing_is_asked_where_there_is_nothing_to_find_out_or_no_time(
     monkeypatch.setattr(engine, "generate", generate)
     assert spot_check(pipeline, tokens=0, seconds=1.0) is None
     assert spot_check(pipeline, tokens=1, seconds=100.0) is None  # at 100 s a token even one question takes too long
-    engine.profile = replace(engine.profile, origin="a calibration's file")
+    engine.profile = replace(engine.profile, calibrated={"why": "made up"})
     assert spot_check(pipeline, tokens=1000, seconds=1.0) is None
