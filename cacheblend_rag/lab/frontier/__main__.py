@@ -17,7 +17,7 @@ from cacheblend_rag.engines.models import dtype_named, end_tokens
 from cacheblend_rag.engines.transformers.owner import device_named, load_model
 from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.frontier.frontier import POLICIES, RATIOS, Frontier
-from cacheblend_rag.lab.frontier.measured import append_measured, read_measured, summarise, table_of
+from cacheblend_rag.lab.frontier.measured import append_measured, differences, read_measured, summarise, table_of
 from cacheblend_rag.lab.frontier.prompts import describe, prepare_prompts, read_prompts, write_prompts
 from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser
 from cacheblend_rag.lab.learn.adapter import load_writing_copy
@@ -41,13 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--dtype", default="float32", help="in which the truth is computed, and every blend")
     run.add_argument("--threads", type=int)
     run.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
-    run.add_argument("--policies", nargs="+", default=list(POLICIES))
+    run.add_argument("--policies", nargs="+", default=list(POLICIES), help="full reuse is measured in any case")
     run.add_argument(
         "--weights", nargs="*", choices=WEIGHTS, default=list(WEIGHTS), help="full recompute by these, too"
     )
     run.add_argument("--only", nargs="+", default=[], help="of these data sets")
     run.add_argument("--batch-tokens", type=int, default=4096, help="computed at once; a GPU takes more")
-    run.add_argument("--block", type=int, default=16, help="prompts that are answered together")
+    run.add_argument(
+        "--block", type=int, help="prompts answered together, the longest first (default: one of each set)"
+    )
     run.add_argument("--out", type=Path, required=True, help="a file of JSON lines, to which every prompt is appended")
     run.set_defaults(job=_run)
     for job, usual in ((prepare, 200), (run, None)):
@@ -98,20 +100,23 @@ def _run(o: argparse.Namespace) -> None:
     )
     done = {each.prompt for each in read_measured([o.out])}
     prompts = [each for each in read_prompts(o.file, o.prompts, o.only) if each.key not in done]
-    begin = time.monotonic()
+    begin, block = time.monotonic(), o.block or len({each.data for each in prompts})
     _say(f"{len(done)} prompts are measured, {len(prompts)} are left; {describe_machine(device)}")
-    for at in range(0, len(prompts), o.block):
-        for number, found in enumerate(frontier.measure(prompts[at : at + o.block]), at + 1):
+    for at in range(0, len(prompts), block or 1):
+        for number, found in enumerate(frontier.measure(prompts[at : at + block]), at + 1):
             append_measured(o.out, found)
             if number % 10 == 0:
                 _say(f"{number} of {len(prompts)} prompts, {time.monotonic() - begin:.0f} s")
 
 
 def _summarise(o: argparse.Namespace) -> None:
-    rows = summarise(read_measured(o.files))
+    found = read_measured(o.files)
+    rows, compared = summarise(found), summarise(differences(found))
     sys.stdout.write(table_of(rows) + "\n")
+    if compared:
+        sys.stdout.write(f"\nDifferences on the same prompts:\n\n{table_of(compared, '+')}\n")
     if o.out is not None:
-        o.out.write_text(json.dumps(rows), encoding="utf-8")
+        o.out.write_text(json.dumps(rows + compared), encoding="utf-8")
 
 
 if __name__ == "__main__":

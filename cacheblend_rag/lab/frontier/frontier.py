@@ -16,7 +16,7 @@ from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS
-from cacheblend_rag.lab.frontier.measured import Measured
+from cacheblend_rag.lab.frontier.measured import PLAIN, RECOMPUTED, WRITTEN, Measured
 from cacheblend_rag.lab.frontier.prompts import FrontierPrompt
 from cacheblend_rag.lab.learn.answers import Answered, answered
 from cacheblend_rag.lab.learn.blend import (
@@ -33,8 +33,6 @@ from cacheblend_rag.store.kv import LayerKV
 
 RATIOS: Final = (0.05, 0.15, 0.3, 0.5, 0.7)
 POLICIES: Final = ("full-recompute", "random", "hkvd", "static", "query", "static-query")
-PLAIN, WRITTEN = "as it is", "by the writer"
-RECOMPUTED: Final = "full recompute"
 _CHECK_LAYER: Final = BlendSchedule().check_layers[0]
 _REUSE, _ALL = "full-reuse", "full-recompute"
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 
 from cacheblend_rag.lab.stats.intervals import mean_interval
 
+PLAIN, WRITTEN, RECOMPUTED = "as it is", "by the writer", "full recompute"
+"""Whose KV of the chunks was blended: the model's own, the writer's behind an exact first chunk, none."""
+
+# Each way to blend, and what it is compared with on the same prompts.
+_STANDARD: Final = (RECOMPUTED, "6-bit", 1.0)
+_SMALL, _LARGE = 0.15, 0.5
 _NUMBERS = ("kl", "agrees", "whole", "gold_change")
 
 
@@ -85,15 +91,39 @@ def summarise(found: Sequence[Measured]) -> list[dict[str, Any]]:
     return table
 
 
-def table_of(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the summary as a Markdown table."""
+def differences(found: Sequence[Measured]) -> list[Measured]:
+    """Return how much more each blend has than others of the same prompt, to be summarised; ``kv`` says against what.
+
+    Every blend stands against weights of 6 bits; with a writer against the same policy without, at the same ratio and at 50%
+    instead of 15%, and full reuse against 15% by `static-query`.
+    """
+    known = {(each.data, each.prompt, each.kv, each.policy, each.ratio): each for each in found}
+    made = []
+    for each in found:
+        against = [_STANDARD] if each.kv != RECOMPUTED else []
+        if each.kv == WRITTEN:
+            against.append((PLAIN, each.policy, each.ratio))
+            against += [(PLAIN, each.policy, _LARGE)] if each.ratio == _SMALL else []
+            against += [(PLAIN, "static-query", _SMALL)] if not each.ratio else []
+        for kv, policy, ratio in against:
+            if (other := known.get((each.data, each.prompt, kv, policy, ratio))) is not None:
+                pairs = {name: (getattr(each, name), getattr(other, name)) for name in ("compute", *_NUMBERS)}
+                less: dict[str, Any] = {
+                    name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()
+                }
+                made.append(replace(each, kv=f"{each.kv}, less {kv}, {policy} {ratio:.0%}", gold=None, **less))
+    return made
+
+
+def table_of(rows: Sequence[dict[str, Any]], sign: str = "") -> str:
+    """Return the summary as a Markdown table; differences are written with the ``sign`` ``"+"``."""
     lines = [
         "| data | kv | policy | ratio | compute | KL | tokens agree | whole answers | gold answer, nats a token | n |",
         "|---|---|---|" + "---:|" * 7,
     ]
     for row in rows:
-        cells = [row["data"], row["kv"], row["policy"], f"{row['ratio']:.0%}", f"{row['compute']:.0%}"]
-        how = (".4f", ".3f", ".2f", "+.3f")
+        cells = [row["data"], row["kv"], row["policy"], f"{row['ratio']:.0%}", f"{row['compute']:{sign}.0%}"]
+        how = (f"{sign}.4f", f"{sign}.3f", f"{sign}.2f", "+.3f")
         cells += [_cell(row, name, form) for name, form in zip(_NUMBERS, how, strict=True)]
         lines.append(f"| {' | '.join([*cells, str(row['prompts'])])} |")
     return "\n".join(lines)

@@ -20,8 +20,18 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 from cacheblend_rag.lab.doctor.rounding import rounded
 from cacheblend_rag.lab.frontier.__main__ import main
-from cacheblend_rag.lab.frontier.frontier import PLAIN, RECOMPUTED, WRITTEN, Frontier
-from cacheblend_rag.lab.frontier.measured import Measured, append_measured, read_measured, summarise, table_of
+from cacheblend_rag.lab.frontier.frontier import Frontier
+from cacheblend_rag.lab.frontier.measured import (
+    PLAIN,
+    RECOMPUTED,
+    WRITTEN,
+    Measured,
+    append_measured,
+    differences,
+    read_measured,
+    summarise,
+    table_of,
+)
 from cacheblend_rag.lab.frontier.prompts import FrontierPrompt, read_prompts, write_prompts
 from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser
 from cacheblend_rag.lab.learn.adapter import weights_of, writing_copy
@@ -188,3 +198,32 @@ def test_what_was_measured_outlives_a_killed_run_and_is_summed_up_by_data_set(
     main(["summarise", str(file), "--out", str(tmp_path / "means.json")])
     assert "| all | as it is | full-reuse | 0% | 10% | 2.0000 | 1.000 | 1.00 | -0.500 | 2 |" in capsys.readouterr().out
     assert table_of(rows).count("\n") == 4
+
+
+def test_a_writers_blends_are_compared_with_others_of_the_same_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kls = {
+        (RECOMPUTED, "6-bit", 1.0): 0.5,
+        (PLAIN, "query", 0.5): 2.0,
+        (PLAIN, "static-query", 0.15): 3.0,
+        (WRITTEN, "full-reuse", 0.0): 4.0,
+        (WRITTEN, "query", 0.15): 1.0,
+    }
+    found = [Measured("a", "1", "", *how, kl, 1.0, 1.0, 0.5, -2.0, -0.5) for how, kl in kls.items()]
+    elsewhere = replace(found[1], prompt="2", kl=9.0, gold_change=None)
+    rows = summarise(differences([*found, elsewhere]))
+    assert {(row["kv"], row["policy"]): (row["kl"], row["prompts"]) for row in rows if row["data"] == "all"} == {
+        ("as it is, less full recompute, 6-bit 100%", "query"): (1.5, 1),
+        ("as it is, less full recompute, 6-bit 100%", "static-query"): (2.5, 1),
+        ("by the writer, less full recompute, 6-bit 100%", "full-reuse"): (3.5, 1),
+        ("by the writer, less full recompute, 6-bit 100%", "query"): (0.5, 1),
+        ("by the writer, less as it is, query 50%", "query"): (-1.0, 1),
+        ("by the writer, less as it is, static-query 15%", "full-reuse"): (1.0, 1),
+    }
+    append_measured(tmp_path / "measured.jsonl", found)
+    main(["summarise", str(tmp_path / "measured.jsonl")])
+    line = (
+        "| all | by the writer, less as it is, query 50% | query | 15% | +0% | -1.0000 | +0.000 | +0.00 | +0.000 | 1 |"
+    )
+    assert line in capsys.readouterr().out
