@@ -211,6 +211,10 @@ class BatchBlender:
             own_at = torch.cat([own_at, torch.where(spare, NOWHERE, places)], 1)
             queries, order = queries.sort(1)
             own_at = own_at.gather(1, order)
+            # Stored KV that nobody sees need not be read.
+            seen_at, kept = (each[:, : int((seen_at != NOWHERE).sum(1).max())] for each in seen_at.sort(1))
+            keys, values = ([part.take_along_dim(kept[:, None, :, None], 2) for part in side] for side in stored[:2])
+            stored = StoredBatch(keys, values, seen_at)
         header = self.header_kv(layout.header)
         before = torch.arange(len(layout.header), device=self.device).expand(rows, -1)
         cache = DynamicCache()
