@@ -37,6 +37,9 @@ class ModelProfile:
         reuse: ``"chunks"`` to blend; ``"prefix"`` where calibration found that no blend is good enough.
         fast: The highest ratio of ``quality="fast"``: ``ratio`` itself may be lower.
         text: For which text the ratio holds; None where calibration has not said.
+        blockwise: Whether the model was trained to read chunks that have seen nothing but themselves (Block-Attention,
+            arXiv 2409.15355). Then full KV reuse is not an approximation but the model's own way: chunks are computed behind no
+            header, none of their tokens is recomputed, and what is not stored is stored before the prompt is computed.
         calibrated: What calibration measured; empty for defaults, also for those that come with a KV writer.
         origin: Where the above were read from; empty for the defaults of any model.
     """
@@ -48,6 +51,7 @@ class ModelProfile:
     reuse: Reuse = "chunks"
     fast: float = 0.15
     text: TextRange | None = None
+    blockwise: bool = False
     calibrated: dict[str, Any] = field(default_factory=dict)
     origin: str = field(default="", compare=False)
 
@@ -60,8 +64,8 @@ class ModelProfile:
 
     @property
     def is_calibrated(self) -> bool:
-        """Return whether calibration has chosen it."""
-        return bool(self.calibrated)
+        """Return whether calibration has chosen it, or there is nothing to choose."""
+        return bool(self.calibrated) or self.blockwise
 
     def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> ResolvedSettings:
         """Return ``settings`` with nothing left open.
@@ -154,6 +158,8 @@ def _read_profile(digest: str, model_directory: Path | None, writer: WrittenBy |
 
 def _profile_in(file: Path) -> ModelProfile:
     data = json.loads(file.read_text(encoding="utf-8"))
+    if data.get("blockwise") is True:  # which is all that such a file need say
+        return ModelProfile(ratio=0.0, blockwise=True, origin=str(file))
     return ModelProfile(
         ratio=data["ratio"],
         policy=data.get("policy", ModelProfile.policy),

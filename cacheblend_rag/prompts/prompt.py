@@ -125,11 +125,14 @@ def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
     return _tokenized([header], encoder_for(tokenizer), "a").token_ids
 
 
-def chosen_header_ids(tokenizer: Any, header: str | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the tokens that an engine precomputes chunks behind: the given ids or text, else :func:`rag_header`'s."""
+def chosen_header_ids(tokenizer: Any, header: str | Sequence[int] | None, blockwise: bool = False) -> tuple[int, ...]:
+    """Return the tokens that an engine precomputes chunks behind: the given ids or text, else :func:`rag_header`'s.
+
+    For a model that is ``blockwise`` (its profile says so) there are none, unless they are given.
+    """
     if header is not None and not isinstance(header, str):
         return tuple(header)
-    if tokenizer is None:
+    if tokenizer is None or (header is None and blockwise):
         return ()
     return header_ids(tokenizer, rag_header(tokenizer) if header is None else header)
 

@@ -51,6 +51,7 @@ class ServedEngine:
         ticket = ticket or Ticket(reason="this route is served by ordinary prefill")
         if ticket.params:
             extra["kv_transfer_params"] = ticket.params
+            await client.before(prompt["prompt_token_ids"], ticket.params)
         else:
             prompt = _with_own_salt(prompt, client.namespace)
         sampling_params.extra_args = extra or None

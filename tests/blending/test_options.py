@@ -16,10 +16,12 @@ from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_pro
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.prompt import chosen_header_ids
 from tests.blending import reference
 from tests.blending.prompts import Scene
 from tests.blending.test_parity import blended_logits, model_of
 from tests.blending.test_static import ranking_engine, reference_scores, top
+from tests.conftest import tokenizer_named
 
 SHARES = st.floats(0, 1)
 STATIC = st.lists(st.floats(0, 1e3, width=32), min_size=1, max_size=80).map(torch.tensor)
@@ -76,6 +78,20 @@ def test_a_text_range_survives_the_profiles_file(tmp_path: Any, monkeypatch: pyt
     old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("text", "reuse")}
     file.write_text(json.dumps(old))
     assert load_profile("0" * 32, tmp_path) == replace(profile, text=None)  # as older profiles are
+
+
+def test_a_model_says_in_its_directory_that_it_was_trained_for_chunks_by_themselves(tmp_path: Any) -> None:
+    (tmp_path / "cacheblend.json").write_text('{"blockwise": true}')
+    found = load_profile("0" * 32, tmp_path)
+    assert (found.blockwise, found.is_calibrated, found.resolve(BlendSettings(quality="high"), 8).ratio) == (
+        True,
+        True,
+        0,
+    )
+    assert found.resolve(BlendSettings(quality="fast"), 8).ratio == 0
+    tokenizer = tokenizer_named("byte_level")
+    assert chosen_header_ids(tokenizer, None, found.blockwise) == ()
+    assert chosen_header_ids(tokenizer, "given", found.blockwise) == chosen_header_ids(tokenizer, "given") != ()
 
 
 @pytest.mark.parametrize("policy", ["static", "static-query", "hkvd"])

@@ -10,8 +10,10 @@ import pytest
 import torch
 import transformers
 
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.store import open_store
 from tests.blending import reference
@@ -273,3 +275,25 @@ def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
         waited_s += result.load_s
     assert result.load_s > 0 or ratio == 1
     assert on_disk.store.activity()["disk"].waited_s == pytest.approx(waited_s)
+
+
+@pytest.mark.parametrize("family", ["llama", "yarn_rope", "qwen3", "phi3_partial", "glm"])
+def test_a_model_trained_for_chunks_by_themselves_gets_its_block_masked_prefill(family: str) -> None:
+    prompt = Scene().prompt
+    engine = TransformersEngine(make_model(BLENDED[family]()), device="cpu")
+    engine.profile = ModelProfile(ratio=0.0, blockwise=True, origin="declared")
+    total = len(prompt.token_ids)
+    sees = torch.ones(total, total, dtype=torch.bool).tril()
+    for span in prompt.spans:
+        sees[span.start : span.end, : span.start] = False
+    mask = torch.zeros(1, 1, total, total).masked_fill(~sees, torch.finfo(torch.float32).min)
+    plain = make_model(BLENDED[family]())
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        ids = torch.tensor([prompt.token_ids])
+        want = plain(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1].log_softmax(-1)
+    for number in range(2):  # nothing is stored at first
+        answer = engine.generate(prompt, SamplingParams(max_tokens=1, logprobs=20))
+        assert max(abs(want[token].item() - value) for token, value in answer.logprobs[0].top) < 1e-4, number
+        assert (answer.mode, answer.missing, answer.calibrated) == ("blend", (), True)
+        assert answer.usage.recomputed_tokens == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -190,6 +191,16 @@ class EngineContract:
         second = engine.generate(prompt, SHORT)
         assert second.missing == ()
         assert engine.precompute(chunks).computed == 0
+
+    def test_a_model_trained_for_chunks_by_themselves_stores_what_a_prompt_misses_before_it_computes_it(
+        self, engine, prompt, monkeypatch
+    ) -> None:
+        monkeypatch.setattr(engine, "profile", ModelProfile(ratio=0.0, blockwise=True, origin="declared"))
+        answers = [engine.generate(prompt, SHORT) for _ in range(2)]
+        assert {(each.mode, each.missing, each.usage.recomputed_tokens) for each in answers} == {("blend", (), 0)}
+        assert answers[0].token_ids == answers[1].token_ids
+        engine.reset_prefix_cache()
+        assert engine.generate(prompt, SHORT).token_ids == answers[0].token_ids
 
     def test_once_its_chunks_are_ready_a_prompt_has_one_answer_and_before_that_answers_say_so(
         self, engine, chunks, prompt, monkeypatch

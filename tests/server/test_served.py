@@ -60,8 +60,12 @@ class Client:
 
     def __init__(self) -> None:
         self.done: list[PromptOutcome] = []
+        self.announced: list[Any] = []
         self.fingerprint, self.namespace = ModelFingerprint("f" * 32, "x"), DEFAULT
         self.gate = SimpleNamespace(passed=True)
+
+    async def before(self, token_ids: Any, params: Any) -> None:
+        self.announced.append((token_ids, params))
 
     def report(self, params: Any, prompt: int, cached: int, completion: int, asked: bool) -> FinishReport:
         assert params == {"a": 1}
@@ -111,6 +115,7 @@ async def test_a_ticket_decides_what_is_blended_and_does_not_reach_vllm(parts) -
     assert engine.prompt == tokens(cache_salt="cacheblend-1")
     assert (first.num_cached_tokens, last.num_cached_tokens, last.kv_transfer_params) == (None, 6, None)
     assert ticket.outcome is not None
+    assert client.announced == [([7] * 10, ticket.params)]
     assert (ticket.outcome.mode, ticket.outcome.usage.reused_tokens, ticket.outcome.missing) == ("blend", 6, ("m",))
     assert [outcome.missing for outcome in client.done] == [("m",)]
 

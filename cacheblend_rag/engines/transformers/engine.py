@@ -80,6 +80,8 @@ class PromptRun:
     def prefill(self, trace: Trace | None) -> None:
         """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""
         self._trace = trace
+        if self._model.profile.blockwise and self._request.settings.reuse == "chunks":
+            self._model.write_back([span.chunk for span in self._request.prompt.spans], ())
         unusable: set[tuple[int, ...]] = set()
         late: set[tuple[int, ...]] = set()
         with self._model.lock:

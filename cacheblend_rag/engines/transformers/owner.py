@@ -215,9 +215,9 @@ class ModelOwner(BlendEngine):
         config = loaded.model.config.get_text_config()
         self.num_layers, self.device, self.dtype = self.runner.num_layers, self.runner.device, self.runner.dtype
         self.context_window = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-        self.header_ids = chosen_header_ids(self.tokenizer, header)
         self._use(writer_of(model, writer), loaded)
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio, self.writer)
+        self.header_ids = chosen_header_ids(self.tokenizer, header, self.profile.blockwise)
         self.costs = load_costs(self.fingerprint.digest, str(self.device))
         self.ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
         self.conversations = Conversations(parse_size(conversations))

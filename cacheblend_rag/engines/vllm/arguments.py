@@ -12,6 +12,7 @@ from typing import Any, Final
 import psutil
 import torch
 
+from cacheblend_rag.blending.profile import load_profile
 from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory, writer_of
 from cacheblend_rag.engines.vllm.starting import keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
@@ -87,7 +88,7 @@ def prepare(
     tokenizer = (
         None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer") or directory)
     )
-    ids = chosen_header_ids(tokenizer, header)
+    ids = chosen_header_ids(tokenizer, header, load_profile(fingerprint.digest, directory).blockwise)
     by = writer_of(model, writer)
     written_by = None if by is None else KVWriter.read(by, fingerprint, directory).name
     arguments = {

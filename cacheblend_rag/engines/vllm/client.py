@@ -39,7 +39,7 @@ from cacheblend_rag.engines.results import (
 )
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.vllm.asking import Precompute, ask_gate, vllm_sampling
-from cacheblend_rag.engines.vllm.messages import BlendJob, FinishReport, read_report, to_params
+from cacheblend_rag.engines.vllm.messages import BlendJob, FinishReport, read_params, read_report, to_params
 from cacheblend_rag.engines.writer import WriterNotice
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -168,6 +168,23 @@ class BlendClient:
         job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.namespace, ends, unasked)
         return tokens, to_params(job)
 
+    async def before(
+        self, token_ids: Sequence[int], params: dict[str, Any], prompt: TokenizedPrompt | None = None
+    ) -> None:
+        """Store what a prompt is about to find missing, where the model reads chunks in no other way (it is ``blockwise``).
+
+        Without a ``prompt`` its chunks are the registered ones that its ``kv_transfer_params`` name.
+        """
+        job = read_params(params, len(token_ids)) if self.profile.blockwise and self._write_back else None
+        if isinstance(job, BlendJob) and job.settings.reuse == "chunks":
+            await self.store_kv(self._chunks((name for _, _, name in job.spans), prompt))
+
+    def _chunks(self, names: Iterable[str], prompt: TokenizedPrompt | None) -> list[Chunk]:
+        """Return the chunks of these ids that ``prompt`` or the registry knows."""
+        known = {span.chunk.id: span.chunk for span in prompt.spans} if prompt is not None else {}
+        found = (known.get(name) or self.registry.get(name) for name in names)
+        return [chunk for chunk in found if chunk is not None]
+
     def report(
         self, params: dict[str, Any] | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int, asked: bool
     ) -> FinishReport:
@@ -232,6 +249,7 @@ class BlendClient:
         begin = time.perf_counter()
         prompt, sampling, settings = request.prompt, request.sampling, request.settings
         tokens, params = self.tokens_prompt(prompt, settings.asked, traced=spans.trace is not None)
+        await self.before(prompt.token_ids, params, prompt)
         wanted = vllm_sampling(sampling, params, self._end_tokens, self.tokenizer is not None, settings.reuse == "off")
         text, ttft = "", 0.0
         arrived: list[tuple[float, int]] = []
@@ -286,6 +304,7 @@ class BlendClient:
         check_length(len(prompt.token_ids), 1, self.context_window)
         # A salt of its own: vLLM gives no log-probabilities of tokens that it finds in its prefix cache.
         tokens, params = self.tokens_prompt(prompt, request.settings.asked, uuid4().hex, unasked=len(completion))
+        await self.before(prompt.token_ids, params, prompt)
         wanted = VLLMSampling(
             max_tokens=1,
             temperature=0.0,
@@ -314,18 +333,12 @@ class BlendClient:
         """
         if self.costs is not None:
             self.costs = self.costs.after(report.cost)
-        known = {span.chunk.id: span.chunk for span in prompt.spans} if prompt is not None else {}
-
-        def chunks(names: Iterable[str]) -> list[Chunk]:
-            found = (known.get(name) or self.registry.get(name) for name in names)
-            return [chunk for chunk in found if chunk is not None]
-
-        missing = chunks(report.outcome.missing)
+        missing = self._chunks(report.outcome.missing, prompt)
         if missing and self.writer is not None:
             self._in_background(asyncio.to_thread(self._notice.look, self.entries, missing))
         if self._write_back and missing:
             self._in_background(self._write_back_known(missing) if prompt is None else self.register(missing))
-        if self._write_back and self.ranking != "off" and (unranked := chunks(report.outcome.unranked)):
+        if self._write_back and self.ranking != "off" and (unranked := self._chunks(report.outcome.unranked, prompt)):
             self._in_background(self._precompute.run(self.entries, unranked, None, ranking=True))
 
     async def _write_back_known(self, chunks: Sequence[Chunk]) -> None:

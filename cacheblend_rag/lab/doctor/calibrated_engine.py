@@ -11,7 +11,7 @@ import torch
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.profile import save_profile, user_folder
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.errors import ModelError
+from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.lab.doctor.calibration import Calibration, CalibrationPrompt, Progress, calibrate
 from cacheblend_rag.lab.doctor.compared import Coarser
 from cacheblend_rag.lab.doctor.ledger import Ledger
@@ -54,10 +54,13 @@ def calibrate_engine(
 
     Raises:
         ModelError: The model is not blended.
-        InputError: No prompt is of use.
+        InputError: No prompt is of use, or there is no ratio to find.
     """
     if engine.rope is None or not engine.gate.passed:
         raise ModelError(f"This model is not blended, so there is nothing to calibrate: {engine.gate.reason}.")
+    if engine.profile.blockwise:
+        why = "this model was trained for chunks by themselves (blockwise): there is no ratio to find"
+        raise InputError(f"{engine.profile.origin} says that {why}.")
     end = getattr(engine.tokenizer, "eos_token_id", None)
 
     def planner(prompt: TokenizedPrompt) -> BlendPlan:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.blending.profile import load_profile
+from cacheblend_rag.blending.profile import ModelProfile, load_profile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.calibration_prompts import collect_prompts
 from cacheblend_rag.lab.datasets import demo_samples
 from cacheblend_rag.lab.doctor import calibrate_engine
@@ -27,6 +28,12 @@ FOREIGN = Path(__file__).parents[3] / "docs/internals/vllm.md"
 def engine():
     with TransformersEngine() as engine:
         yield engine
+
+
+def test_a_model_trained_for_chunks_by_themselves_has_no_ratio_to_find(engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "profile", ModelProfile(ratio=0.0, blockwise=True, origin="cacheblend.json"))
+    with pytest.raises(InputError, match=r"cacheblend\.json says .* no ratio to find"):
+        calibrate_engine(engine, [])
 
 
 def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(engine, tmp_path, monkeypatch) -> None:
