@@ -8,10 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.cli import app
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.prompts.tokens import encoder_for
@@ -92,6 +94,31 @@ def test_a_blend_equals_the_independent_reference(engine: TransformersEngine, sc
     want = reference.blend(engine.runner.model, scene.header, scene.parts(), ratio)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-3
+
+
+def test_by_its_name_it_comes_with_its_kv_writer_which_blends_alone_read(
+    engine: TransformersEngine, scene: RealScene
+) -> None:
+    assert engine.writer is None, "a directory is a plain model"
+    sampling = SamplingParams(max_tokens=3)
+    with TransformersEngine("smollm2", device="cpu") as written:
+        assert written.writer == KVWriter.read("smollm2").name
+        written.precompute(scene.chunks)
+        answer = written.generate(scene.prompt, sampling)
+        assert (answer.mode, answer.missing, answer.calibrated) == ("blend", (), False)
+        assert answer.ratio == pytest.approx(written.profile.ratio, abs=0.02)
+        assert written.profile.ratio < ModelProfile.ratio
+        # Full recompute is the plain model's, and what reuses no blended chunk reads nothing that is written.
+        full, *_ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
+        by_writer, *_ = blended_logits(written, scene, BlendSettings(ratio=1.0))
+        assert (by_writer - full).abs().max() < 1e-3
+        for quality in ("full", "exact"):
+            asked = BlendSettings(quality=quality)
+            both = [each.generate(scene.prompt, sampling, asked) for each in (written, engine)]
+            assert both[0].token_ids == both[1].token_ids
+        assert both[0].usage == both[1].usage
+        reused = [blended_logits(each, scene, BlendSettings(ratio=0.0))[0] for each in (written, engine)]
+        assert (reused[0] - reused[1]).abs().max() > 1e-2
 
 
 def test_index_and_ask_answer_from_documents_of_ones_own(
