@@ -47,10 +47,12 @@ class IndexConfig:
         """Return what to do where the KV that this index's writer has written is not that of ``writer``; None where it is."""
         if self.writer is None or writer == self.writer:
             return None
+        anew = "chunks behind a prompt's first are computed anew"
+        if writer is not None and writer.directory == self.writer.directory:
+            return f"The KV writer in {writer.directory} has changed since it wrote these documents: {anew}. Index them again."
         instead, other = "the model's own is, which takes more recomputation", ""
         if writer is not None:
-            instead = "chunks behind a prompt's first are computed anew"
-            other = f", or index them again with the one in {writer.directory}"
+            instead, other = anew, f", or index them again with the one in {writer.directory}"
         return (
             f"The KV of these documents was written by the KV writer in {self.writer.directory}. Without it that is not used: "
             f"{instead}. Give --writer {self.writer.directory}{other}."

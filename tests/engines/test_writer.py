@@ -18,6 +18,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.writer import KVWriter, Writing, describe
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 from tests.blending.families import BLENDED, NOT_BLENDED, make_model
@@ -245,6 +246,16 @@ def test_the_writer_that_ships_is_found_by_name_is_small_and_says_what_it_learne
     assert default.fast < default.ratio < ModelProfile.ratio
     with pytest.raises(InputError, match="another model"):
         KVWriter.read("smollm2", ModelFingerprint("0" * 32, "other"))
+
+
+def test_an_index_tells_a_writer_that_has_changed_from_one_that_lies_elsewhere() -> None:
+    made = IndexConfig(ModelFingerprint("0" * 32, "m"), writer=WrittenBy("ab", "/hand"))
+    assert made.unused_by(WrittenBy("ab", "/moved")) is None
+    assert "The KV writer in /hand has changed" in str(made.unused_by(WrittenBy("cd", "/hand")))
+    assert "Give --writer /hand, or index them again with the one in /other" in str(
+        made.unused_by(WrittenBy("cd", "/other"))
+    )
+    assert IndexConfig(made.model).unused_by(WrittenBy("cd", "/other")) is None
 
 
 def test_by_its_name_alone_a_model_comes_with_a_writer() -> None:
