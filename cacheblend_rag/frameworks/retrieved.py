@@ -1,10 +1,23 @@
-"""Keeps what retrievers have returned until the model is asked, by the framework's run that it belongs to."""
+"""Keeps what retrievers have returned until the model is asked, finds what became of it in the prompt, and decides about it."""
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal, get_args
+
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.errors import AlteredChunkError, InputError
+from cacheblend_rag.frameworks.uses import renditions, uses_of
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id
+from cacheblend_rag.prompts.placing import Piece, text_of
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
+from cacheblend_rag.prompts.registry import MATCH_WINDOW
 
 Retrieved = tuple[str, ...]
 """The text of something retrieved, first as its prompt is expected to hold it, then in other forms that are as good."""
@@ -87,3 +100,286 @@ class RetrievalLog:
             self._loose.extend(items)
         else:
             self._held.setdefault(run, deque(maxlen=_MOST_HELD)).extend(items)
+
+
+RetrievedStatus = Literal["matched", "not_stored", "altered", "absent", "skipped"]
+STATUSES: tuple[RetrievedStatus, ...] = ("matched", "not_stored", "altered", "absent", "skipped")
+
+_RUN = 4  # neighbouring words that are compared as one
+_FEWEST = 8
+_SHARE = 10
+_SAMPLE, _SAMPLES = 16, 24
+_CONTEXT = 32
+_CUT = "\n[...]\n"  # in place of a chunk
+# Scripts without spaces are compared by characters.
+_APART = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"[{_APART}]|[^\W{_APART}]+")
+
+
+@dataclass(frozen=True)
+class RetrievedFate:
+    """Says what became of one retrieved text.
+
+    Attributes:
+        id: The id of its chunk.
+        status: ``"matched"``: it stands in the prompt whole, or in a rendition of it, and is a chunk there. ``"not_stored"``: the
+            same, but its KV was not stored, and was computed in place. ``"altered"``: it stands there changed or in part, as
+            text. ``"absent"``: nothing of it is there. ``"skipped"``: it stands there whole, as text (see ``detail``).
+        detail: Where it differs from the prompt, or why it was skipped.
+        chunk: The id of the chunk in the prompt that it is, or is part of.
+        at: Where it differs from the prompt: the first such character of its text.
+    """
+
+    id: str
+    status: RetrievedStatus
+    detail: str = ""
+    chunk: str | None = None
+    at: int | None = None
+
+
+@dataclass(frozen=True)
+class RetrievalReport:
+    """Says what became of all that was retrieved for a prompt.
+
+    Attributes:
+        fates: One for each text.
+    """
+
+    fates: tuple[RetrievedFate, ...] = ()
+
+    @property
+    def altered(self) -> list[RetrievedFate]:
+        """Those whose KV could not be used because of how they were formatted."""
+        return [fate for fate in self.fates if fate.status == "altered"]
+
+    @property
+    def summary(self) -> str:
+        """Return the numbers, in words; empty where nothing was retrieved."""
+        words = {"altered": "altered between retriever and model", "not_stored": "not stored yet"}
+        counts = [(status, sum(fate.status == status for fate in self.fates)) for status in STATUSES]
+        told = [f"{count} {words.get(status, status)}" for status, count in counts if count]
+        return ", ".join([f"{len(self.fates)} retrieved", *told]) if self.fates else ""
+
+    def answered(self, missing: Iterable[str]) -> RetrievalReport:
+        """Return the report once it is known which chunks' KV was missing."""
+        gone = set(missing)
+        return RetrievalReport(
+            tuple(replace(fate, status="not_stored") if fate.chunk in gone else fate for fate in self.fates)
+        )
+
+    def found(self) -> RetrievalReport:
+        """Return the report without what is absent: where nobody knows whether it was retrieved for this prompt."""
+        return RetrievalReport(tuple(fate for fate in self.fates if fate.status != "absent"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as answers carry it."""
+        return {
+            "summary": self.summary,
+            "retrieved": len(self.fates),
+            **{status: sum(fate.status == status for fate in self.fates) for status in STATUSES},
+            "chunks": [
+                {"id": fate.id, "status": fate.status, **({"detail": fate.detail} if fate.detail else {})}
+                for fate in self.fates
+            ],
+        }
+
+
+def fates_of(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> RetrievalReport:
+    """Say what became of retrieved texts, each once, in a prompt of these pieces."""
+    chunks = [piece for piece in prompt if isinstance(piece, Chunk)]
+    # What is taken by chunks is nobody else's: a neighbour may share a passage with one.
+    plain = _CUT.join(text_of(piece) for piece in prompt if not isinstance(piece, Chunk))
+    named = {chunk_id(texts[0]): texts for texts in items if texts and texts[0]}
+    fates = {name: _whole(name, texts, chunks, plain) for name, texts in named.items()}
+    lost = {name: named[name] for name, fate in fates.items() if fate is None and _hinted(named[name], plain)}
+    partings = _Words(plain).partings(lost) if lost else {}
+    for name in lost:
+        if name in partings:
+            text, at, there = partings[name]
+            fates[name] = RetrievedFate(name, "altered", _view(text, plain, at, there), at=at)
+    return RetrievalReport(tuple(fate or RetrievedFate(name, "absent") for name, fate in fates.items()))
+
+
+def renditions_in(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> list[str]:
+    """Return the other forms of these texts, and the renditions of all their forms, that stand in a prompt as text."""
+    plain = [text_of(piece) for piece in prompt if not isinstance(piece, Chunk)]
+    others = (form for texts in items for form in texts[1:])
+    forms = chain(others, (form for texts in items for text in texts for form in renditions(text)))
+    return [form for form in forms if any(form in text for text in plain)]
+
+
+def explain_miss(text: str, prompt: str) -> str:
+    """Show where a chunk's text and a prompt part: the first character that differs, with some of both around it.
+
+    Args:
+        text: Of a chunk.
+        prompt: Of a prompt that should hold it.
+    """
+    body = text.strip()
+    if body in prompt:
+        return "The text stands in the prompt whole."
+    found = _Words(prompt).partings({"": (body,)}).get("")
+    return "Nothing of the text stands in the prompt." if found is None else _view(body, prompt, *found[1:])
+
+
+def _whole(name: str, texts: Retrieved, chunks: Sequence[Chunk], plain: str) -> RetrievedFate | None:
+    """Say what became of a text that stands in the prompt whole, or in a rendition that is a chunk there."""
+    by_text = {chunk.text: chunk.id for chunk in chunks}
+    same = (by_text[text] for text in texts if text in by_text)
+    within = (chunk.id for chunk in chunks for text in texts if text in chunk.text)
+    rendered = (by_text[form] for text in texts for form in renditions(text) if form in by_text)
+    held = next(same, None) or next(within, None) or next(rendered, None)
+    if held is not None:
+        return RetrievedFate(name, "matched", chunk=held)
+    skipped = next((text for text in texts if text in plain), None)
+    return None if skipped is None else RetrievedFate(name, "skipped", _why_skipped(skipped))
+
+
+def _hinted(texts: Retrieved, plain: str) -> bool:
+    """Say whether something of a text stands there: a few samples of it, as comparing words takes longer than all the rest."""
+    for text in texts:
+        step = max(1, (len(text) - _SAMPLE) // _SAMPLES)
+        if any(text[at : at + _SAMPLE] in plain for at in range(0, max(1, len(text) - _SAMPLE + 1), step)):
+            return True
+    return False
+
+
+def _why_skipped(text: str) -> str:
+    if len(text) < MATCH_WINDOW:
+        return f"it is shorter than {MATCH_WINDOW} characters, and not looked for"
+    return "the engine does not know it, or it spells a special token; wrap the retriever that found it"
+
+
+class _Words:
+    """The words of a text, and where four of them stand together."""
+
+    def __init__(self, text: str):
+        self._text = text
+        self._at: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+        self._free: Counter[tuple[str, ...]] = Counter()
+        for words, at in _runs(text):
+            self._at[words].append(at)
+            self._free[words] += 1
+
+    def partings(self, wanted: Mapping[str, Retrieved]) -> dict[str, tuple[str, int, int]]:
+        """Return which of the texts are here in part: the form that is, and where it and this text part, in characters of each.
+
+        The texts of which most is here come first, and words that one has are not another's: documents begin and end alike.
+        """
+        shares = [(name, text, _runs(text)) for name, texts in wanted.items() for text in texts]
+        shares.sort(key=lambda share: -sum(words in self._at for words, _ in share[2]) / max(1, len(share[2])))
+        found: dict[str, tuple[str, int, int]] = {}
+        for name, text, runs in shares:
+            shared = [(words, at) for words, at in runs if self._free[words] > 0]
+            if name in found or not shared or len(shared) < min(len(runs), max(_FEWEST, len(runs) // _SHARE)):
+                continue
+            self._free.subtract(words for words, _ in shared)
+            found[name] = text, *self._parting(text, shared)
+        return found
+
+    def _parting(self, body: str, shared: Sequence[tuple[tuple[str, ...], int]]) -> tuple[int, int]:
+        (first, at), *_ = shared
+        # Where the first words stand more than once, those that stand once say which of them are meant.
+        rare, rare_at = next((each for each in shared if len(self._at[each[0]]) == 1), shared[0])
+        expected = self._at[rare][0] - (rare_at - at)
+        there = min(self._at[first], key=lambda place: abs(place - expected))
+        while at and there and body[at - 1] == self._text[there - 1]:
+            at, there = at - 1, there - 1
+        if at:
+            return at - 1, max(there - 1, 0)
+        while at < len(body) and there < len(self._text) and body[at] == self._text[there]:
+            at, there = at + 1, there + 1
+        return at, there
+
+
+def _runs(text: str) -> list[tuple[tuple[str, ...], int]]:
+    """Return every four neighbouring words, and where they begin."""
+    found = [(match.group().lower(), match.start()) for match in _WORD.finditer(text)]
+    words = [word for word, _ in found]
+    neighbours = zip(*(words[n:] for n in range(_RUN)), strict=False)
+    return [(run, at) for run, (_, at) in zip(neighbours, found, strict=False)]
+
+
+def _view(text: str, prompt: str, at: int, there: int) -> str:
+    lines = []
+    for label, body, place in (("chunk ", text, at), ("prompt", prompt, there)):
+        before, behind = _shown(body[max(0, place - _CONTEXT) : place]), _shown(body[place : place + _CONTEXT])
+        lines += [f"  {label}: {before}{behind}", " " * (len(label) + 4 + len(before)) + "^"]
+    return "\n".join([f"they part at character {at} of the chunk's {len(text)}:", *lines])
+
+
+def _shown(text: str) -> str:
+    return repr(text)[1:-1]
+
+
+OnMiss = Literal["ignore", "warn", "error"]
+"""What to do about retrieved chunks that a formatter has altered: nothing, log a warning, or raise."""
+
+_log = logging.getLogger("cacheblend_rag.misses")
+
+
+def find_retrieved(
+    engine: BlendEngine, build: Callable[[], BlendPrompt], log: RetrievalLog, run: Hashable | None, on_miss: OnMiss
+) -> tuple[BlendPrompt, RetrievalReport]:
+    """Build a prompt, and say what became in it of what was retrieved for it.
+
+    A retrieved text that stands there in a rendition (escaped, or with its whitespace closed up) is a chunk of its own: computed
+    the first time, reused from then on.
+
+    Args:
+        engine: What will answer.
+        build: Builds the prompt, with the chunks that the engine knows; called again when it has learned some.
+        log: What was retrieved.
+        run: The run that asks; without one, or where it retrieved nothing, what was retrieved lately counts where it is found.
+        on_miss: What to do about altered chunks.
+
+    Raises:
+        AlteredChunkError: There are some, and ``on_miss`` is ``"error"``.
+    """
+    prompt = build()
+    retrieved = log.of(run)
+    loose = not retrieved
+    if loose:
+        # Another view's or engine's is none of this one's business.
+        retrieved = [texts for texts in log.loose if _known(engine, texts)]
+    if not retrieved:
+        return prompt, RetrievalReport()
+    report = fates_of(retrieved, _pieces(prompt))
+    lost = {fate.id for fate in report.fates if fate.status in ("altered", "absent", "skipped")}
+    unmatched = [texts for texts in retrieved if chunk_id(texts[0]) in lost and _known(engine, texts)]
+    if forms := renditions_in(unmatched, _pieces(prompt)):
+        uses_of(engine).register(engine, forms)
+        prompt = build()
+        report = fates_of(retrieved, _pieces(prompt))
+    if loose:
+        report = report.found()
+    _tell(report, on_miss)
+    return prompt, report
+
+
+def checked_on_miss(value: Any) -> OnMiss:
+    """Return what is to be done about misses; raises InputError for anything else."""
+    if value not in get_args(OnMiss):
+        raise InputError(f"on_miss is {value!r}; give one of {', '.join(map(repr, get_args(OnMiss)))}.")
+    found: OnMiss = value
+    return found
+
+
+def _known(engine: BlendEngine, texts: Retrieved) -> bool:
+    return any(chunk_id(text) in engine.registry for text in texts)
+
+
+def _pieces(prompt: BlendPrompt) -> list[Piece]:
+    return [segment for segment in prompt.segments if not isinstance(segment, ChunkRef)]
+
+
+def _tell(report: RetrievalReport, on_miss: OnMiss) -> None:
+    if on_miss == "ignore" or not report.altered:
+        return
+    first = report.altered[0]
+    said = f"{report.summary}. The stored KV of chunk {first.id} cannot be used: {first.detail}"
+    if on_miss == "error":
+        raise AlteredChunkError(
+            f"{said}\nHand chunks over as they are, or set on_miss='warn'.", first.id, first.at or 0
+        )
+    _log.warning("%s", said)

@@ -173,7 +173,7 @@ def guard(options: ServeOptions, args: Namespace) -> RequestLimits:
 def _blend(state: State, tenants: ServedTenants) -> None:
     """Give vLLM's handlers our renderer, and the routes handlers that report."""
     from cacheblend_rag.server.renderer import BlendRenderer
-    from cacheblend_rag.server.reporting import ReportingChat, ReportingCompletion
+    from cacheblend_rag.server.served_engine import ReportingChat, ReportingCompletion
 
     inner = state.online_renderer
     renderer = StandIn(

@@ -23,7 +23,7 @@ from cacheblend_rag.prompts.templates import SEPARATOR
 from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import RequestOptions, read_options
 from cacheblend_rag.server.naming import ChunkNaming, lead_text, search_contents, texts_in, tokens_match
-from cacheblend_rag.server.reporting import REQUEST_FIELD, Ticket, clients_salt, with_ticket
+from cacheblend_rag.server.served_engine import REQUEST_FIELD, Ticket, clients_salt, with_ticket
 from cacheblend_rag.server.tenants import calling
 from cacheblend_rag.spans import recording, span
 

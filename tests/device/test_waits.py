@@ -154,9 +154,8 @@ def test_a_blend_in_a_transformers_model_waits_for_its_selection_alone(sim: str,
 def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from cacheblend_rag.engines.vllm import paged as module
-    from cacheblend_rag.engines.vllm.groups import PageGroup
     from cacheblend_rag.engines.vllm.paged import PagedModel, PassMetadata
-    from cacheblend_rag.engines.vllm.pages import Pages
+    from cacheblend_rag.engines.vllm.pages import PageGroup, Pages
 
     monkeypatch.setattr(module, "set_forward_context", lambda *_, **__: nullcontext())
     seen: list[Any] = []

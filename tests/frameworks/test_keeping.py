@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from cacheblend_rag.frameworks import keeping
-from cacheblend_rag.frameworks.keeping import StoreChunks, owner_of, read_ahead
+from cacheblend_rag.frameworks import uses as keeping
+from cacheblend_rag.frameworks.uses import StoreChunks, owner_of, read_ahead
 from cacheblend_rag.prompts.chunk import chunk_id
 from tests.fake_engine import FakeEngine
 

@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.frameworks.options import sampling_of, with_usual_names
+from cacheblend_rag.frameworks.asking import sampling_of, with_usual_names
 
 
 def test_other_names_for_the_same_are_understood_and_not_given_twice() -> None:

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.frameworks import retrieved
-from cacheblend_rag.frameworks.altered import explain_miss, fates_of, renditions_in
-from cacheblend_rag.frameworks.renditions import renditions
-from cacheblend_rag.frameworks.retrieved import RetrievalLog
+from cacheblend_rag.frameworks.retrieved import RetrievalLog, explain_miss, fates_of, renditions_in
+from cacheblend_rag.frameworks.uses import renditions
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 
 BELL = (

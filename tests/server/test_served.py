@@ -21,8 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.engines.vllm.messages import FinishReport
 from cacheblend_rag.server.observing import ReuseMetrics
-from cacheblend_rag.server.reporting import Ticket, reported, with_ticket
-from cacheblend_rag.server.served_engine import ServedEngine
+from cacheblend_rag.server.served_engine import ServedEngine, Ticket, reported, with_ticket
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
 from cacheblend_rag.store.kv import ModelFingerprint
 from cacheblend_rag.store.namespace import DEFAULT

@@ -19,13 +19,15 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from cacheblend_rag.blending.rope import CosSin, Move, moved
 from cacheblend_rag.blending.target import StopForward
 from cacheblend_rag.blending.transfer import sent
-from cacheblend_rag.engines.vllm.groups import BlockIds, PageGroup, page_groups
 from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for
 from cacheblend_rag.engines.vllm.pages import (
+    BlockIds,
+    PageGroup,
     Pages,
     TiledPages,
     first_part,
     gaps,
+    page_groups,
     pages_of,
     read_page,
     runs_in_pages,

@@ -15,8 +15,7 @@ from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.trace import Trace
-from cacheblend_rag.engines.entries import Entries, SideBySide
-from cacheblend_rag.engines.vllm.groups import PageGroup, PageLender
+from cacheblend_rag.engines.entries import Entries, SideBySide, Whereabouts
 from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
     BlendJob,
@@ -30,8 +29,8 @@ from cacheblend_rag.engines.vllm.messages import (
     to_params,
 )
 from cacheblend_rag.engines.vllm.pace import Pace
+from cacheblend_rag.engines.vllm.pages import PageGroup, PageLender
 from cacheblend_rag.engines.vllm.versions import key_blocks
-from cacheblend_rag.engines.vllm.whereabouts import Whereabouts
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.base import out_of
 from cacheblend_rag.store.kv import ChunkKV, StoredKV

@@ -13,17 +13,16 @@ import torch
 
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.entries import Entries, RAMLog
 from cacheblend_rag.engines.models import why_not_blendable
 from cacheblend_rag.engines.vllm.blends import BlendQueue, Hand
-from cacheblend_rag.engines.vllm.groups import page_groups, unknown_kinds
 from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import LEAST_PREFILL, PREFILL, Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
+from cacheblend_rag.engines.vllm.pages import page_groups, unknown_kinds
 from cacheblend_rag.engines.vllm.saving import Saver
 from cacheblend_rag.engines.vllm.target import PagedSubject, all_ranks
-from cacheblend_rag.engines.vllm.whereabouts import RAMLog
 from cacheblend_rag.engines.vllm.writing import writing_on
 from cacheblend_rag.store.base import page_lock_for
 

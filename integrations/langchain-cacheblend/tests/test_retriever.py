@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from cacheblend_rag import InputError, StoreError, chunk_id
 from cacheblend_rag.frameworks import DEFAULT_EMBEDDING, Embedder
-from cacheblend_rag.frameworks.keeping import READER
+from cacheblend_rag.frameworks.uses import READER
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChatCacheBlend, ChunkSplitter
 
 from scripted import ScriptedEngine

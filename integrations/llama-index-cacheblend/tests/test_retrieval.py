@@ -81,7 +81,7 @@ class TestCacheBlendRetriever(RetrieverContract):
     async def test_what_it_finds_is_registered_and_read_ahead(
         self, retriever: CacheBlendRetriever, scripted: ScriptedEngine
     ) -> None:
-        from cacheblend_rag.frameworks.keeping import READER
+        from cacheblend_rag.frameworks.uses import READER
 
         found = retriever.retrieve(QUESTION)
         assert {chunk.text for chunk in scripted.registry} == {node_text(node) for node in found}

@@ -16,7 +16,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import VectorStoreQuery, VectorStoreQueryResult
 
 from cacheblend_rag import BlendEngine, Chunk, InputError, TransformersEngine, make_chunk
-from cacheblend_rag.frameworks import keeping
+from cacheblend_rag.frameworks import uses as keeping
 from llama_index_cacheblend import BundledEmbedding, CacheBlendLLM, CacheBlendVectorStore, node_text
 
 OLD = "The lighthouse of Marlow was painted red in 1911, by order of the harbour master and at his own expense."

@@ -24,9 +24,8 @@ from cacheblend_rag.blending.options import TextRatio
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings
-from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.entries import Entries, RAMLog, Whereabouts
 from cacheblend_rag.engines.vllm.client import BlendClient
-from cacheblend_rag.engines.vllm.groups import page_groups
 from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
     BlendJob,
@@ -37,8 +36,8 @@ from cacheblend_rag.engines.vllm.messages import (
     read_report,
     to_params,
 )
+from cacheblend_rag.engines.vllm.pages import page_groups
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
-from cacheblend_rag.engines.vllm.whereabouts import RAMLog, Whereabouts
 from cacheblend_rag.engines.vllm.worker_side import _context
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore

@@ -24,10 +24,9 @@ from vllm.v1.request import Request
 
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.vllm.groups import NO_PAGE, MissingPageError, PageGroup, page_groups
 from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, SaveJob, to_params
 from cacheblend_rag.engines.vllm.paged import PagedModel
-from cacheblend_rag.engines.vllm.pages import Pages
+from cacheblend_rag.engines.vllm.pages import NO_PAGE, MissingPageError, PageGroup, Pages, page_groups
 from cacheblend_rag.engines.vllm.scheduler_side import _PATIENCE, SchedulerSide
 from cacheblend_rag.store import KVStore, MemoryStore
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint

@@ -12,12 +12,10 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.engines.vllm.attention import WatchedPass
-from cacheblend_rag.engines.vllm.groups import PageGroup
 from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.paged import PagedModel
-from cacheblend_rag.engines.vllm.pages import Pages
-from cacheblend_rag.engines.vllm.target import PagedTarget
+from cacheblend_rag.engines.vllm.pages import PageGroup, Pages
+from cacheblend_rag.engines.vllm.target import PagedTarget, WatchedPass
 from cacheblend_rag.store.kv import LayerKV
 from tests.engines.kernels.interpreter import interpret
 
