@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
@@ -214,6 +215,11 @@ class ServedEngine:
         client.finished(report)
         return report
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop vLLM's engine as its method of that name does; that it tells itself of its end, as of a failure, is not logged."""
+        logging.getLogger("vllm.v1.engine.async_llm").addFilter(_tells_no_end)
+        self._llm.shutdown(timeout=timeout)
+
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
         """Ignore vLLM's hand-over between prefill and decode servers: this connector has none, and clients may not ask."""
 
@@ -234,6 +240,10 @@ def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begi
     spans.answered(outcome)
     said = (outcome.mode, usage.reused_tokens, usage.prompt_tokens, outcome.reason)
     _log.info("%s: %d of %d prompt tokens reused; %s", *said, extra=reuse_attributes(outcome))
+
+
+def _tells_no_end(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], EngineDeadError))
 
 
 class TokensUsed:

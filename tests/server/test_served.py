@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.engines.vllm.messages import FinishReport
@@ -171,6 +173,28 @@ async def test_a_reader_that_stops_ends_the_request(parts) -> None:
     await stream.aclose()
     assert engine.aborted
     assert client.done == []
+
+
+def test_an_engine_that_is_stopped_is_not_reported_as_one_that_died(parts) -> None:
+    served, engine, _ = parts
+    log, told = logging.getLogger("vllm.v1.engine.async_llm"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = told.append
+
+    def shutdown(timeout: float | None = None) -> None:
+        for error in (
+            EngineDeadError(),
+            ValueError(f"a failure within {timeout} s"),
+        ):  # as its task does that takes outputs
+            log.error("output_handler failed", exc_info=error)
+
+    engine.shutdown = shutdown
+    log.addHandler(handler)
+    try:
+        served.shutdown(timeout=7)
+    finally:
+        log.removeHandler(handler)
+    assert [str(record.exc_info[1]) for record in told] == ["a failure within 7 s"]
 
 
 def test_everything_else_is_vllms(parts) -> None:

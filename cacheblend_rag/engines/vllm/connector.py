@@ -19,7 +19,7 @@ from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pages import page_groups
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
-from cacheblend_rag.engines.vllm.starting import end_with_parent, log_as_vllm
+from cacheblend_rag.engines.vllm.starting import end_at_once, end_with_parent, log_as_vllm
 from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.store import KVStore, open_store
@@ -46,6 +46,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         if parent_process() is not None:
             log_as_vllm()
             end_with_parent()
+            end_at_once()
         extra = self._kv_transfer_config.get_from_extra_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
         where = str(extra("store", None))

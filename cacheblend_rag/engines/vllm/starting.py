@@ -6,6 +6,7 @@ somewhere in the middle.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import multiprocessing.connection
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -132,6 +134,25 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="cacheblend-parent", daemon=True).start()
+
+
+def end_at_once() -> None:
+    """Have this process of vLLM's end when its work has, as a forked one does: taking all of torch apart takes it seconds more.
+
+    vLLM waits for that, and on a busy machine loses patience. Where this is a user's own process, nothing happens.
+    """
+    if multiprocessing.parent_process() is not None and multiprocessing.get_start_method(allow_none=True) == "spawn":
+        # The last thing that a process of multiprocessing does by itself, after its own children have ended.
+        Finalize(None, _end, exitpriority=-1000)
+
+
+def _end() -> None:
+    error = sys.exc_info()[1]
+    if error is None or (isinstance(error, SystemExit) and not error.code):  # else it is told the ordinary way
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 class StartError(ModelError):

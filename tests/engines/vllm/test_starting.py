@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from cacheblend_rag.engines.vllm import starting
 from cacheblend_rag.engines.vllm.starting import (
     end_with_parent,
     explain,
@@ -46,6 +47,34 @@ len (1024), (0.25 GiB KV cache is needed, which is larger than the available KV 
 PARENT = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
 
 
+ENDING = """
+import atexit, multiprocessing, sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+class Whole:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+whole = Whole()
+
+def work(code):
+    atexit.register(print, "asked for", flush=True)
+    spec = spec_from_file_location("starting", sys.argv[1])
+    starting = module_from_spec(spec)
+    spec.loader.exec_module(starting)
+    starting.end_at_once()
+    sys.exit(code)
+
+if __name__ == "__main__":
+    whole = None
+    for code in (0, 3):
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(code,))
+        process.start()
+        process.join()
+        print(process.exitcode)
+"""
+
+
 def run_like_an_engine(ready: Connection) -> None:
     end_with_parent()
     ready.send(os.getpid())
@@ -63,6 +92,14 @@ def start_both(ready: Connection, theirs: Connection) -> None:
     ready.close()
     fork.Process(target=stay, args=(theirs,)).start()  # it has all that is open here, and outlives it
     signal.pause()
+
+
+def test_a_process_whose_work_is_done_ends_without_taking_its_modules_apart(tmp_path: Path) -> None:
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING)
+    command = [sys.executable, str(script), starting.__file__]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    assert said[1:] == ["asked for", "0", "asked for", "taken apart", "3", ""], said
 
 
 def test_an_engine_ends_with_the_process_that_has_started_it_whatever_else_that_has_started() -> None:
