@@ -7,10 +7,12 @@ import logging
 import os
 import signal
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.util import register_after_fork
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import CacheBlendError, InputError
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 MOST_ANSWERS = "128"
 """Of one request to one prompt, beams too, as OpenAI's API has it; vLLM's own limit is 16,384."""
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _DRAIN_S = 5.0
 _POLL_S = 0.05
 _ENGINE = (
-    "Starting vLLM's engine, whose lines have the time of day: its processes import vLLM once more each, load the model, compile "
+    "Starting vLLM's engine, whose lines have the time of day: its workers import vLLM once more, load the model, compile "
     "it (the first start; later ones find that) and pass the parity gate."
 )
 
@@ -68,8 +71,6 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
 
 
 async def _serve(options: ServeOptions, args: Namespace, launch: Launch) -> None:
-    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
-
     signal.signal(signal.SIGTERM, _stop_starting)
     address, sock = _listen(args)
     stopped: Coroutine[Any, Any, None] | None = None
@@ -78,7 +79,7 @@ async def _serve(options: ServeOptions, args: Namespace, launch: Launch) -> None
         store = open_store(launch.store, ram_budget=0, disk_budget=options.disk_budget)
         tell(_ENGINE)
         with store:
-            async with _EngineStart(build_async_engine_client(args), launch, options.verbose) as llm:
+            async with _EngineStart(_engine(args, sock), launch, options.verbose) as llm:
                 stopped = await _serve_engine(options, args, launch, llm, store, address, sock)
             await stopped
     finally:
@@ -248,6 +249,33 @@ def _listen(args: Namespace) -> tuple[str, socket.socket]:
         raise InputError(f"Cannot listen on {where}: {error.strerror or error}. Choose another --port.") from error
     except KeyError as error:
         raise InputError(str(error.args[0])) from error
+
+
+def _engine(args: Namespace, sock: socket.socket) -> Any:
+    """Return vLLM's engine as its own server would enter it; on a CPU its process is forked, and need not import vLLM anew.
+
+    Its workers are spawned as ever: what OpenMP is told by its environment counts for a process that starts.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client_from_engine_args
+    from vllm.platforms import current_platform
+
+    class Arguments(AsyncEngineArgs):
+        def create_engine_config(self, *given: Any, **named: Any) -> Any:
+            config = super().create_engine_config(*given, **named)
+            if current_platform.is_cpu() and sys.platform == "linux":
+                register_after_fork(sock, _leave_to_parent)
+                os.environ[_START_METHOD] = "fork"  # vLLM has just chosen another one, for all of them
+            return config
+
+    return build_async_engine_client_from_engine_args(Arguments.from_cli_args(args))
+
+
+def _leave_to_parent(sock: socket.socket) -> None:
+    """Let go, in a forked process, of what is its parent's: the address, and its loop's signals."""
+    sock.close()
+    signal.set_wakeup_fd(-1)
+    os.environ[_START_METHOD] = "spawn"
 
 
 class _EngineStart:
