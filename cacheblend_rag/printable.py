@@ -1,4 +1,4 @@
-"""Makes foreign text fit for a terminal and a log: documents, names and servers may say what steers one, or forges lines."""
+"""Makes foreign text fit for a terminal and a log, where it may steer one, or forge lines; and numbers fit for people."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 # C0 and C1 but tab and line break, DEL; separators of lines, marks that reorder what is shown; halves of a character.
 _STEERING = re.compile("\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _BREAKING = re.compile("[\t\r\n]")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def printable(text: str) -> str:
@@ -21,3 +22,13 @@ def in_one_line(text: str) -> str:
 
 def _spelled(found: re.Match[str]) -> str:
     return f"\\u{ord(found[0]):04x}"
+
+
+def size(nbytes: float | None) -> str:
+    """Return a number of bytes as people read it."""
+    if nbytes is None:
+        return "-"
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"

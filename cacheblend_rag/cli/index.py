@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.lab.doctor.spot_check import SpotCheck
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
     from cacheblend_rag.rag.pipeline import RagPipeline
-    from cacheblend_rag.rag.planning import IndexPlan
+    from cacheblend_rag.rag.planning import IndexPlan, TooMuchKVError
     from cacheblend_rag.retrieval.documents import FoundDocuments
 
 
@@ -135,7 +135,7 @@ def _index(
                 try:
                     return _index_and_check(pipeline, found, shown, yes)
                 except TooMuchKVError as error:
-                    _ask(error.plan)
+                    _ask(error)
                 return _index_and_check(pipeline, found, shown, True)
     except KeyboardInterrupt:
         echo(f"\n{shown.interrupted()}", err=True)
@@ -153,16 +153,13 @@ def _index_and_check(
         return report, spot_check(pipeline, report.tokens, report.seconds)
 
 
-def _ask(plan: IndexPlan) -> None:
+def _ask(error: TooMuchKVError) -> None:
     """Ask whether to index more than the store can hold; end the command unless somebody says yes.
 
     Raises:
         StoreError: There is nobody to ask.
     """
-    todo = (
-        f"The KV of these {plan.chunks:,} chunks will take about {size(plan.kv_bytes)}, and the store can hold "
-        f"{size(plan.capacity_bytes)}: that of older documents, and of much of these, would be computed and dropped."
-    )
+    todo = f"{error.what}: that of older documents, and of much of these, would be computed and dropped."
     if not sys.stdin.isatty():
         raise StoreError(
             f"{todo} Give it more with --disk-budget, or in --kv, or leave files out with --exclude; --yes goes on all the same."

@@ -14,12 +14,12 @@ from typing import Any
 import typer
 
 from cacheblend_rag.printable import in_one_line, printable
+from cacheblend_rag.printable import size as size  # noqa: PLC0414 - commands have all they print with from here
 
 Show = Callable[[float, int, str], None]
 """Takes how much is done, of how much, and what is at hand."""
 
 _SECONDS_A_LINE = 5.0
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
@@ -56,16 +56,6 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
         ]
         lines.append(indent + "  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def size(nbytes: float | None) -> str:
-    """Return a number of bytes as people read it."""
-    if nbytes is None:
-        return "-"
-    value, unit = float(nbytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def seconds(value: float) -> str:

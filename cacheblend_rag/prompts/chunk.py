@@ -22,12 +22,14 @@ class Chunk:
         token_ids: Its tokens, as the model will see them; never re-tokenised. Of a tokenizer that joins a text's last characters
             with the blank line behind them, without that last token.
         metadata: ``source``, ``start`` and ``end`` (character offsets in the source), and what else the loader knows.
+        metadata_bytes: Their size as JSON; 0 without any.
     """
 
     id: str
     text: str
     token_ids: tuple[int, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    metadata_bytes: int = field(default=0, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be stored and found again, or be answered.
@@ -38,7 +40,7 @@ class Chunk:
         checked_id(self.id)
         if self.metadata:
             try:
-                _JSON.encode(dict(self.metadata))
+                object.__setattr__(self, "metadata_bytes", len(_JSON.encode(dict(self.metadata))))
             except (TypeError, ValueError, RecursionError) as error:
                 raise InputError(
                     f"the metadata of the chunk {self.id!r} cannot be written as JSON ({error}). Use None for a number that is "

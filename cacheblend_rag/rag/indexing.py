@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.printable import size
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner, TooMuchKVError
@@ -199,10 +200,16 @@ class _IndexRun:
         self.report.kv_bytes = max(tier.nbytes for tier in stats.tiers or (stats,))
         if not (self.report.tokens and self.engine.gate.passed):
             return
+        budgets = [tier.budget for tier in stats.tiers or (stats,)]
+        most = max((budget or 0 for budget in budgets), default=0) if None not in budgets else None
         lost = "the store's budget is full, and newer KV took its place (see --disk-budget and --kv)"
+        small = (
+            f"the store's budget, {size(most)}, is smaller than the KV of one (see --disk-budget and --chunk-tokens)"
+        )
         for chunk in self.index.chunks():
             if chunk.id not in self.report.without_kv and not lasting.complete(chunk.token_ids):
-                self.report.without_kv[chunk.id] = lost
+                never = most is not None and len(chunk.token_ids) * self.planner.token_bytes > most
+                self.report.without_kv[chunk.id] = small if never else lost
 
     def _tell(self, at: IndexProgress) -> None:
         self.at = at

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.printable import size
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.chunking import iter_chunks
 from cacheblend_rag.retrieval.config import IndexConfig
@@ -54,18 +55,19 @@ class TooMuchKVError(StoreError):
     """More KV is to be computed than the store can hold; that was not begun.
 
     Attributes:
-        plan: What is to be indexed.
+        what: How much, and how much it can hold.
     """
 
     def __init__(self, plan: IndexPlan):
-        """Say how much, and what to do."""
-        planned, most = ((nbytes or 0) / (1 << 20) for nbytes in (plan.kv_bytes, plan.capacity_bytes))
-        super().__init__(
-            f"The KV of these {plan.chunks:,} chunks would take about {planned:,.1f} MiB, and the store can hold {most:,.1f} "
-            "MiB. Give it more (a larger budget, another disk), or index less; or index with beyond_budget=True, and what has "
-            "no room is computed when it is asked for."
+        """Say that, and what to do."""
+        self.what = (
+            f"The KV of these {plan.chunks:,} chunks will take about {size(plan.kv_bytes)}, and the store can hold "
+            f"{size(plan.capacity_bytes)}"
         )
-        self.plan = plan
+        super().__init__(
+            f"{self.what}. Give it more (a larger budget, another disk), or index less; or index with beyond_budget=True, and "
+            "what has no room is computed when it is asked for."
+        )
 
 
 @dataclass
@@ -87,11 +89,17 @@ class CutDocument:
 
 @dataclass
 class Planner:
-    """Cuts documents and adds up what of them must be computed."""
+    """Cuts documents and adds up what of them must be computed.
+
+    Attributes:
+        documents: Those that are to be indexed.
+        token_bytes: Size of the KV of a chunk's token, by one hand; 0 until :meth:`sized` knows it.
+    """
 
     engine: BlendEngine
     config: IndexConfig
     documents: list[CutDocument] = field(default_factory=list)
+    token_bytes: float = 0.0
     _missing: set[str] = field(default_factory=set)
     _tokens: int = 0
     _written: int = 0  # the same, once for each hand that has to write them
@@ -151,15 +159,16 @@ class Planner:
         lasting = entries.lasting()
         # One that is larger than a disk's whole budget is in RAM alone.
         found = (lasting.store.entry(key) or entries.store.entry(key) for key in lasting.keys(stored.token_ids))
-        size = sum(entry.nbytes for entry in found if entry is not None)
-        if not size:
+        nbytes = sum(entry.nbytes for entry in found if entry is not None)
+        if not nbytes:
             return plan
-        expected = size * self._written // (len(stored.token_ids) * len(lasting.hands))
+        self.token_bytes = nbytes / (len(stored.token_ids) * len(lasting.hands))
         stats = stats_of(lasting.store)
         tiers = [(tier.capacity, tier.nbytes) for tier in stats.tiers or (stats,)]
         limited = [
-            (most, max(0, most - used + size)) for most, used in tiers if most is not None
+            (most, max(0, most - used + nbytes)) for most, used in tiers if most is not None
         ]  # its own room is free
+        expected = round(self.token_bytes * self._written)
         if len(limited) < len(tiers):
             return replace(plan, kv_bytes=expected)
         most, room = map(max, zip(*limited, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,11 +124,12 @@ class ServedChunks:
             raise InputError(
                 "the id 'stats' is the name of a route, GET /v1/chunks/stats, which would hide the chunk. Use another id."
             )
-        if (size := len(json.dumps(dict(body.metadata)))) > MAX_METADATA:
+        chunk = make_chunk(body.text, self._client.tokenizer)
+        chunk = Chunk(body.id or chunk.id, chunk.text, chunk.token_ids, body.metadata)
+        if chunk.metadata_bytes > MAX_METADATA:
             raise InputError(
-                f"its metadata have {size} bytes, as JSON; {MAX_METADATA} are allowed. Leave out what is long."
+                f"its metadata have {chunk.metadata_bytes} bytes, as JSON; {MAX_METADATA} are allowed. Leave out what is long."
             )
-        chunk = make_chunk(body.text, self._client.tokenizer, body.metadata)
         if body.token_ids is not None and not tokens_match(self._client.tokenizer, body.text, body.token_ids):
             raise InputError(
                 "token_ids are not those of this text in the server's tokenizer; cut chunks with that tokenizer, or leave "
@@ -140,14 +140,14 @@ class ServedChunks:
             raise InputError(
                 f"it has {len(chunk.token_ids)} tokens; the context window leaves room for {room}. Split it."
             )
-        if body.id is None or body.id == chunk.id:
+        if body.id is None:
             return chunk
-        known = self._client.registry.get(body.id)
+        known = self._client.registry.get(chunk.id)
         # One that only a prompt has brought has no claim to its id, and one of another tenant's has none here.
         claimed = known is not None and known.text != chunk.text
-        if claimed and self._catalogue.origin(body.id) in ("registered", "index"):
-            raise ConflictError.of_id(body.id)
-        return Chunk(body.id, chunk.text, chunk.token_ids, chunk.metadata)
+        if claimed and self._catalogue.origin(chunk.id) in ("registered", "index"):
+            raise ConflictError.of_id(chunk.id)
+        return chunk
 
     def known(self, chunk_id: str) -> Chunk:
         """Return a chunk; raises UnknownChunkError."""

@@ -189,6 +189,17 @@ def test_by_default_a_blend_is_to_be_as_near_as_weights_of_six_bits(run, model_d
     assert not list((home / "calibrations").iterdir())  # what was measured is kept only until it has ended
 
 
+def test_a_quick_calibration_draws_what_it_measures_and_measures_nothing_for_it(
+    run, model_dir, home, tmp_path, monkeypatch
+):
+    from cacheblend_rag.lab.doctor.search import Search
+
+    monkeypatch.setattr(Search, "look_at_rest", lambda self: pytest.fail("that is what --quick leaves out"))
+    arguments = ["doctor", "--calibrate", "--quick", "--model", model_dir, "--prompts", prompts_file(tmp_path)]
+    assert run(*arguments, "--plot", tmp_path / "plot.png").exit_code == 0
+    assert (tmp_path / "plot.png").stat().st_size
+
+
 def test_calibration_that_is_stopped_says_how_to_go_on(run, model_dir, home, tmp_path, monkeypatch):
     from cacheblend_rag.lab.doctor.search import Search
 

@@ -340,11 +340,12 @@ def test_more_kv_than_the_store_can_hold_is_refused_unless_it_may_go_beyond(tmp_
 
 def test_chunks_that_are_each_larger_than_the_disks_budget_are_refused(tmp_path: Path, docs: Path) -> None:
     engine = FakeEngine(TieredStore([MemoryStore(), DiskStore(tmp_path / "store", 50)]))
-    with (
-        RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline,
-        pytest.raises(StoreError, match="store can hold"),
-    ):
-        pipeline.index([docs])
+    with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
+        with pytest.raises(StoreError, match="store can hold 50 B"):
+            pipeline.index([docs])
+        report = pipeline.index([docs], beyond_budget=True)
+    (why,) = set(report.without_kv.values())
+    assert "budget, 50 B, is smaller than the KV of one" in why
 
 
 def test_a_disk_can_hold_no_more_than_it_has_free_whatever_its_budget(

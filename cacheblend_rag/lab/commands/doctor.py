@@ -84,7 +84,8 @@ class CalibrationOptions:
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw agreement against compute into this file (.png, .svg, .pdf).", rich_help_panel=_CALIBRATION
+            help="Draw agreement against compute into this file (.png, .svg, .pdf); with --quick of what it measures alone.",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None
     output: Annotated[
@@ -162,7 +163,7 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
         try:
             found, file = calibrate_engine(
                 engine, collected, wanted.output, show, standard,
-                margin=wanted.margin, everything=plot is not None, by_deviation=not wanted.quick,
+                margin=wanted.margin, everything=plot is not None and not wanted.quick, by_deviation=not wanted.quick,
             )  # fmt: skip
         except KeyboardInterrupt:
             echo("Stopped. What was measured is kept: the same command goes on.", err=True)
