@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -148,13 +148,8 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
     def kv_bytes(self, but: Sequence[str] = ()) -> int:
         """Return how large the KV of all chunks was when they were registered, ``but`` of those with these ids."""
         every = "SELECT coalesce(sum(kv_bytes), 0) FROM chunks INDEXED BY sizes WHERE model = ? AND namespace = ?"
-        named = (
-            "SELECT coalesce(sum(c.kv_bytes), 0) FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
-            "WHERE c.model = ? AND c.namespace = ?"
-        )
-        with self.transaction(write=False):
-            total, left_out = self.rows(every, *self._of), self.rows(named, json.dumps(list(but)), *self._of)
-        return int(total[0][0] - left_out[0][0])
+        query = f"SELECT ({every}) - (SELECT coalesce(sum(c.kv_bytes), 0) {_NAMED})"
+        return int(self.rows(query, *self._of, json.dumps(list(but)), *self._of)[0][0])
 
     def expire(self, now: float) -> list[Chunk]:
         """Remove the chunks whose time is over at ``now``, in seconds since the epoch, and return them.
@@ -175,6 +170,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
         kv_bytes: Mapping[str, int] = MappingProxyType({}),
         expires: float | None = None,
         holder: str = "",
+        check_room: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep chunks, each in place of one with its id and text.
 
@@ -183,6 +179,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             kv_bytes: The size of their KV, by their ids; 0 where nothing is said.
             expires: When their time will be over, in seconds since the epoch; None: never.
             holder: Who holds them from now on, too.
+            check_room: Raises what is to be raised where there is no room for them, while nobody else can register any.
 
         Raises:
             ConflictError: An id is another text's; none is kept.
@@ -201,6 +198,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             "(SELECT count(*) FROM holders WHERE model = ? AND namespace = ? AND name = j.value) > ? LIMIT 1"
         )
         with self.transaction():
+            check_room()
             for name, text in self.rows(f"SELECT c.name, c.text {_NAMED}", json.dumps(list(texts)), *self._of):
                 if text != texts[name]:
                     raise ConflictError.of_id(name)

@@ -160,13 +160,16 @@ class ChunkCatalogue:
             ConflictError: An id has become another text's; none is kept.
             StoreError: They cannot be written, are too many or have too much KV; none is kept.
         """
-        with self._lock:
+
+        def check_room() -> None:
             self.check_room({chunk.id for chunk in chunks})
             if self._quota.max_kv is not None:
                 self._quota.check_kv(self._registered.kv_bytes(list(kv_bytes)), sum(kv_bytes.values()))
+
+        with self._lock:
             after = self._quota.expire_after_s
             expires = None if after is None else self._clock() + after
-            self._registered.add(chunks, kv_bytes, expires, holder)
+            self._registered.add(chunks, kv_bytes, expires, holder, check_room)
             for registry in self._followers:
                 registry.follow(self._registered)
 

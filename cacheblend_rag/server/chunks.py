@@ -93,6 +93,13 @@ class ServedChunks:
             self._coming.update(set(texts.values()))
         return Wanted(found, parsed.holder)
 
+    def to_compute(self, chunks: Iterable[Chunk]) -> int:
+        """Return how many tokens chunks have that are not stored."""
+        if not self._client.gate.passed:
+            return 0
+        texts = {chunk.token_ids for chunk in chunks}
+        return sum(len(token_ids) for token_ids in texts if not self._client.entries.complete(token_ids))
+
     def keep(self, chunks: list[Chunk], report: PrecomputeReport, holder: str = "") -> None:
         """Register chunks whose KV is stored; of a model that is not blended, and so has none, all of them.
 

@@ -21,6 +21,10 @@ from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace
 from cacheblend_rag.store.opening import parse_duration, parse_size
 
 
+class QuotaError(StoreError):
+    """More than a tenant may have registered."""
+
+
 @dataclass(frozen=True)
 class Quota:
     """Limits what a tenant may use of one server; None sets no limit.
@@ -41,17 +45,17 @@ class Quota:
     expire_after_s: float | None = None
 
     def check_chunks(self, held: int, new: int) -> None:
-        """Refuse ``new`` chunks beside the ``held``, where they are too many; raises StoreError."""
+        """Refuse ``new`` chunks beside the ``held``, where they are too many; raises QuotaError."""
         if self.max_chunks is not None and held + new > self.max_chunks:
-            raise StoreError(
+            raise QuotaError(
                 f"{held} chunks are registered, and {new} more would exceed the {self.max_chunks} that may be. Delete some, or "
                 "start the server with a larger --max-chunks, or max_chunks of the tenant."
             )
 
     def check_kv(self, held: int, new: int) -> None:
-        """Refuse chunks with ``new`` bytes of KV beside the ``held``, where they have too much; raises StoreError."""
+        """Refuse chunks with ``new`` bytes of KV beside the ``held``, where they have too much; raises QuotaError."""
         if self.max_kv is not None and held + new > self.max_kv:
-            raise StoreError(
+            raise QuotaError(
                 f"The registered chunks have {held} bytes of KV, and {new} more would exceed the {self.max_kv} that this tenant "
                 "may have (max_kv). Delete some chunks."
             )

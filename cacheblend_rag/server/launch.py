@@ -134,6 +134,7 @@ async def build_app(
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
+    from cacheblend_rag.server.middleware import answer_errors
     from cacheblend_rag.server.routes import chunk_router
     from cacheblend_rag.server.served_engine import ServedEngine
 
@@ -142,6 +143,7 @@ async def build_app(
     tasks = await llm.get_supported_tasks()
     app = build_vllm_app(args, tasks, llm.model_config)
     app.state.limits = replace(limits, refused=metrics.refused)
+    answer_errors(app)
     await init_app_state(served, app.state, args, tasks)
     _blend(app.state, tenants)
     model = model_info(tenants.each[DEFAULT_NAME].client, options, args)

@@ -1,4 +1,4 @@
-"""Stands before every route: checks API key, tenant's quota, and the limits on a request's body.
+"""Stands around every route: checks API key, tenant's quota, and the limits on a request's body, and words errors.
 
 vLLM adds middleware by name and without arguments, so these read theirs from the application's ``state.limits``.
 """
@@ -6,17 +6,21 @@ vLLM adds middleware by name and without arguments, so these read theirs from th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.server.keys import Admission, Key, Quota, key_of, may
+from cacheblend_rag.errors import CacheBlendError, InputError, StoreError, UnknownChunkError
+from cacheblend_rag.retrieval.registered import ConflictError
+from cacheblend_rag.server.keys import Admission, Key, Quota, QuotaError, key_of, may
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.tenants import Caller, calling
 from cacheblend_rag.store.namespace import DEFAULT, Namespace
@@ -32,9 +36,19 @@ NAMES = (
 )
 """For vLLM's ``--middleware``. The last one is asked first: no byte of a body is read without the key."""
 
+_log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _OPEN_PATHS = {"/health"}
 _ANYBODY = Key(b"")
 _NO_LIMIT = Admission()
+_KINDS: tuple[tuple[type[CacheBlendError], tuple[int, str, str | None]], ...] = (
+    (UnknownChunkError, (404, "NotFoundError", "id")),
+    (ConflictError, (409, "ConflictError", "id")),
+    (InputError, (422, "UnprocessableEntityError", None)),
+    (StoreError, (507, "StoreError", None)),
+    (CacheBlendError, (500, "InternalServerError", None)),
+)
+_THEIRS = (InputError, QuotaError)
+_HIDDEN = "The server's store cannot be used now; whoever runs the server finds why in its log"
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,38 @@ class RequestLimits:
 def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:
     """Return an error in the shape that OpenAI clients read."""
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
+
+
+def come_again(message: str, after_s: int) -> JSONResponse:
+    """Return a refusal to who shall try again in ``after_s`` seconds."""
+    response = error_response(message, 429, "RateLimitError")
+    response.headers["Retry-After"] = str(after_s)
+    return response
+
+
+def answer_errors(app: Any) -> None:
+    """Have a Starlette application answer the library's errors; a subclass goes before its base."""
+    app.add_exception_handler(CacheBlendError, _answered)
+
+
+async def _answered(_: Request, error: Exception) -> JSONResponse:
+    status, kind, param = next(answer for of, answer in _KINDS if isinstance(error, of))
+    why = str(error) if isinstance(error, _THEIRS) else told({"": str(error)})[""]
+    return error_response(why, status, kind, param)
+
+
+def told(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return why chunks are not stored, to others than the operator without what names the server's files and machines."""
+    if calling.get().operator:
+        return dict(reasons)
+    found = {}
+    for name, why in reasons.items():
+        # Of a chunk itself they say "it ..."; of the model that it is not blended.
+        theirs = why.startswith(("it ", "not blended"))
+        if not theirs:
+            _log.error("What others than the operator are not told: %s", why)
+        found[name] = why if theirs else _HIDDEN
+    return found
 
 
 class RequireKey:
@@ -136,10 +182,7 @@ class Admit:
         caller = calling.get()
         refusal = caller.count(1)
         if refusal is not None:
-            message, after_s = refusal
-            response = error_response(message, 429, "RateLimitError")
-            response.headers["Retry-After"] = str(after_s)
-            await response(scope, receive, send)
+            await come_again(*refusal)(scope, receive, send)
             return
 
         async def timed(message: Message) -> None:
@@ -324,7 +367,6 @@ def _too_many(values: int) -> JSONResponse:
 
 
 def _too_much(why: str) -> JSONResponse:
-    response = error_response(why, 429, "RateLimitError")
-    response.headers["Retry-After"] = "1"
+    response = come_again(why, 1)
     response.headers["Connection"] = "close"
     return response

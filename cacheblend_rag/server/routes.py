@@ -6,8 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
-from functools import wraps
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -16,7 +15,7 @@ from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.errors import InputError, StoreError, UnknownChunkError
+from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.protocol import (
     DeleteQuery,
     ModelInfo,
@@ -24,9 +23,8 @@ from cacheblend_rag.protocol import (
     PrecomputeBody,
     read_query,
 )
-from cacheblend_rag.retrieval.registered import ConflictError
 from cacheblend_rag.server.chunks import ServedChunks
-from cacheblend_rag.server.middleware import error_response
+from cacheblend_rag.server.middleware import come_again, error_response, told
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling
 from cacheblend_rag.store import StoreStats
 from cacheblend_rag.store.base import stats_of
@@ -227,7 +225,7 @@ _Route = Callable[..., Awaitable[Response]]
 
 
 def chunk_router(served: PerNamespace[Served], metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
-    """Return the routes of :class:`ChunkRoutes`, with errors as responses."""
+    """Return the routes of :class:`ChunkRoutes`, for an application that :func:`answer_errors` has been given."""
     routes = ChunkRoutes(served, metrics, model)
     router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
     table: list[tuple[str, str, _Route, dict[str, Any]]] = [
@@ -241,7 +239,7 @@ def chunk_router(served: PerNamespace[Served], metrics: ReuseMetrics, model: Mod
         ("DELETE", "", routes.delete_several, described(DeletedChunks, (409,), delete_query())),
     ]
     for method, path, route, said in table:
-        router.add_api_route(path, _explained(route), methods=[method], **said)
+        router.add_api_route(path, route, methods=[method], **said)
     return router
 
 
@@ -287,8 +285,7 @@ class ChunkRoutes:
             return error_response(
                 "Send JSON, with the header 'Content-Type: application/json'.", 415, "UnsupportedMediaType"
             )
-        served = self._served.current
-        client = served.client
+        served, admission = self._served.current, calling.get().admission
         # One at a time: who registers without end, most of all beyond a quota, takes his own time and not that of others.
         async with served.reading:
             try:
@@ -296,10 +293,15 @@ class ChunkRoutes:
             except StoreError:
                 await asyncio.sleep(_REFUSED_S)
                 raise
+            refusal = admission.refusal(0)
+            due = await asyncio.to_thread(served.chunks.to_compute, wanted) if admission.counts and not refusal else 0
+            admission.charge(due)  # before it is computed: the next one must know of it
         try:
-            report = await client.store_kv(wanted)
-            self._metrics.precomputed(report, client.namespace.name)
-            calling.get().admission.charge(report.tokens)
+            if refusal is not None:
+                return come_again(*refusal)
+            report = await served.client.store_kv(wanted)
+            self._metrics.precomputed(report, served.client.namespace.name)
+            admission.charge(report.tokens - due)
             await asyncio.to_thread(served.chunks.keep, wanted, report, holder)
         finally:
             await asyncio.to_thread(served.chunks.settle, wanted)
@@ -315,7 +317,7 @@ class ChunkRoutes:
                     }
                     for chunk in wanted
                 ],
-                "report": asdict(report),
+                "report": asdict(replace(report, failed=told(report.failed))),
             }
         )
 
@@ -373,22 +375,3 @@ class ChunkRoutes:
         return JSONResponse(
             {"object": "list", "data": [{"id": name, "object": "chunk", "deleted": True} for name in gone]}
         )
-
-
-def _explained(route: _Route) -> _Route:
-    """Turn the library's errors into responses: 404, 409, 422, and 507 for a store that cannot be written."""
-
-    @wraps(route)
-    async def run(*args: Any, **kwargs: Any) -> Response:
-        try:
-            return await route(*args, **kwargs)
-        except UnknownChunkError as error:
-            return error_response(str(error), 404, "NotFoundError", "id")
-        except ConflictError as error:
-            return error_response(str(error), 409, "ConflictError", "id")
-        except InputError as error:
-            return error_response(str(error), 422, "UnprocessableEntityError")
-        except StoreError as error:
-            return error_response(str(error), 507, "StoreError")
-
-    return run

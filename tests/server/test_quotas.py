@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,6 +244,38 @@ async def test_what_is_refused_leaves_no_kv_where_another_tenant_lends_the_same_
     assert (await server.register("public", TEXTS[0])).status_code == 200
     assert (await server.register("acme", TEXTS[0])).status_code == 507
     assert [server.stored(tenant, TEXTS[0]) for tenant in ("acme", "public")] == [False, True]
+
+
+async def test_registrations_count_before_they_are_computed_and_no_more_than_was(tmp_path: Path) -> None:
+    server, quota = Server(tmp_path), Quota(tokens_per_minute=20)  # a text has more
+    admission, begun, go_on = Admission(quota, Clock()), list[Any](), asyncio.Event()
+    client: Any = server.tenants.each["acme"].client
+    server.app.state.limits = replace(server.app.state.limits, admissions={"acme": admission})
+    store = client.store_kv
+
+    async def store_kv(chunks: list[Any]) -> Any:
+        begun.append(chunks)
+        await go_on.wait()
+        return replace(await store(chunks), tokens=sum(len(chunk.token_ids) for chunk in chunks))
+
+    client.store_kv = store_kv
+    asked = [asyncio.create_task(server.register("acme", text)) for text in TEXTS]
+    while sum(task.done() for task in asked) + len(begun) < len(asked):
+        await asyncio.sleep(0)
+    assert len(begun) == 1
+    refused = [task.result() for task in asked if task.done()]
+    assert all(answer.status_code == 429 and int(answer.headers["retry-after"]) > 1 for answer in refused)
+    go_on.set()
+    assert [answer.status_code for answer in await asyncio.gather(*asked)].count(200) == 1
+    assert admission._bucket is not None
+    assert admission._bucket._level == 20 - len(begun[0][0].token_ids)
+    assert not server.tenants.each["acme"].chunks._coming.total()
+    admission._bucket._level = 20.0
+    kept = {chunk.text for chunk in begun[0]}
+    store_nothing = replace(await store(begun[0]), tokens=0)
+    client.store_kv = lambda _: asyncio.sleep(0, store_nothing)
+    assert (await server.register("acme", kept.pop())).status_code == 200
+    assert admission._bucket._level == 20
 
 
 async def test_registrations_expire_with_their_kv_on_every_server_unless_they_are_renewed(tmp_path: Path) -> None:

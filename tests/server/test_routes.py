@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.server.middleware import NAMES, RequestLimits
+from cacheblend_rag.retrieval.registered import RegisteredChunks
+from cacheblend_rag.server.keys import Quota, QuotaError
+from cacheblend_rag.server.middleware import NAMES, RequestLimits, answer_errors
 from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants
@@ -73,6 +76,7 @@ class Server:
         self.catalogue = tenants.each["default"].catalogue
         model = model or SimpleNamespace(model_dump=lambda mode: {})
         self.app = FastAPI()
+        answer_errors(self.app)
         router = chunk_router(tenants, ReuseMetrics(CollectorRegistry()), model)
         self.app.include_router(router)
         self.app.state.limits = RequestLimits()
@@ -281,6 +285,30 @@ async def test_more_chunks_than_may_be_registered_are_refused_before_anything_is
     assert (await server.register(*TEXTS[:3])).status_code == 200  # those it has already take no room
     assert (await server("DELETE", f"?id={server.found(TEXTS[0])[0]}")).status_code == 200
     assert (await server.register(TEXTS[3])).status_code == 200
+
+
+@pytest.mark.parametrize("counts", ["count", "kv_bytes"])
+async def test_two_servers_of_one_store_together_go_past_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: str
+) -> None:
+    monkeypatch.setattr(RegisteredChunks, "busy_timeout_s", 0.0)
+    one, two = (Server(tmp_path).catalogue for _ in range(2))
+    first, second = (make_chunk(text, tokenizer_named("byte_level")) for text in TEXTS[:2])
+    for each in (one, two):
+        each._quota = Quota(max_chunks=1) if counts == "count" else Quota(max_kv=10)
+    looked = getattr(one._registered, counts)
+
+    def meanwhile(*arguments: Any) -> int:
+        found = looked(*arguments)
+        with contextlib.suppress(StoreError):  # it must wait
+            two.add([second], {second.id: 10})
+        return found
+
+    monkeypatch.setattr(one._registered, counts, meanwhile)
+    one.add([first], {first.id: 10})
+    assert (two._registered.count(), two._registered.kv_bytes()) == (1, 10)
+    with pytest.raises(QuotaError):
+        two.add([second], {second.id: 10})
 
 
 async def test_deleting_one_of_two_ids_with_one_text_leaves_the_other_its_kv_and_its_place_in_prompts(

@@ -10,17 +10,19 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.server.keys import Key, Quota
-from cacheblend_rag.server.middleware import NAMES, RequestLimits
+from cacheblend_rag.server.middleware import NAMES, RequestLimits, answer_errors
 from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants, calling
@@ -41,6 +43,7 @@ class Server:
         self.client = Client()
         self.tenants = ServedTenants.open(self.client, directory, tenants, 1000, quotas or {})  # type: ignore[arg-type]
         self.app = FastAPI()
+        answer_errors(self.app)
         model: Any = SimpleNamespace(model_dump=lambda mode: {})
         self.app.include_router(chunk_router(self.tenants, ReuseMetrics(CollectorRegistry()), model))
         keys = [Key.of(tenant.name) for tenant in tenants]
@@ -278,3 +281,24 @@ def test_no_two_prompts_of_different_tenants_have_one_salt() -> None:
     own = [None, "client:", "client:x", "client:tenant:acme", "cacheblend-1", "a1b2"]
     salts = [tenant.salt(salt) for tenant in TENANTS for salt in own]
     assert len(set(salts)) == len(salts)
+
+
+async def test_where_the_servers_files_lie_is_told_the_operator_alone(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = f"cannot write to the KV store {tmp_path}: the disk is full; free some space"
+
+    async def fails(chunks: list[Chunk]) -> PrecomputeReport:
+        return PrecomputeReport(failed={"a": full, "b": "it has no tokens"})
+
+    for name, served in server.tenants.each.items():
+        monkeypatch.setattr(served.client, "store_kv", fails)
+        failed = (await server.register(name, TEXTS[0])).json()["report"]["failed"]
+        assert failed["b"] == "it has no tokens" and (str(tmp_path) in failed["a"]) == (name == "default")
+    damaged = server.tenants.each["acme"].catalogue._registered.damaged("checksum")
+    for name, served in server.tenants.each.items():
+        monkeypatch.setattr(served.catalogue, "refresh", mock.Mock(side_effect=damaged))
+        answer = await server(name, "GET", "/a")
+        message = answer.json()["error"]["message"]
+        assert (answer.status_code, str(tmp_path) in message) == (507, name == "default")
+        assert name == "default" or message.startswith("The server's store cannot be used now;")
