@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from cacheblend_rag import Chunk, chunk_id
+from cacheblend_rag.prompts.chunk import pack_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.tokens import pack_ids
 from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Vectors
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig

@@ -11,10 +11,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from cacheblend_rag.blending.options import TextRange
 from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
+from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, TextRange
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import checked_id
 
@@ -175,7 +174,7 @@ class ModelInfo(BaseModel):
         defaults: The blend options that a request leaves open.
         widths: Of the set at each default check layer, as multiples of the ratio.
         fast: The highest ratio of ``quality="fast"``.
-        text: For which text the default ratio holds (:class:`~cacheblend_rag.blending.options.TextRange`); None if unknown.
+        text: For which text the default ratio holds (:class:`~cacheblend_rag.blending.settings.TextRange`); None if unknown.
         controlled: Whether there is a loading controller to choose a ratio of ``"auto"``: costs that were measured.
     """
 

@@ -213,7 +213,7 @@ def test_tenants_stay_at_the_edge() -> None:
     """Inside, code works on the view that it was given, within a namespace."""
     aware = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if TENANT.search(file.read_text("utf-8"))}
     # The flag and what is printed, a span's attribute, and messages to whoever named a tenant.
-    inside = {"cli/store.py", "console/options.py", "engines/spans.py", "store/source.py", "store/namespace.py"}
+    inside = {"cli/store.py", "console/options.py", "engines/spans.py", "store/source.py", "store/files.py"}
     assert {name for name in aware if not name.startswith("server/")} <= inside
     assert len(aware) <= 15
 

@@ -14,11 +14,10 @@ from math import prod
 from typing import Self
 
 from cacheblend_rag.blending.costs import Costs
-from cacheblend_rag.blending.options import FuseOptions, TextRatio, raised
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, joined_static
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.settings import FuseOptions, ResolvedSettings, TextRatio, raised
 
 SPENT = 0.05
 """How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""

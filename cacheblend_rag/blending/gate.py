@@ -21,10 +21,10 @@ from typing import Final, Protocol
 import torch
 
 from cacheblend_rag.blending.fusor import fuse
-from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import NotRotaryError, Rope
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.store.codec import is_lossy, through
 from cacheblend_rag.store.kv import ChunkKV, LayerKV

@@ -59,7 +59,7 @@ class LayerLoader:
         whole: bool = False,
         most_wait_s: float | None = None,
     ):
-        """Start reading at once; see :class:`~cacheblend_rag.blending.options.FuseOptions` for the last two."""
+        """Start reading at once; see :class:`~cacheblend_rag.blending.settings.FuseOptions` for the last two."""
         self._exact, self._all = tuple(exact), (*exact, *stale)
         self._rope, self._stale_from_layer, self._num_layers = rope, stale_from_layer, num_layers
         self._reads = reads_of(self._spans, num_layers, device, trace, whole)

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.trace import PLAN, Trace
 from cacheblend_rag.store.kv import LayerKV, StoredKV
 
 if TYPE_CHECKING:
@@ -86,6 +87,12 @@ class BlendPlan:
     def exact_tokens(self) -> int:
         """Return the length of the exact prefix, with what is there already."""
         return self.exact[-1].end if self.exact else self.start
+
+    def tell(self, trace: Trace, begin: float) -> None:
+        """Tell a trace that this was planned from ``begin`` until now, and how many tokens have KV of which kind."""
+        exact, stale = (sum(span.end - span.start for span in spans) for spans in (self.exact, self.stale))
+        missing = sum(len(chunk.token_ids) for chunk in self.missing)
+        trace.add("computing", PLAN, begin, exact=exact, stale=stale, missing=missing)
 
     def within(self, start: int, end: int) -> BlendPlan:
         """Return the plan for the positions ``start`` to ``end`` alone, the former ones there already, without logits."""

@@ -15,9 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions, TextRange, TextRatio
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, Reuse
+from cacheblend_rag.blending.settings import (
+    BlendSchedule,
+    BlendSettings,
+    FuseOptions,
+    ResolvedSettings,
+    Reuse,
+    TextRange,
+    TextRatio,
+)
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import WrittenBy
 

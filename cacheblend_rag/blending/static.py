@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.prompts.chunk import encoder_for
 from cacheblend_rag.store.kv import LayerKV, StoredKV
 
 _MOST_PROBE_TOKENS = 512

@@ -9,12 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from cacheblend_rag.errors import InputError
-
-if TYPE_CHECKING:
-    from cacheblend_rag.blending.plan import BlendPlan
 
 Track = Literal["computing", "loading"]
 _COMPUTATION: Final = 0
@@ -82,12 +79,6 @@ class Trace:
             yield
         finally:
             self.add(kind, name, begin, **details)
-
-    def planned(self, plan: BlendPlan, begin: float) -> None:
-        """Add that a prompt was planned from ``begin`` until now, and how many of its tokens have KV of which kind."""
-        stale, missing = sum(s.end - s.start for s in plan.stale), sum(len(chunk.token_ids) for chunk in plan.missing)
-        exact = sum(s.end - s.start for s in plan.exact)
-        self.add("computing", PLAN, begin, exact=exact, stale=stale, missing=missing)
 
     def recorded(self) -> Recorded:
         """Return what was recorded so far, for :meth:`merge`."""

@@ -67,7 +67,7 @@ def index(
     Ctrl-C loses nothing that was stored: the same command goes on from there.
     """
     from cacheblend_rag.retrieval.documents import find_documents
-    from cacheblend_rag.store.namespace import make_home
+    from cacheblend_rag.store.files import make_home
 
     # Raises: a mistyped path should not cost the loading of a model.
     found = find_documents(paths, include or (), exclude or ())

@@ -159,7 +159,7 @@ def open_pipeline(
     """
     from cacheblend_rag.errors import StoreError
     from cacheblend_rag.retrieval.index import ChunkIndex
-    from cacheblend_rag.store.namespace import DEFAULT_NAME
+    from cacheblend_rag.store.files import DEFAULT_NAME
 
     path = options.store_directory(directory)
     home = options.index_directory(directory, namespace)

@@ -178,7 +178,7 @@ def store_directory(given: Path | None) -> Path:
 
 def index_directory(directory: Path | None, namespace: str) -> Path:
     """Return the directory of a namespace's index in a command's store."""
-    from cacheblend_rag.store.namespace import home_of
+    from cacheblend_rag.store.files import home_of
 
     return home_of(store_directory(directory), namespace)
 

@@ -26,8 +26,8 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
+from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
-from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace
 
 if TYPE_CHECKING:
     import torch

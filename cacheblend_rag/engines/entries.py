@@ -18,6 +18,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import KVStore, MemoryStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
+from cacheblend_rag.store.files import DEFAULT, Namespace
 from cacheblend_rag.store.kv import (
     ChunkKV,
     KVKey,
@@ -30,7 +31,6 @@ from cacheblend_rag.store.kv import (
     kv_key,
     plain,
 )
-from cacheblend_rag.store.namespace import DEFAULT, Namespace
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import Reuse

@@ -33,11 +33,11 @@ from cacheblend_rag.frameworks.uses import read_ahead as read_ahead
 from cacheblend_rag.frameworks.uses import uses_of as uses_of
 from cacheblend_rag.frameworks.vectors import open_embedder as open_embedder
 from cacheblend_rag.frameworks.vectors import text_vectors as text_vectors
+from cacheblend_rag.prompts.chunk import encoder_for as encoder_for
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION as DEFAULT_INSTRUCTION
 from cacheblend_rag.prompts.prompt import chunk_of as chunk_of
 from cacheblend_rag.prompts.registry import ChunkRegistry as ChunkRegistry
 from cacheblend_rag.prompts.templates import reads_tools as reads_tools
-from cacheblend_rag.prompts.tokens import encoder_for as encoder_for
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS as DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING as DEFAULT_EMBEDDING
 from cacheblend_rag.retrieval.embedding import Embedder as Embedder

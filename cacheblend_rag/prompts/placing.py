@@ -11,11 +11,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from secrets import token_hex
 
-from cacheblend_rag.prompts.chunk import Chunk, PlainText
+from cacheblend_rag.prompts.chunk import Chunk, PlainText, TextEncoder
 from cacheblend_rag.prompts.matching import Range
 from cacheblend_rag.prompts.registry import MATCH_WINDOW, ChunkRegistry
 from cacheblend_rag.prompts.templates import PROBE
-from cacheblend_rag.prompts.tokens import TextEncoder
 
 Piece = str | PlainText | Chunk
 

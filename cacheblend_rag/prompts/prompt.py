@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, PlainText, chunk_id, make_chunk
+from cacheblend_rag.prompts.chunk import EDGE, Chunk, PlainText, TextEncoder, chunk_id, encoder_for, make_chunk
 from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered, text_of
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, render, render_probes
-from cacheblend_rag.prompts.tokens import EDGE, TextEncoder, encoder_for
 
 DEFAULT_INSTRUCTION = "Answer from the notes."
 

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from cacheblend_rag.errors import CacheBlendError, InputError
-from cacheblend_rag.prompts.tokens import PerTokenizer, encoder_for
+from cacheblend_rag.prompts.chunk import PerTokenizer, encoder_for
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}\n\n"

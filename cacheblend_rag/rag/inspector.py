@@ -6,8 +6,7 @@ import torch
 
 from cacheblend_rag.blending.fusor import FuseResult, fuse
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.options import FuseOptions
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import ModelError

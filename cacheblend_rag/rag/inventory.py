@@ -21,8 +21,8 @@ from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexSta
 from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
 from cacheblend_rag.store.base import EntryInfo, Evicting
 from cacheblend_rag.store.events import Activity, StoreTally
+from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace, home_of
 from cacheblend_rag.store.kv import KVKey, entry_of
-from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace, home_of
 from cacheblend_rag.store.tiered import SyncReport
 
 _MIN_PREFIX = 6

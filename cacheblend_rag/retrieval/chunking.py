@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.tokens import TextEncoder, encoder_for, pack_ids
+from cacheblend_rag.prompts.chunk import Chunk, TextEncoder, chunk_id, encoder_for, pack_ids
 
 DEFAULT_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS = 16

@@ -15,8 +15,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
-from cacheblend_rag.store.files import make_root
-from cacheblend_rag.store.namespace import DEFAULT_NAME
+from cacheblend_rag.store.files import DEFAULT_NAME, make_root
 
 FILE_NAME = "registered.sqlite"
 _TABLE = """

@@ -20,9 +20,8 @@ import numpy as np
 import xxhash
 
 from cacheblend_rag.errors import StoreError, StoreMismatchError
-from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.chunk import Chunk, pack_ids
 from cacheblend_rag.prompts.matching import SIGNATURE, Indices, Signatures, signatures_of
-from cacheblend_rag.prompts.tokens import pack_ids
 from cacheblend_rag.store.files import create_file
 
 _ROWS_AT_ONCE = 1 << 16

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled
 from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.prompts.chunk import encoder_for
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
-from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.server.keys import read_keys, refuse_stored_answers
 from cacheblend_rag.server.options import ServeOptions, flag_names

@@ -17,8 +17,8 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from cacheblend_rag.server.keys import NO_QUOTA, Quota
+from cacheblend_rag.store.files import DEFAULT_NAME, home_of
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
-from cacheblend_rag.store.namespace import DEFAULT_NAME, home_of
 
 Origin = Literal["registered", "index", "shared"]
 

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.protocol import first_problem
-from cacheblend_rag.store.namespace import DEFAULT, DEFAULT_NAME, Namespace
+from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace
 from cacheblend_rag.store.opening import parse_duration, parse_size
 
 

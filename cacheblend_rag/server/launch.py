@@ -24,7 +24,7 @@ from cacheblend_rag.server.options import ServeOptions
 from cacheblend_rag.server.stages import elapsed, tell
 from cacheblend_rag.server.tenants import PerNamespace, ServedTenants, StandIn, calling
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.namespace import DEFAULT_NAME
+from cacheblend_rag.store.files import DEFAULT_NAME
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

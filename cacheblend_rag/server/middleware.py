@@ -23,7 +23,7 @@ from cacheblend_rag.retrieval.registered import ConflictError
 from cacheblend_rag.server.keys import Admission, Key, Quota, QuotaError, key_of, may
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.tenants import Caller, calling
-from cacheblend_rag.store.namespace import DEFAULT, Namespace
+from cacheblend_rag.store.files import DEFAULT, Namespace
 
 DEFAULT_BODY_DEADLINE_S = 60.0
 DEFAULT_VALUES_LIMIT = 500_000

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, TextEncoder, chunk_id, encoder_for, make_chunk
 from cacheblend_rag.prompts.placing import Contents, search_content
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import SEPARATOR
-from cacheblend_rag.prompts.tokens import TextEncoder, encoder_for
 
 
 class ChunkNaming:

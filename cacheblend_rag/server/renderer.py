@@ -16,11 +16,10 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.chunk import Chunk, encoder_for
 from cacheblend_rag.prompts.placing import Piece, search_rendered
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.templates import SEPARATOR
-from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import RequestOptions, read_options
 from cacheblend_rag.server.naming import ChunkNaming, lead_text, search_contents, texts_in, tokens_match
 from cacheblend_rag.server.served_engine import REQUEST_FIELD, Ticket, clients_salt, with_ticket

@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling
-from cacheblend_rag.store.namespace import Namespace
+from cacheblend_rag.store.files import Namespace
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput

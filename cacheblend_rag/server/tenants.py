@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.server.chunks import ServedChunks
 from cacheblend_rag.server.keys import NO_QUOTA, Admission, Quota
-from cacheblend_rag.store.namespace import DEFAULT_NAME, Namespace
+from cacheblend_rag.store.files import DEFAULT_NAME, Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

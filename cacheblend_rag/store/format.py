@@ -12,10 +12,9 @@ from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory
 from cacheblend_rag.store.events import Events
-from cacheblend_rag.store.files import explained
+from cacheblend_rag.store.files import DEFAULT_NAME, explained
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.kvfile import EncodedKV, KVFile, encode, parts_of
-from cacheblend_rag.store.namespace import DEFAULT_NAME
 from cacheblend_rag.store.source import Keyring, LayerSource, SealedSource, seal
 
 

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
-from cacheblend_rag.store.namespace import DEFAULT_NAME
+from cacheblend_rag.store.files import DEFAULT_NAME
 
 KVKey = NewType("KVKey", str)
 """Hex digest that names one stored entry; see :func:`kv_key`."""

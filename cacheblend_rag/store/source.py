@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from cacheblend_rag.errors import InputError, StoreUnavailableError, UnknownKeyError
-from cacheblend_rag.store.files import make_root, open_file
+from cacheblend_rag.store.files import DEFAULT_NAME, Namespace, make_root, open_file
 from cacheblend_rag.store.kv import KeyName, KVKey, plain
-from cacheblend_rag.store.namespace import DEFAULT_NAME, Namespace
 
 
 class LayerSource(Protocol):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.controller import SPENT, Load, Located, Terms, control, decide
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, MeasuredCost, TierCost
-from cacheblend_rag.blending.options import TextRatio
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
+from cacheblend_rag.blending.settings import TextRatio
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench.controller import ControllerSettings, bench_controller, simulate, simulate_one
 from cacheblend_rag.lab.doctor.storage import cheapest_tier

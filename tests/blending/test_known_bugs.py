@@ -14,11 +14,10 @@ import transformers as hf
 from cacheblend_rag.blending import fusor as fusor_module
 from cacheblend_rag.blending import rope as rope_module
 from cacheblend_rag.blending.fusor import fuse
-from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Move, Rope
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines import entries as entries_module
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import target as target_module

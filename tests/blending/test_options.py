@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.options import TextRange, TextRatio, left_out
 from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, TextRange, TextRatio, left_out
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import chosen_header_ids

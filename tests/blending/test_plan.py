@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.blending.options import blend_terms
 from cacheblend_rag.blending.plan import BlendPlan, Origin, StoredSpan, common_tokens, make_plan, origins
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.settings import ResolvedSettings, blend_terms
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.fusor import OtherRankError, fuse
-from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.reads import UnusableSpanError
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import DamagedKVError
 from cacheblend_rag.store.kv import ChunkKV, LayerKV

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.options import TextRange
 from cacheblend_rag.blending.policies import POLICIES, policy
 from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
-from cacheblend_rag.blending.settings import HOW_NAMES, BlendSettings, Quality, ResolvedSettings
+from cacheblend_rag.blending.settings import HOW_NAMES, BlendSettings, Quality, ResolvedSettings, TextRange
 from cacheblend_rag.errors import InputError
 
 LAYERS = st.sets(st.integers(1, 200), min_size=1, max_size=4).map(lambda layers: tuple(sorted(layers)))

@@ -12,10 +12,10 @@ import torch
 
 from cacheblend_rag.blending.fusor import fuse, fuse_stepwise
 from cacheblend_rag.blending.gate import cut
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject, TransformersTarget
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from tests.blending.families import BLENDED, make_model

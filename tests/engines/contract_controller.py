@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
-from cacheblend_rag.blending.options import TextRange
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, TextRange
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError

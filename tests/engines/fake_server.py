@@ -19,8 +19,8 @@ from starlette.routing import Route
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.prompts.chunk import encoder_for
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
-from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from tests.conftest import tokenizer_named
 

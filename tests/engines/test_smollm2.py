@@ -14,9 +14,8 @@ from cacheblend_rag.cli import app
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.writer import KVWriter
-from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.chunk import encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
-from cacheblend_rag.prompts.tokens import encoder_for
 from tests.blending import reference
 from tests.blending.test_parity import blended_logits
 

@@ -12,11 +12,10 @@ from hypothesis import given
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.errors import CacheBlendError, InputError
-from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, encoder_for, make_chunk
 from cacheblend_rag.prompts.placing import search_content, search_rendered, text_of
 from cacheblend_rag.prompts.prompt import text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.protocol import PrecomputeBody, read_options
 from cacheblend_rag.store.opening import parse_duration, parse_size, parse_tiers, with_keys
 from tests.conftest import tokenizer_named

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.prompts.chunk import Chunk, PlainText, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, PlainText, encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt, rag_prompt, text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, render
-from cacheblend_rag.prompts.tokens import encoder_for
 from tests.conftest import CHATML, TOKENIZERS, byte_level, tokenizer_named
 
 CHATS = [

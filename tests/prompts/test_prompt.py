@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import (
     BlendPrompt,
     ChunkRef,
@@ -16,7 +16,6 @@ from cacheblend_rag.prompts.prompt import (
 )
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import reads_tools
-from cacheblend_rag.prompts.tokens import encoder_for
 from tests.conftest import CHATML, NO_SYSTEM, byte_level, tokenizer_named
 
 QUESTION = "Who runs the observatory?"

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.prompts.chunk import make_chunk
-from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
+from cacheblend_rag.prompts.chunk import encoder_for, make_chunk, pack_ids
 from cacheblend_rag.retrieval.chunking import split_text
 from tests.conftest import byte_level, metaspace, tokenizer_named
 

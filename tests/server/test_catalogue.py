@@ -18,8 +18,8 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.retrieval.registered import FILE_NAME, ConflictError
 from cacheblend_rag.server.catalogue import ChunkCatalogue
+from cacheblend_rag.store.files import home_of
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
-from cacheblend_rag.store.namespace import home_of
 from tests.conftest import tokenizer_named
 
 MODEL = ModelFingerprint("a" * 32, "one")

@@ -23,7 +23,7 @@ from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.server.keys import Admission, Key, Quota, TokenBucket, read_keys
 from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
-from cacheblend_rag.store.namespace import DEFAULT, Namespace
+from cacheblend_rag.store.files import DEFAULT, Namespace
 from tests.server.test_keys import written
 from tests.server.test_middleware import App
 from tests.server.test_routes import MODEL

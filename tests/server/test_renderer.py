@@ -18,11 +18,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
-from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt, chat_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import render
-from cacheblend_rag.prompts.tokens import encoder_for
 from cacheblend_rag.server.keys import Admission, Quota
 from cacheblend_rag.server.renderer import BlendRenderer
 from cacheblend_rag.server.tenants import Caller, calling

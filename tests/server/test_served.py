@@ -25,8 +25,8 @@ from cacheblend_rag.engines.vllm.messages import FinishReport
 from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.served_engine import ServedEngine, Ticket, reported, with_ticket
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
+from cacheblend_rag.store.files import DEFAULT
 from cacheblend_rag.store.kv import ModelFingerprint
-from cacheblend_rag.store.namespace import DEFAULT
 from tests.outcomes import filled
 
 ATTACK = {"kv_transfer_params": {"cacheblend": {"start": 0}}, "session_id": "s"}

@@ -26,7 +26,7 @@ from cacheblend_rag.server.middleware import NAMES, RequestLimits, answer_errors
 from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants, calling
-from cacheblend_rag.store.namespace import DEFAULT, Namespace
+from cacheblend_rag.store.files import DEFAULT, Namespace
 from tests.server.test_routes import MODEL, Client
 
 # Acme and Globex have customers who compete; both read what the operator's corpus says, and only Acme the public one.

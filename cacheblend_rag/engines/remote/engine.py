@@ -31,10 +31,9 @@ from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamE
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.errors import InputError, ModelError, ServerError
-from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.chunk import Chunk, encoder_for, pack_ids
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.tokens import encoder_for, pack_ids
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.spans import headers
 from cacheblend_rag.store.kv import ModelFingerprint

@@ -24,8 +24,7 @@ from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.base import Request
 from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, TokenLogprob, likeliest
 from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError, ServerError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.tokens import begins_with_space
+from cacheblend_rag.prompts.chunk import Chunk, begins_with_space
 
 T = TypeVar("T")
 

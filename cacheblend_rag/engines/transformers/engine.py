@@ -13,11 +13,10 @@ import torch
 from cacheblend_rag.blending.controller import Choice, Terms, control
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.fusor import fuse
-from cacheblend_rag.blending.options import blend_terms
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, blend_terms
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
 from cacheblend_rag.engines.base import Prompt, Request
 from cacheblend_rag.engines.entries import Entries, SideBySide
@@ -102,7 +101,7 @@ class PromptRun:
         model, prompt, looked = self._model, self._request.prompt, time.perf_counter()
         whole = planned(model, self._request, {*unusable, *late}).after_late(late)
         if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
-            self._trace.planned(whole, looked)
+            whole.tell(self._trace, looked)
         cache = model.runner.prompt_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
         kept = 0  # tokens whose KV a conversation had left
         if self._said is not None and isinstance(cache, PositionedCache):

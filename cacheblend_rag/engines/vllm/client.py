@@ -42,13 +42,12 @@ from cacheblend_rag.engines.vllm.asking import Precompute, ask_gate, vllm_sampli
 from cacheblend_rag.engines.vllm.messages import BlendJob, FinishReport, read_params, read_report, to_params
 from cacheblend_rag.engines.writer import WriterNotice
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.chunk import Chunk, begins_with_space
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import turn_ends, turn_lead
-from cacheblend_rag.prompts.tokens import begins_with_space
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.store.namespace import DEFAULT, Namespace
+from cacheblend_rag.store.files import DEFAULT, Namespace
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

@@ -13,17 +13,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions, TextRatio, blend_terms
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import Origin, origins
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, ResolvedSettings, TextRatio, blend_terms
 from cacheblend_rag.blending.trace import Recorded
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.store.files import DEFAULT, Namespace
 from cacheblend_rag.store.kv import KVKey
-from cacheblend_rag.store.namespace import DEFAULT, Namespace
 
 PARAMS = "cacheblend"
 """Our key in a request's ``kv_transfer_params``, on the way in and out."""

@@ -228,7 +228,7 @@ class SchedulerSide:
         look = SideBySide(lookup, entries.wanted(prompt), entries.store.remote)
         plan = entries.plan(prompt, look, job.settings.reuse, self._longest)
         if trace is not None:
-            trace.planned(plan, begin)
+            plan.tell(trace, begin)
         return plan
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:

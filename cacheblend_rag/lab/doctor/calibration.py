@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 
 from cacheblend_rag.blending.gate import GateSubject
-from cacheblend_rag.blending.options import BlendSchedule, TextRange
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.settings import BlendSchedule, TextRange
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import (
     RATIOS,

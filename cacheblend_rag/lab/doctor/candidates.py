@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import POLICIES, policy
 from cacheblend_rag.blending.policies.base import SelectionPolicy, highest
+from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 
 RATIOS: Final = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.6)

@@ -11,9 +11,9 @@ import torch
 
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.gate import CODEC_LIMIT, check_codecs
-from cacheblend_rag.blending.options import BlendSchedule
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.doctor.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
 from cacheblend_rag.lab.doctor.compute import fit_compute, measure_prefills, with_placing

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.blending.options import left_out
+from cacheblend_rag.blending.settings import left_out
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate, LayerValues, layer_values
 from cacheblend_rag.lab.doctor.compared import Coarser, Comparison, PromptMeasurement

@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from cacheblend_rag.blending.options import BlendSchedule
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate
 from cacheblend_rag.lab.doctor.compared import Comparison

@@ -18,7 +18,7 @@ from cacheblend_rag.lab.evaluation.method import InTurn, Method, Reply
 from cacheblend_rag.lab.evaluation.prepare import Preparer
 from cacheblend_rag.lab.samples import EvalCase, Sample
 from cacheblend_rag.lab.stats.metrics import exact_match, f1, f1_of_tokens, rouge_l
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.prompts.chunk import encoder_for
 
 Row = dict[str, Any]
 Progress = Callable[[int, int, str], None]

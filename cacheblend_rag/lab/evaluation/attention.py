@@ -7,8 +7,8 @@ from typing import Self
 
 import torch
 
-from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.errors import ModelError

@@ -10,7 +10,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.fiction.questions import QUESTION_KINDS
 from cacheblend_rag.lab.fiction.world import FictionContext, sample_context
 from cacheblend_rag.lab.samples import Sample
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.prompts.chunk import encoder_for
 
 KINDS: Final = QUESTION_KINDS
 """What a question can depend on; `fiction.world` describes each."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.datasets import read_data_set
-from cacheblend_rag.prompts.chunk import Chunk, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import (
     DEFAULT_INSTRUCTION,
     TokenizedPrompt,
@@ -22,7 +22,6 @@ from cacheblend_rag.prompts.prompt import (
     tokenize,
 )
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.tokens import encoder_for
 
 LEAST_TOKENS: Final = 20_000
 """So much text is needed at least: less would be learned by heart."""

@@ -23,7 +23,7 @@ from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.retrieval.chunking import split_text
-from cacheblend_rag.store.namespace import DEFAULT
+from cacheblend_rag.store.files import DEFAULT
 from tests.engines.vllm.engines import FULL, clear, concurrently, run, start
 
 DEMO = Path(__file__).parents[3] / "cacheblend_rag" / "demo"

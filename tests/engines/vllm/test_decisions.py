@@ -20,10 +20,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from cacheblend_rag.blending.controller import Choice, Terms
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
 from cacheblend_rag.blending.gate import GateReport
-from cacheblend_rag.blending.options import TextRatio
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.settings import ResolvedSettings, TextRatio
 from cacheblend_rag.engines.entries import Entries, RAMLog, Whereabouts
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.messages import (
@@ -41,8 +40,8 @@ from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.worker_side import _context
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store.files import DEFAULT, Namespace
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
-from cacheblend_rag.store.namespace import DEFAULT, Namespace
 from tests.outcomes import differing, filled
 
 TOKENS, CHUNKS, QUESTION = 50, 4, 8

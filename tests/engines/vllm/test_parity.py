@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
-from cacheblend_rag.blending.options import TextRange
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, TextRange
 from cacheblend_rag.engines.sampling import SamplingParams
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for

@@ -23,8 +23,8 @@ from cacheblend_rag.engines.vllm.saving import UNWRITTEN
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store.files import Namespace
 from cacheblend_rag.store.kv import LayerKV, ModelFingerprint
-from cacheblend_rag.store.namespace import Namespace
 from cacheblend_rag.store.opening import default_ram_budget
 
 

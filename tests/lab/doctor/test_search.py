@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.options import BlendSchedule
+from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate, LayerFinding, estimate_compute, list_candidates
 from cacheblend_rag.lab.doctor.compared import Comparison

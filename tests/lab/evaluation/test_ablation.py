@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.lab.evaluation.ablation.__main__ import main
 from cacheblend_rag.lab.evaluation.ablation.deviation import ablate_deviation
 from cacheblend_rag.lab.evaluation.ablation.prompts import data_prompts

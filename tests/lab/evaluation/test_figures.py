@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.costs import ComputeCost
-from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench.sweeps import simulate_queue, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
 from cacheblend_rag.lab.bench.throttled import ThrottledStore

@@ -14,8 +14,8 @@ import torch
 from transformers import DynamicCache
 
 from cacheblend_rag.blending.fusor import fuse
-from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 from cacheblend_rag.lab.doctor.rounding import rounded

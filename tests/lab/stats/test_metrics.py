@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from cacheblend_rag.lab.stats.intervals import mean_interval, quantile_interval, share_interval
 from cacheblend_rag.lab.stats.metrics import exact_match, f1, f1_of_tokens, normalize, rouge_l
-from cacheblend_rag.prompts.tokens import encoder_for
+from cacheblend_rag.prompts.chunk import encoder_for
 from tests.conftest import tokenizer_named
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement, Scored

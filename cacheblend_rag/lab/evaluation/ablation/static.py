@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from cacheblend_rag.blending.options import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy, highest
+from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.static import Distances, probe_ids, static_parts
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError

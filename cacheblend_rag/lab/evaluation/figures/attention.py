@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.options import FuseOptions
 from cacheblend_rag.blending.policies import policy, policy_name
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.lab.stats.plotting import figure, style
 
