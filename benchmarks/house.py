@@ -14,6 +14,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +42,12 @@ class Module:
     def place(self) -> str:
         return self.file.relative_to(PACKAGE).as_posix()
 
-    @property
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Return every node of the tree."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
     def package(self) -> tuple[str, ...]:
         """Return what its relative imports start from."""
         return ("cacheblend_rag", *self.file.relative_to(PACKAGE).parent.parts)
@@ -92,8 +98,10 @@ def all_imports(known: dict[str, Module]) -> Imports:
 
 def _statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.AST, str]]:
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):  # holds no statement
+            continue
         yield child, kind
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and kind == "at_once":
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and kind == "at_once":
             yield from _statements(child, "in_functions")
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for statement in child.body:
@@ -139,12 +147,13 @@ def long_functions(known: dict[str, Module]) -> dict[str, int]:
     """Return the functions of more than ``FUNCTION_LINES`` lines, decorators aside; Triton's kernels do not count."""
     found = {}
     for module in known.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             lines = (node.end_lineno or 0) - node.lineno + 1
-            kernel = any(ast.unparse(each).startswith("triton.") for each in node.decorator_list)
-            if lines > FUNCTION_LINES and not kernel:
+            if lines <= FUNCTION_LINES:
+                continue
+            if not any(ast.unparse(each).startswith("triton.") for each in node.decorator_list):
                 found[f"{module.place}: {node.name}"] = lines
     return found
 
@@ -153,7 +162,7 @@ def double_classes(known: dict[str, Module]) -> dict[str, list[str]]:
     """Return the class names that more than one class has, and the files of those."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in known.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module.place)
     return {name: files for name, files in places.items() if len(files) > 1}

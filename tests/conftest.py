@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
@@ -116,6 +117,18 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 "These tests need a CUDA device, and torch finds none: see nvidia-smi for the driver."
             )
+
+
+_WHOLLY_SLOW = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out unread what `make quick` would deselect whole, unless it is named: vLLM alone takes seconds to import."""
+    named = [Path(arg.partition("::")[0]).absolute() for arg in config.args]
+    if "not slow" not in config.option.markexpr or any(collection_path in (path, *path.parents) for path in named):
+        return None
+    slow = collection_path.suffix == ".py" and _WHOLLY_SLOW.search(collection_path.read_text("utf-8"))
+    return True if slow or collection_path.as_posix().endswith(_VLLM[0].rstrip("/")) else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,10 @@ def picture() -> dict[str, int]:
 
 
 FLOORS = picture()
+MODULES = modules()
 
 
+@cache
 def parts() -> set[str]:
     """Return the folders and root modules of the package."""
     folders = {entry.parent.name for entry in PACKAGE.glob("*/__init__.py")}
@@ -49,12 +52,11 @@ def parts() -> set[str]:
 
 def imports() -> Iterator[tuple[str, str, str]]:
     """Yield (importing part, imported part, where) for every import between parts, inside functions too."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        inside = file.relative_to(PACKAGE)
-        package = ("cacheblend_rag", *inside.parent.parts)
+    for module in MODULES.values():
+        inside = module.file.relative_to(PACKAGE)
         part = inside.parts[0] if len(inside.parts) > 1 else inside.stem
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            for name in imported_names(node, package):
+        for node in module.nodes:
+            for name in imported_names(node, module.package):
                 first, _, rest = name.partition(".")
                 target = rest.partition(".")[0] if rest.partition(".")[0] in parts() else "__init__"
                 if first == "cacheblend_rag" and target != part:
@@ -88,14 +90,13 @@ def test_imports_go_down() -> None:
 
 def test_what_measures_and_trains_is_loaded_by_commands_alone_and_only_when_they_run() -> None:
     loading = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        inside = file.relative_to(PACKAGE)
+    for module in MODULES.values():
+        inside = module.file.relative_to(PACKAGE)
         if inside.parts[0] == "lab":
             continue
-        tree, package = ast.parse(file.read_text("utf-8")), ("cacheblend_rag", *inside.parent.parts)
-        at_once = {id(node) for node in tree.body}
-        for node in ast.walk(tree):
-            names = [name for name in imported_names(node, package) if name.startswith("cacheblend_rag.lab")]
+        at_once = {id(node) for node in module.tree.body}
+        for node in module.nodes:
+            names = [name for name in imported_names(node, module.package) if name.startswith("cacheblend_rag.lab")]
             if names and (inside.parts[0] != "cli" or id(node) in at_once):
                 loading.append(f"{inside}:{node.lineno} imports {names[0]}")
     assert loading == []
@@ -129,15 +130,17 @@ NO_VERB = re.compile(
 @pytest.mark.parametrize("folder", ["cacheblend_rag", "training", "benchmarks", "integrations"])
 def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
     wrong = []
+    known = {module.file: module.nodes for module in MODULES.values()}
     for file in sorted((ROOT / folder).rglob("*.py")):
         if "tests" not in file.relative_to(ROOT).parts:
-            wrong += [f"{file.relative_to(ROOT)}: {first}" for first in openings(file.read_text("utf-8"))]
+            nodes = known.get(file) or ast.walk(ast.parse(file.read_text("utf-8")))
+            wrong += [f"{file.relative_to(ROOT)}: {first}" for first in openings(nodes)]
     assert wrong == []
 
 
-def openings(source: str) -> list[str]:
+def openings(nodes: Iterable[ast.AST]) -> list[str]:
     """Return the first lines of docstrings whose first word promises no verb."""
-    texts = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED))
+    texts = (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED))
     return [text.splitlines()[0] for text in texts if text and NO_VERB.match(text)]
 
 
@@ -146,18 +149,13 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def test_a_docstring_without_a_verb_is_seen() -> None:
     source = '"""Of reading."""\nclass A:\n    """Reads."""\n    def b(self):\n        """What it is."""\n'
-    assert openings(source) == ["Of reading.", "What it is."]
+    assert openings(ast.walk(ast.parse(source))) == ["Of reading.", "What it is."]
 
 
-def classes(sources: Iterable[str]) -> Iterator[ast.ClassDef]:
-    """Yield the classes of several files."""
-    for source in sources:
-        yield from (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-
-
-def undocumented(sources: Iterable[str]) -> list[str]:
+def undocumented(trees: Iterable[ast.Module]) -> list[str]:
     """Return the public methods without a docstring that override none with one; one that does has that one."""
-    known = {each.name: each for each in classes(sources)}  # no name stands twice
+    classes = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    known = {each.name: each for each in classes}  # no name stands twice
     named = {name: [base for b in each.bases if (base := base_name(b)) in known] for name, each in known.items()}
     said = {name: {m.name for m in methods(each) if ast.get_docstring(m)} for name, each in known.items()}
 
@@ -179,7 +177,7 @@ def base_name(node: ast.expr) -> str:
 
 
 def test_every_public_method_says_what_it_does_or_overrides_one_that_does() -> None:
-    assert undocumented(file.read_text("utf-8") for file in sorted(PACKAGE.rglob("*.py"))) == []
+    assert undocumented(module.tree for module in MODULES.values()) == []
 
 
 def test_a_public_method_that_says_nothing_is_seen() -> None:
@@ -195,10 +193,7 @@ class B(A):
 class _C:
     def silent(self): ...
 """
-    assert undocumented([source]) == ["A.silent", "B.own"]
-
-
-MODULES = modules()
+    assert undocumented([ast.parse(source)]) == ["A.silent", "B.own"]
 
 
 def test_no_file_is_longer_than_one_sitting_and_no_function_longer_than_a_screen() -> None:
@@ -263,11 +258,7 @@ def test_every_path_in_the_documents_exists(document: Path) -> None:
 
 def test_every_class_in_the_document_exists() -> None:
     named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)`", TEXT))
-    defined = {
-        node.name
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.ClassDef)
-    }
+    nodes = (node for module in MODULES.values() for node in module.nodes)
+    defined = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     assert len(named) > 10
     assert named <= defined
