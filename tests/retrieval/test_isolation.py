@@ -111,6 +111,7 @@ def test_a_document_whose_entities_multiply_is_not_unfolded(parser: Parser) -> N
     assert parser.parse(".html", GOOD)[0] == "fine"
 
 
+@pytest.mark.slow
 def test_nested_json_whose_indentation_would_fill_the_memory_is_stopped(parser: Parser) -> None:
     depth = 900
     bomb = b"[" * depth + b",".join([b"1"] * 1_000_000) + b"]" * depth
@@ -122,6 +123,7 @@ def test_a_table_whose_head_is_repeated_in_every_row_is_stopped(parser: Parser) 
     assert "MiB of memory" in refused(parser, ".csv", bomb)
 
 
+@pytest.mark.slow
 def test_a_million_open_tags_are_read_or_stopped(parser: Parser) -> None:
     bomb = b"<div><b>" * 500_000 + b"deep"
     assert "reading it takes more than" in refused(parser, ".html", bomb)
