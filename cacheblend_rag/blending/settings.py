@@ -175,16 +175,6 @@ PREFIX_CACHING = BlendSettings(quality="exact")
 FULL_REUSE = BlendSettings(ratio=0.0, policy="full-reuse")
 
 
-def blend_by(
-    ratio: Ratio | None = None,
-    policy: str | SelectionPolicy | None = None,
-    check_layers: tuple[int, ...] | None = None,
-) -> BlendSettings:
-    """Return a blend by what is given; with nothing given it is :data:`BLEND`."""
-    given = BlendSettings(ratio, policy, check_layers)
-    return given if given.named else BLEND
-
-
 MOST = 0.6
 """The highest ratio that ``"auto"`` chooses: as far as calibration looks."""
 _SPREADS = 2.0

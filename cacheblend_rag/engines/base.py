@@ -247,12 +247,6 @@ class BlendEngine(ABC):
         ):
             self.ranking = "now"
 
-    async def aprecompute(
-        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
-    ) -> PrecomputeReport:
-        """Async twin of :meth:`precompute`, off the event loop."""
-        return await asyncio.to_thread(self.precompute, chunks, progress)
-
     async def agenerate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:

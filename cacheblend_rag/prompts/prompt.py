@@ -10,7 +10,7 @@ from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import EDGE, Chunk, PlainText, TextEncoder, chunk_id, encoder_for, make_chunk
 from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered, text_of
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, answer_lead, render, render_probes
+from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, render, render_probes
 
 DEFAULT_INSTRUCTION = "Answer from the notes."
 
@@ -103,22 +103,6 @@ def _ids(piece: str | PlainText, encoder: TextEncoder, before: str, tail: str, a
     return [*encoder.document(tail), *encoder.template(piece)] if found is None else found
 
 
-def joins_are_plain(tokenizer: Any) -> bool:
-    """Say whether a RAG prompt's tokens are those of its text in one piece, for chunks that begin and end in many ways."""
-    texts = (
-        "Letters at the end",
-        "A full stop.",
-        "42 is in 1999",
-        "- one\n- (two)",
-        "# Title\n\n“Quoted?”",
-        "x = {1: 'y'}",
-    )
-    chunks = [make_chunk(text, tokenizer) for text in texts]
-    prompt, encoder = rag_prompt(tokenizer, chunks, "Is it so?"), encoder_for(tokenizer)
-    whole = "".join(text_of(piece) for piece in prompt.segments if not isinstance(piece, ChunkRef))
-    return tokenize(prompt, tokenizer, ChunkRegistry()).token_ids == _tokenized([whole], encoder).token_ids
-
-
 def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
     """Return the token ids every prompt that begins with the text ``header`` begins with (BOS included)."""
     return _tokenized([header], encoder_for(tokenizer), "a").token_ids
@@ -168,17 +152,6 @@ def rag_prompt(
         # Without chunks, too, the header is a segment of its own, so that its tokens are those KV was computed behind.
         return BlendPrompt((header, first[len(header) :], *rest))
     return prompt
-
-
-def answer_ids(tokenizer: Any, answer: str) -> tuple[int, ...]:
-    """Return the tokens of an answer as they stand behind :func:`rag_prompt`, the end of the sequence included.
-
-    With its end the answer's likelihood is that of just this answer, and those of different answers add up to at most 1.
-    """
-    encoder, lead = encoder_for(tokenizer), answer_lead(tokenizer)
-    ids = [*encoder.template(lead), *encoder.document(answer)] if lead.strip() else encoder.document(lead + answer)
-    end = getattr(tokenizer, "eos_token_id", None)
-    return (*ids, *([] if end is None else [int(end)]))
 
 
 def chat_prompt(

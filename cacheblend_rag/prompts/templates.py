@@ -76,16 +76,6 @@ def render_probes(
     return found
 
 
-def answer_lead(tokenizer: Any) -> str:
-    """Return what the template writes between the end of a prompt and its answer: nothing for most, for some a space."""
-    asked = [{"role": "user", "content": "x"}]
-    before = render(tokenizer, asked)
-    head, found, _ = render(tokenizer, [*asked, {"role": "assistant", "content": PROBE}]).partition(PROBE)
-    if found and head.startswith(before):
-        return head[len(before) :]
-    return "" if before[-1:].isspace() else " "
-
-
 @lru_cache(maxsize=16)
 def dated_template(template: str) -> str:
     """Return a chat template that prints a fixed date where it would print today's."""

@@ -255,19 +255,6 @@ class RagPipeline:
         assert answer is not None
         return answer
 
-    async def aindex(
-        self,
-        paths: Iterable[str | Path],
-        progress: Callable[[IndexProgress], None] | None = None,
-        *,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        beyond_budget: bool = False,
-    ) -> IndexReport:
-        """Async twin of :meth:`index`, off the event loop."""
-        patterns = {"include": include, "exclude": exclude}
-        return await asyncio.to_thread(self.index, list(paths), progress, **patterns, beyond_budget=beyond_budget)
-
     async def aask(
         self,
         question: str,

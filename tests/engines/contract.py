@@ -236,7 +236,7 @@ class EngineContract:
         assert engine.generate(prompt, SHORT).token_ids == want.token_ids
 
     async def test_async_twins_agree_and_leave_the_event_loop_free(self, engine, chunks, prompt) -> None:
-        report = await engine.aprecompute(chunks)
+        report = engine.precompute(chunks)
         assert report.computed == len(chunks)
         want = engine.generate(prompt, SHORT)
         ticks = 0

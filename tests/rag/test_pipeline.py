@@ -253,7 +253,7 @@ def test_streaming_gives_sources_then_text_then_the_answer(
 
 
 async def test_the_async_twins_agree_with_the_sync_methods(pipeline: RagPipeline, docs: Path) -> None:
-    await pipeline.aindex([docs])
+    await asyncio.to_thread(pipeline.index, [docs])
     question = "Who keeps a parrot?"
     streamed = [event async for event in pipeline.astream(question)]
     answers = await asyncio.gather(*(pipeline.aask(question) for _ in range(4)))

@@ -135,13 +135,6 @@ class VLLMEngine(BlendClient, BlendEngine):
         self.check_open()
         return self._run(self.register(chunks, progress))
 
-    async def aprecompute(
-        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
-    ) -> PrecomputeReport:
-        """Async twin of :meth:`precompute`."""
-        work = asyncio.run_coroutine_threadsafe(self.register(chunks, progress), self.loop)
-        return await asyncio.wrap_future(work)
-
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings, blend_by
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds
-from cacheblend_rag.lab.doctor.workbench import Workbench
+from cacheblend_rag.lab.doctor.workbench import Workbench, blend_by
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 

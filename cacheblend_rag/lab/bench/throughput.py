@@ -11,11 +11,11 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings, blend_by
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.measure import check_positive
-from cacheblend_rag.lab.doctor.workbench import Workbench
+from cacheblend_rag.lab.doctor.workbench import Workbench, blend_by
 from cacheblend_rag.lab.reorder import ReorderedPrompts
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.settings import BlendSettings, blend_by
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import traced
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.measure import PeakMemory, check_positive, count_rounds, drop_page_cache, take_turns
-from cacheblend_rag.lab.doctor.workbench import Workbench, name_methods, own_attention
+from cacheblend_rag.lab.doctor.workbench import Workbench, blend_by, name_methods, own_attention
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.base import Listing
 

@@ -20,7 +20,7 @@ from cacheblend_rag.lab.doctor.compute import fit_compute, measure_prefills, wit
 from cacheblend_rag.lab.doctor.costs import token_bytes
 from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.doctor.workbench import Workbench
-from cacheblend_rag.prompts.prompt import joins_are_plain
+from cacheblend_rag.lab.spelling import joins_are_plain
 from cacheblend_rag.store.codec import LOSSY
 
 _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32

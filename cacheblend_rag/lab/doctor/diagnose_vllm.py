@@ -11,7 +11,8 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.lab.doctor.workbench import Workbench
-from cacheblend_rag.prompts.prompt import TokenizedPrompt, joins_are_plain
+from cacheblend_rag.lab.spelling import joins_are_plain
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine

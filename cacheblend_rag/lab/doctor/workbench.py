@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.blending.policies.base import SelectionPolicy
+from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings, Ratio
 from cacheblend_rag.engines.models import dtype_named
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.owner import device_named
@@ -225,6 +226,16 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
         extension = f"{RandomWeights.__module__}.{RandomWeights.__qualname__}"
         engine = VLLMEngine(root / "model", worker_extension_cls=extension, **options)
     return Workbench.of(engine, model.random_weights, root if kv == "disk" else None)
+
+
+def blend_by(
+    ratio: Ratio | None = None,
+    policy: str | SelectionPolicy | None = None,
+    check_layers: tuple[int, ...] | None = None,
+) -> BlendSettings:
+    """Return a blend by what is given; with nothing given it is :data:`BLEND`."""
+    given = BlendSettings(ratio, policy, check_layers)
+    return given if given.named else BLEND
 
 
 def name_methods(blend: BlendSettings) -> dict[str, BlendSettings]:

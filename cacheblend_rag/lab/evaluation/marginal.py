@@ -14,7 +14,8 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.prompts.prompt import BlendPrompt, answer_ids, rag_prompt
+from cacheblend_rag.lab.spelling import answer_ids
+from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.rag.results import RagAnswer, Source
 

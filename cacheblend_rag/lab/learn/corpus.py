@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.datasets import read_data_set
+from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.prompts.chunk import Chunk, encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import (
     DEFAULT_INSTRUCTION,
     TokenizedPrompt,
-    answer_ids,
     header_ids,
     rag_header,
     rag_prompt,

@@ -13,8 +13,9 @@ import xxhash
 
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.lab.evaluation.answers import AnswersFile
+from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.lab.tuning.questions import TuningQuestion
-from cacheblend_rag.prompts.prompt import answer_ids, rag_prompt
+from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.retrieval.index import ChunkIndex
 
 NOT_RELEVANT: Final = -20.0

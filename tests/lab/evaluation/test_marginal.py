@@ -12,8 +12,9 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.evaluation.marginal import TEMPERATURE, answer_marginally, marginalise
+from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.prompts.chunk import make_chunk
-from cacheblend_rag.prompts.prompt import answer_ids, rag_prompt
+from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.rag.pipeline import RagPipeline
 from tests.blending.families import _BASE, make_model
 from tests.conftest import CHATML, NO_SYSTEM, byte_level, metaspace, tokenizer_named
