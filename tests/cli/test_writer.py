@@ -146,7 +146,7 @@ def test_calibration_with_a_writer_is_kept_for_that_writer_or_beside_it(run, mod
     beside = as_json(run(*calibrate, "--writer", writers[1], "--output", writers[1]))["file"]
     own = as_json(run(*calibrate, "--writer", writers[0]))["file"]
     assert (Path(own).parent, Path(beside)) == (home / "profiles", writers[1] / "cacheblend.json")
-    origins = [as_json(run("doctor", *model, "--json", *more))["profile_origin"] for more in (
+    found = [as_json(run("doctor", *model, "--json", *more)) for more in (
         ["--writer", writers[0]], ["--writer", writers[1]], [])]  # fmt: skip
-    assert origins[:2] == [own, beside]
-    assert origins[2].startswith("defaults")
+    assert [each["profile_origin"] for each in found] == [own, beside, "defaults, not calibrated"]
+    assert [each["writer"] for each in found] == [str(writers[0]), str(writers[1]), None]

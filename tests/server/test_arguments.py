@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.engines.models import bundled_model_directory
+from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.server.arguments import api_keys, parse
@@ -36,6 +37,16 @@ def test_without_a_model_it_is_the_bundled_one_on_our_connector_and_worker(tmp_p
     assert launch.header_ids == header_ids(launch.tokenizer, rag_header(launch.tokenizer))
     assert args.enable_prompt_tokens_details
     assert args.shutdown_timeout > 0
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_all_processes_are_told_of_the_kv_writer_that_a_model_comes_with_unless_it_is_to_be_none(
+    tmp_path: Path,
+) -> None:
+    args, launch = parsed(tmp_path, model="smollm2")
+    assert launch.writer == KVWriter.read("smollm2").name
+    assert args.kv_transfer_config.kv_connector_extra_config["writer"] == asdict(launch.writer)
+    assert parsed(tmp_path, model="smollm2", writer="none")[1].writer is None
 
 
 def test_a_kv_writer_is_checked_at_once_and_named_to_all_processes(tmp_path: Path) -> None:

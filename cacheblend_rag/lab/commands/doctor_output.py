@@ -39,6 +39,8 @@ def print_diagnosis(found: Diagnosis) -> None:
     )
     if found.calibrated:
         lines.append(("", str(found.calibrated.get("why", ""))))
+    if found.writer is not None:
+        lines.append(("KV writer", found.writer))
     if found.kv_bytes_per_token is not None:
         lines.append(("KV", f"{size(found.kv_bytes_per_token)} a token"))
     lines += [(name, f"{rate / 1e9:.1f} GB/s") for name, rate in found.bandwidth.items()]

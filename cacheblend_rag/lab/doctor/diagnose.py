@@ -81,6 +81,7 @@ class Diagnosis:
     check_layers: tuple[int, ...]
     widths: tuple[float, ...]
     profile_origin: str
+    writer: str | None
     calibrated: dict[str, Any]
     kv_bytes_per_token: int | None
     bandwidth: dict[str, float]
@@ -136,6 +137,7 @@ def diagnose(
         check_layers=schedule.check_layers,
         widths=schedule.widths,
         profile_origin=f"{engine.profile.origin or 'defaults'}{'' if engine.profile.is_calibrated else ', not calibrated'}",
+        writer=None if engine.writer is None else engine.writer.directory,
         calibrated=engine.profile.calibrated,
         kv_bytes_per_token=kv_bytes,
         bandwidth=bandwidth,
