@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final, TypeVar
@@ -12,9 +14,12 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError, StoreError
-from cacheblend_rag.lab.datasets import demo_samples
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import InputError, PromptTooLongError, StoreError
+from cacheblend_rag.lab.datasets import demo_samples, load_data_set
 from cacheblend_rag.lab.doctor.calibration import CalibrationPrompt
+from cacheblend_rag.lab.doctor.judge import Judge, Metric
+from cacheblend_rag.lab.evaluation.prepare import MAX_TOKENS, Preparation, Preparer, set_header
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, rag_header, rag_prompt, tokenize
 from cacheblend_rag.prompts.templates import SEPARATOR
@@ -38,7 +43,12 @@ _MOST_CHUNKS: Final = 1000
 
 
 def collect_prompts(
-    engine: BlendEngine, file: Path | None, store: Path | None, count: int, documents: Path | None = None
+    engine: TransformersEngine,
+    file: Path | None,
+    store: Path | None,
+    count: int,
+    documents: Path | None = None,
+    metric: Metric | None = None,
 ) -> list[CalibrationPrompt]:
     """Return up to ``count`` prompts, evenly spread over what there is.
 
@@ -48,30 +58,68 @@ def collect_prompts(
     - None of them: questions of the bundled model's world about documents generated for it, each with its own,
       half of them with the chunks in document order and half in any order.
 
+    With a metric the questions have right answers: of a file that `cacheblend eval` reads (the engine's header becomes that
+    of its prompts), of lines with ``"answers"`` beside ``"question"`` and a store, or generated.
+
     Raises:
         InputError: The file or the documents cannot be used; the message names the line or directory.
         StoreError: There is no such store.
     """
+    if metric is not None and (documents or (store and file is None)):
+        raise InputError(
+            f"--as-near-as {metric} needs questions with right answers; give a file of them with --prompts."
+        )
     if documents is not None:
         if file is not None:
             raise InputError("Give --prompts or --documents, not both.")
         return _from_documents(engine, documents, count)
     if file is None and store is None:
-        return _generated(engine, count)
+        return _generated(engine, count, metric)
+    if metric is not None and file is not None and store is None:
+        return _of_data_set(engine, file, count, metric)
     if file is None:
         assert store is not None
         with _open(engine, store) as pipeline:
             return [_retrieved(pipeline, question) for question in _spread(_own_questions(pipeline), count)]
-    rows = _spread(_read(file), count)
+    rows = _spread(_read(file, metric), count)
     if all("chunks" in row for row in rows):
-        return [_given(engine, row) for row in rows]
+        return [_judged(engine, metric, row, _given(engine, row)) for row in rows]
     if store is None:
         raise InputError(f"{file} has questions without chunks; give --store to retrieve them from.")
     with _open(engine, store) as pipeline:
-        return [_given(engine, row) if "chunks" in row else _retrieved(pipeline, row["question"]) for row in rows]
+        made = [_given(engine, row) if "chunks" in row else _retrieved(pipeline, row["question"]) for row in rows]
+    return [_judged(engine, metric, row, each) for row, each in zip(rows, made, strict=True)]
 
 
-def _generated(engine: BlendEngine, count: int) -> list[CalibrationPrompt]:
+def _of_data_set(engine: TransformersEngine, file: Path, count: int, metric: Metric) -> list[CalibrationPrompt]:
+    samples = load_data_set(str(file), None, count, _SEED, engine.tokenizer).samples
+    set_header(engine, samples)
+    preparer = Preparer(engine, Preparation())
+    found = []
+    for sample in samples:
+        try:
+            case = preparer.case(sample)
+        except (InputError, PromptTooLongError):
+            continue  # as `cacheblend eval` leaves it out
+        judge = Judge(metric, sample.answers, case.max_tokens, sample.task != "summary", _decoder(engine))
+        found.append(CalibrationPrompt(tokenize(case.prompt, engine.tokenizer, engine.registry), judge=judge))
+    return found
+
+
+def _judged(
+    engine: BlendEngine, metric: Metric | None, row: dict[str, Any], prompt: CalibrationPrompt
+) -> CalibrationPrompt:
+    """Return a prompt whose answers of a few words are judged, if they are."""
+    if metric is None:
+        return prompt
+    return replace(prompt, judge=Judge(metric, tuple(row["answers"]), MAX_TOKENS["qa"], True, _decoder(engine)))
+
+
+def _decoder(engine: BlendEngine) -> Callable[[Sequence[int]], str]:
+    return partial(engine.tokenizer.decode, skip_special_tokens=True)
+
+
+def _generated(engine: BlendEngine, count: int, metric: Metric | None) -> list[CalibrationPrompt]:
     size = min(DEFAULT_CHUNK_TOKENS, (engine.context_window - _ROOM) // _CHUNKS)
     samples = demo_samples(
         engine.tokenizer, count * _QUESTIONS_PER_CONTEXT, _SEED, chunks=_CHUNKS, chunk_tokens=max(1, size)
@@ -84,7 +132,11 @@ def _generated(engine: BlendEngine, count: int) -> list[CalibrationPrompt]:
     # A retriever gives chunks by likeness, not as they stand in their documents: half of the prompts have them in any order.
     rng = Random(_SEED)
     orders = [rng.sample(each.texts, len(each.texts)) if rng.random() < _SHUFFLED else each.texts for each in chosen]
-    return [_given(engine, {"question": e.question, "chunks": texts}) for e, texts in zip(chosen, orders, strict=True)]
+    rows = [
+        {"question": each.question, "chunks": texts, "answers": each.answers}
+        for each, texts in zip(chosen, orders, strict=True)
+    ]
+    return [_judged(engine, metric, row, _given(engine, row)) for row in rows]
 
 
 def _from_documents(engine: BlendEngine, directory: Path, count: int) -> list[CalibrationPrompt]:
@@ -154,7 +206,7 @@ def _own_questions(pipeline: RagPipeline) -> list[str]:
     return [f"What else is known about this: {match[0].strip()}?" for match in found if match is not None]
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def _read(file: Path, metric: Metric | None) -> list[dict[str, Any]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -166,13 +218,19 @@ def _read(file: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             texts = row.get("chunks", [])
+            answers = row["answers"] if metric else []
             usable = (
-                isinstance(row["question"], str) and isinstance(texts, list) and all(isinstance(t, str) for t in texts)
+                isinstance(row["question"], str)
+                and bool(answers or not metric)
+                and all(
+                    isinstance(each, list) and all(isinstance(text, str) for text in each) for each in (texts, answers)
+                )
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             usable = False
         if not usable:
-            raise InputError(f'{file}, line {number}: write {{"question": "...", "chunks": ["...", "..."]}}.')
+            right = '"answers": ["..."], ' if metric else ""
+            raise InputError(f'{file}, line {number}: write {{"question": "...", {right}"chunks": ["...", "..."]}}.')
         rows.append(row)
     if not rows:
         raise InputError(f"The prompts {file} are empty.")

@@ -170,6 +170,7 @@ def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
         (["--prompts", "a.jsonl", "--documents", "b"], "not both"),
         (["--agreement", 0.9, "--as-near-as", "8-bit"], "--as-near-as or --agreement"),
         (["--quick", "--count", 3], "--quick or --count"),
+        (["--as-near-as", "f1", "--documents", "b"], "needs questions with right answers"),
     ],
 )
 def test_wrong_options_of_a_calibration_are_named(run, model_dir, arguments, named):
@@ -198,6 +199,20 @@ def test_a_quick_calibration_draws_what_it_measures_and_measures_nothing_for_it(
     arguments = ["doctor", "--calibrate", "--quick", "--model", model_dir, "--prompts", prompts_file(tmp_path)]
     assert run(*arguments, "--plot", tmp_path / "plot.png").exit_code == 0
     assert (tmp_path / "plot.png").stat().st_size
+
+
+def test_calibration_by_a_metric_wants_right_answers_that_the_model_can_give(run, model_dir, tmp_path):
+    file, store = tmp_path / "questions.jsonl", tmp_path / "store"
+    row = {"question": "Who is Ada?", "answers": ["the keeper of the light"], "chunks": ["Ada keeps it.", "It is old."]}
+    file.write_text(json.dumps(row))
+    arguments = ["doctor", "--calibrate", "--model", model_dir, "--as-near-as", "em"]
+    for given in (["--prompts", file], ["--prompts", file, "--store", store], ["--count", 1]):
+        result = run(*arguments, *given)
+        assert result.exit_code == 2
+        assert "Give questions that this model can answer" in result.stderr
+    file.write_text(json.dumps({"question": "Who is Ada?"}))
+    result = run(*arguments, "--prompts", file, "--store", store)
+    assert '"answers": ["..."]' in result.stderr
 
 
 def test_calibration_that_is_stopped_says_how_to_go_on(run, model_dir, home, tmp_path, monkeypatch):

@@ -42,10 +42,11 @@ class CalibrationOptions:
         ),
     ] = None
     as_near_as: Annotated[
-        Literal["8-bit", "6-bit", "4-bit"] | None,
+        Literal["8-bit", "6-bit", "4-bit", "f1", "em", "rouge-l"] | None,
         typer.Option(
             help="How near a blend must be to full recompute: as the same model with weights of so many bits, by KL on the same "
-            "prompts (default: 6-bit).",
+            "prompts (default: 6-bit), or so that its answers score as well by a metric, on prompts with right answers: a file "
+            "as `cacheblend eval` reads it, or with --store questions and answers.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
@@ -53,7 +54,7 @@ class CalibrationOptions:
         float | None,
         typer.Option(
             help="Instead: least agreement with full recompute, such as 0.99: share of the answers' tokens; with --documents "
-            "exp(-KL).",
+            "exp(-KL). Of a metric: 1 less what it may fall (default: 0.95, five points).",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
@@ -159,7 +160,7 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
     count = wanted.count or (standard.needed if wanted.quick else standard.usual)
     with open_engine(model) as engine, progress("Calibrating:") as show:
         show(0, 1, "prompts")
-        collected = collect_prompts(engine, wanted.prompts, store, count, documents)
+        collected = collect_prompts(engine, wanted.prompts, store, count, documents, standard.metric)
         try:
             found, file = calibrate_engine(
                 engine, collected, wanted.output, show, standard,
@@ -175,10 +176,14 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
 
 def _standard(wanted: CalibrationOptions) -> Standard:
     from cacheblend_rag.errors import InputError
+    from cacheblend_rag.lab.doctor.judge import METRICS
     from cacheblend_rag.lab.doctor.standard import Standard
 
     if wanted.quick and wanted.count is not None:
         raise InputError("Give --quick or --count, not both.")
+    metric = next((each for each in METRICS if each == wanted.as_near_as), None)
+    if metric is not None:
+        return Standard.as_good_by(metric, wanted.agreement, wanted.confidence)
     if wanted.agreement is None:
         return Standard.as_near_as(int((wanted.as_near_as or "6-bit").removesuffix("-bit")), wanted.confidence)
     if wanted.as_near_as is not None:

@@ -107,7 +107,7 @@ def print_vllm(found: VLLMDiagnosis) -> None:
 
 def print_calibration(found: Calibration, file: Path) -> None:
     """Print what `doctor --calibrate` measured and chose."""
-    what = "exp(-KL)" if found.standard.by == "likelihood" else "agreement"
+    what = {"likelihood": "exp(-KL)", "tokens": "agreement"}.get(found.standard.by, f"{found.standard.metric} kept")
     echo(
         f"{found.prompts} prompts, {found.tokens} tokens compared; each bound of {what} with full recompute holds with "
         f"{found.standard.confidence:.4g} confidence.\n"

@@ -1,6 +1,7 @@
 """Calibrates a model: finds the least compute whose answers agree with full recompute, and writes the profile.
 
-1. *Standard*: where a blend is to be as near as weights of few bits, these are measured first, on the same prompts.
+1. *Standard*: where a blend is to be as near as weights of few bits, these are measured first, on the same prompts; where it
+   is to answer the user's questions as well, full recompute's score. A blend then gives answers of its own.
 2. *Layers*: on the first prompts the KV deviation of every layer is compared with that of all layers. Check layers are offered
    where they are shallow enough to pay, find clearly more than the layers before them, and see enough tokens deviate at all.
 3. *Search*: candidates (policy, ratio, check layers) are tried for the least compute; compute counts everything that a blend
@@ -38,6 +39,7 @@ from cacheblend_rag.lab.doctor.candidates import (
     list_candidates,
 )
 from cacheblend_rag.lab.doctor.compared import Coarser, Planner, PromptMeasurement
+from cacheblend_rag.lab.doctor.judge import METRIC_NAMES, Judge
 from cacheblend_rag.lab.doctor.ledger import Ledger, Prompts, key_of
 from cacheblend_rag.lab.doctor.search import LOOK, Search, Trial
 from cacheblend_rag.lab.doctor.standard import Bounds, Standard
@@ -49,10 +51,11 @@ Progress = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class CalibrationPrompt:
-    """Holds a RAG prompt and, if it is not to be answered, the token ids that follow it."""
+    """Holds a RAG prompt and, if it is not to be answered, the token ids that follow it; who judges its answers, if anybody."""
 
     prompt: TokenizedPrompt
     continuation: tuple[int, ...] = ()
+    judge: Judge | None = None
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,12 @@ def calibrate(
     def measure(number: int) -> PromptMeasurement:
         each = usable[number]
         return PromptMeasurement(
-            subject, rope, header_ids, each.prompt, end_token, probe, continuation=each.continuation, planner=planner
-        )
+            subject, rope, header_ids, each.prompt, end_token, probe,
+            continuation=each.continuation, planner=planner, judge=each.judge,
+        )  # fmt: skip
 
-    made = Prompts(measure, [key_of(each.prompt, each.continuation) for each in usable], ledger or Ledger())
+    keys = [key_of(each.prompt, each.continuation, each.judge) for each in usable]
+    made = Prompts(measure, keys, ledger or Ledger())
     say = _teller(made, progress)
     standard = _measured_standard(standard, made, coarser, say)
     candidates, layers = _what_to_try(subject.num_layers, made, by_deviation, say)
@@ -185,7 +190,13 @@ def calibrate(
 def _measured_standard(
     standard: Standard, made: Prompts, coarser: Coarser | None, say: Callable[[str], None]
 ) -> Standard:
-    """Return a standard with the agreement that it is held to, which that of weights of few bits gets by being measured."""
+    """Return a standard with what it is held to, which that of weights of few bits and of a metric get by being measured."""
+    if standard.metric:
+        scores = []
+        for number in range(made.count):
+            say(f"prompt {number + 1} of {made.count}: full recompute")
+            scores.append(made.score(number))
+        return standard.scored(scores)
     if (bits := standard.bits) is None:
         return standard
     assert coarser is not None  # or the agreement would be one that nobody has measured
@@ -315,6 +326,12 @@ def _words(
     goal, least = f"{100 * standard.agreement:.6g}% agreement with full recompute {sure}", ", if no token disagrees"
     if standard.bits is not None:
         goal, least = f"no more than the KL of weights of {standard.bits} bits, {standard.most_kl:.2g} nats, {sure}", ""
+    if standard.metric:
+        goal = (
+            f"{METRIC_NAMES[standard.metric]} no more than {1 - standard.agreement:.1%} below full recompute's "
+            f"{standard.full:.1%} {sure}"
+        )
+        least = ", if no answer is worse"
     few = f"{groups} prompts without common chunks cannot show {goal}: that takes {standard.needed}{least}"
     if found is not None:
         holds = f"{found}, {found.compute:.1%} of full recompute's compute,"
@@ -322,6 +339,8 @@ def _words(
         if shown:
             return f"{holds} {first}holds {goal} (bound {_bound(found, standard)}){last}"
         agrees = f"agrees {found.agreement.value:.1%} with a KL of {found.kl:.2g} nats"
+        if standard.metric:
+            agrees = f"keeps {found.agreement.value:.1%}"
         return f"{few}. On these {holds} {first}{agrees}{last}"
     best = max(measured, key=lambda each: each.agreement.value)
     tried = f"the best seen is {best} with {best.agreement.value:.1%}"

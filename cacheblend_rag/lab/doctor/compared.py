@@ -21,6 +21,7 @@ from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.doctor.judge import Judge
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
@@ -43,15 +44,20 @@ class Comparison:
         kl: For each, KL(full recompute ‖ blend) in nats.
         compute: What the blend computed, as a share of the prompt's tokens through all layers: dense pass, the question's ranking
             pass and sparse pass.
+        loss: How much lower its own answer scores than full recompute's, where a judge scores them; below 0 it is better. The
+            tokens above are then those before the answers part, and the one at which they do.
     """
 
     agrees: tuple[bool, ...]
     kl: tuple[float, ...]
     compute: float
+    loss: float = 0.0
 
 
 class PromptMeasurement:
     """Measures one prompt: its answer by full recompute, and how near blends come to it, teacher-forced on that answer.
+
+    With a judge a blend gives an answer of its own instead.
 
     Attributes:
         usable: Whether the prompt has tokens with stale KV at all; the rest is there only if so.
@@ -71,6 +77,7 @@ class PromptMeasurement:
         *,
         continuation: Sequence[int] = (),
         planner: Planner | None = None,
+        judge: Judge | None = None,
     ):
         """Run the full recompute.
 
@@ -83,8 +90,10 @@ class PromptMeasurement:
             probe: What chunks are ranked behind, if they are to be ranked.
             continuation: What follows the prompt, instead of the model's own greedy answer.
             planner: Where the chunks' KV comes from; None computes it here, and keeps it.
+            judge: Scores answers.
         """
         self._subject, self._rope, self._header, self.prompt = subject, rope, tuple(header), prompt
+        self._end_token, self._judge = end_token, judge
         if planner is None:
             own = self._compute_chunks(probe)
             planner = lambda _: own  # noqa: E731
@@ -98,7 +107,7 @@ class PromptMeasurement:
         self._answer = list(continuation)
         target = subject.target(prompt.token_ids, rope)
         fuse(plan, target, FuseOptions(policy("full-recompute"), 1.0))
-        logits = self._follow(target) if self._answer else self._greedy(target, end_token)
+        self._answer, logits = (self._answer, self._follow(target)) if self._answer else self._greedy(target)
         self._truth = logits.float().cpu()
         static = [span.static_deviation() for span in plan.stale]
         known = [part for part in static if part is not None]
@@ -133,18 +142,29 @@ class PromptMeasurement:
             raise InputError(outcome.reason)
         done = outcome.usage
         compute = (done.computed_tokens + done.selection_tokens) / len(self.prompt.token_ids)
-        return self._compared(self._follow(target), compute)
+        if self._judge is None:
+            return self._compared(self._follow(target), compute)
+        answer, logits = self._greedy(target)
+        return self._compared(logits, compute, self.score() - self._judge.score(answer))
+
+    def score(self) -> float:
+        """Return full recompute's score by the judge."""
+        assert self._judge is not None
+        return self._judge.score(self._answer)
 
     def by_weights(self, coarser: Coarser) -> Comparison:
         """Compare a full prefill of prompt and answer by other weights."""
         ids = (*self.prompt.token_ids, *self._answer[:-1])
         return self._compared(coarser(ids, len(self._answer)), 1.0)
 
-    def _compared(self, logits: torch.Tensor, compute: float) -> Comparison:
-        other, truth = (each.double().cpu().log_softmax(-1) for each in (logits, self._truth))
+    def _compared(self, logits: torch.Tensor, compute: float, loss: float = 0.0) -> Comparison:
+        count = min(len(logits), len(self._truth))
+        other, truth = (each[:count].double().cpu().log_softmax(-1) for each in (logits, self._truth))
         kl = (truth.exp() * (truth - other)).sum(-1)
         agrees = truth.argmax(-1) == other.argmax(-1)
-        return Comparison(tuple(agrees.tolist()), tuple(kl.tolist()), compute)
+        if self._judge is not None:  # behind where they part, answers say nothing of each other
+            count = min(count, int(agrees.cumprod(0).sum()) + 1)
+        return Comparison(tuple(agrees[:count].tolist()), tuple(kl[:count].tolist()), compute, loss)
 
     def kl(self, options: FuseOptions) -> float:
         """Return the mean KL, in nats, of a blend against full recompute, over the answer's first tokens."""
@@ -155,14 +175,15 @@ class PromptMeasurement:
         """Return where each chunk with stale KV begins and ends: the candidates, in order."""
         return [(span.start, span.end) for span in self._plan.stale]
 
-    def _greedy(self, target: BlendTarget, end_token: int | None) -> torch.Tensor:
-        found = [self._subject.logits(target)]
+    def _greedy(self, target: BlendTarget) -> tuple[list[int], torch.Tensor]:
+        """Return the likeliest answer and its logits ``[tokens, vocab]``."""
+        answer, found = [], [self._subject.logits(target)]
         while True:
-            token = int(found[-1].argmax())
-            self._answer.append(token)
-            if token == end_token or len(self._answer) == ANSWER_TOKENS:
-                return torch.stack(found)
-            found.append(self._subject.decode(target, [token])[0])
+            answer.append(int(found[-1].argmax()))
+            ends = len(answer) == ANSWER_TOKENS if self._judge is None else self._judge.ends(answer)
+            if answer[-1] == self._end_token or ends:
+                return answer, torch.stack(found)
+            found.append(self._subject.decode(target, answer[-1:])[0])
 
     def _follow(self, target: BlendTarget) -> torch.Tensor:
         """Return the logits ``[tokens, vocab]`` of the answer's tokens, each behind those before it."""

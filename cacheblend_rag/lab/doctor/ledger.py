@@ -13,6 +13,7 @@ from cacheblend_rag.blending.settings import left_out
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate, LayerValues, layer_values
 from cacheblend_rag.lab.doctor.compared import Coarser, Comparison, PromptMeasurement
+from cacheblend_rag.lab.doctor.judge import Judge
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 # What making a prompt takes beside its blends, in full recomputes of it: its chunks' KV and ranking, its own answer.
@@ -113,6 +114,11 @@ class Prompts:
         cost = 0.1 + share * candidate.ratio
         return self._compared(number, f"blend: {candidate!r}", cost, lambda each: each.compare(candidate.options))
 
+    def score(self, number: int) -> float:
+        """Return what full recompute scores by its judge."""
+        self.facts(number)
+        return float(self._find(number, "score", 0.0, lambda each: each.score()))
+
     def by_weights(self, number: int, bits: int, coarser: Coarser) -> Comparison:
         """Recompute all of it by coarser weights."""
         self.facts(number)  # first, for it counts as what making the prompt takes
@@ -122,7 +128,7 @@ class Prompts:
         self, number: int, what: str, cost: float, run: Callable[[PromptMeasurement], Comparison]
     ) -> Comparison:
         found = self._find(number, what, cost, lambda each: asdict(run(each)))
-        return Comparison(tuple(found["agrees"]), tuple(found["kl"]), found["compute"])
+        return Comparison(tuple(found["agrees"]), tuple(found["kl"]), found["compute"], found["loss"])
 
     def _find(self, number: int, what: str, cost: float, measure: Callable[[PromptMeasurement], Any]) -> Any:
         key = self._keys[number], what
@@ -139,10 +145,10 @@ class Prompts:
         return self._made[number]
 
 
-def key_of(prompt: TokenizedPrompt, continuation: Sequence[int]) -> str:
-    """Return what tells a prompt from others: its tokens, where its chunks stand, and what follows."""
+def key_of(prompt: TokenizedPrompt, continuation: Sequence[int], judge: Judge | None) -> str:
+    """Return what tells a prompt from others: its tokens, where its chunks stand, what follows, and who judges that."""
     spans = [(span.start, span.end) for span in prompt.spans]
-    return hashlib.sha256(repr((prompt.token_ids, spans, tuple(continuation))).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((prompt.token_ids, spans, tuple(continuation), judge)).encode()).hexdigest()[:32]
 
 
 def _facts(measured: PromptMeasurement) -> PromptFacts:

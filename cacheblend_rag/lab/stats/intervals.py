@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -63,6 +64,19 @@ def mean_bounds(values: Sequence[float], groups: Sequence[str], confidence: floa
     draws = _draws(len(sums), seed)
     low, high = np.quantile(sums[draws].sum(1) / counts[draws].sum(1), (1 - confidence, confidence))
     return float(low), float(high)
+
+
+def mean_t_bounds(values: Sequence[float], groups: Sequence[str], confidence: float) -> Interval:
+    """Return a lower and an upper bound of the mean of ``values``, by Student's t over groups; each holds with ``confidence``."""
+    from scipy.stats import t
+
+    sums, counts = _by_group(values, groups)
+    mean, number = float(sums.sum() / counts.sum()), len(sums)
+    if number < 2:
+        return -math.inf, math.inf
+    error = math.sqrt(float(np.square(sums - mean * counts).sum()) * number / (number - 1)) / float(counts.sum())
+    reach = float(t.ppf(confidence, number - 1)) * error
+    return mean - reach, mean + reach
 
 
 def mean_interval(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> Interval | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.calibration_prompts import collect_prompts
 from cacheblend_rag.lab.datasets import demo_samples
 from cacheblend_rag.lab.doctor import calibrate_engine
+from cacheblend_rag.lab.doctor.standard import Standard
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.retrieval.chunking import split_text
@@ -34,6 +36,29 @@ def test_a_model_trained_for_chunks_by_themselves_has_no_ratio_to_find(engine, m
     monkeypatch.setattr(engine, "profile", ModelProfile(ratio=0.0, blockwise=True, origin="cacheblend.json"))
     with pytest.raises(InputError, match=r"cacheblend\.json says .* no ratio to find"):
         calibrate_engine(engine, [])
+
+
+def test_a_blend_that_loses_answers_is_refused_by_the_metric_of_the_questions(engine, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    worlds = [
+        demo_samples(engine.tokenizer, 1, seed, kinds=("cross",), chunks=3, chunk_tokens=128) for seed in range(10)
+    ]
+    samples = [sample for world in worlds for sample in world]
+    rows = ({"question": each.question, "answers": each.answers, "chunks": each.texts} for each in samples)
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    prompts = collect_prompts(engine, file, None, 10, metric="em")
+    standard = Standard.as_good_by("em", 0.8, 0.8)
+    found, _ = calibrate_engine(engine, prompts, tmp_path, standard=standard, by_deviation=False)
+    assert (found.verdict, found.needed) == ("shown", 8)
+    assert found.standard.full is not None
+    assert found.standard.full > 0.5
+    assert found.chosen is not None
+    assert found.chosen.ratio > 0
+    assert found.chosen.agreement.low >= 0.8
+    kept = {each.ratio: each.agreement.value for each in found.measured}
+    assert kept[0.0] < 0.8  # full KV reuse does lose answers
+    assert "exact match no more than 20.0% below full recompute's" in found.why
 
 
 def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(engine, tmp_path, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from cacheblend_rag.lab.doctor import calibration
 from cacheblend_rag.lab.doctor.calibration import calibrate
 from cacheblend_rag.lab.doctor.candidates import Candidate, estimate_compute, examine_layers, layer_values
 from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored
-from cacheblend_rag.lab.doctor.ledger import Ledger
+from cacheblend_rag.lab.doctor.judge import Judge
+from cacheblend_rag.lab.doctor.ledger import Ledger, key_of
 from cacheblend_rag.lab.doctor.rounding import rounded_weights
 from cacheblend_rag.lab.doctor.search import LOOK
 from cacheblend_rag.lab.doctor.standard import Standard
@@ -126,6 +128,59 @@ def test_a_continuation_takes_the_place_of_the_answer(model):
     assert measured.compare(FuseOptions(policy("full-recompute"), 1.0)).agrees == (True,) * 4
     logits, _ = model.full_prefill([*prompt(0).token_ids, *follows[:-1]])
     torch.testing.assert_close(measured._truth[-1], logits, rtol=1e-4, atol=1e-4)
+
+
+def words(ids) -> str:
+    return " ".join(map(str, ids))
+
+
+def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
+    rope, first, nobody = model.detect_rope(), prompt(0), Judge("em", ("nothing",), 6, False, words)
+    answer = PromptMeasurement(model, rope, HEADER, first, None, judge=nobody)._answer
+    assert len(answer) == 6
+    judge = replace(nobody, answers=(words(answer),))
+    measured = PromptMeasurement(model, rope, HEADER, first, None, judge=judge)
+    assert measured.score() == 1
+    assert measured.compare(FuseOptions(policy("full-recompute"), 1.0)).loss == 0
+    target, blended = model.target(first.token_ids, rope), []
+    fuse(measured._plan, target, FuseOptions(policy("full-reuse"), 0.0))
+    logits = model.logits(target)
+    while len(blended) < 6:
+        blended.append(int(logits.argmax()))
+        logits = model.decode(target, blended[-1:])[0]
+    found = measured.compare(FuseOptions(policy("full-reuse"), 0.0))
+    assert found.loss == float(blended != answer) == 1  # or this would show nothing
+    parts = next(i for i in range(6) if blended[i] != answer[i])
+    assert found.agrees == (True,) * parts + (False,)
+    assert len(found.kl) == parts + 1
+    keys = {key_of(first, (), each) for each in (None, nobody, judge, replace(judge, metric="f1"))}
+    assert len(keys) == 4
+
+
+def test_a_calibration_by_answers_that_is_stopped_goes_on_where_it_was():
+    model, ledger = subject(initializer_range=0.001), Ledger()
+    judge = Judge("f1", ("nothing",), 3, True, words)
+    rope = model.detect_rope()
+    given = []
+    for each in map(prompt, range(LOOK + 2)):
+        answer = PromptMeasurement(model, rope, HEADER, each, None, judge=judge)._answer
+        given.append(CalibrationPrompt(each, judge=replace(judge, answers=(words(answer),))))
+
+    def go(progress=None):
+        standard = Standard.as_good_by("f1", 0.7, 0.9)
+        return calibrate(model, rope, HEADER, given, standard, probe=PROBE, ledger=ledger, progress=progress)
+
+    def stop(done: float, total: int, text: str) -> None:
+        if text.startswith("prompt") and not text.endswith("full recompute"):
+            raise KeyboardInterrupt
+
+    stopped = go(stop)
+    assert (stopped.stopped, stopped.standard.full) == (True, 1.0)
+    whole = go()
+    assert whole.verdict == "shown"
+    assert not whole.stopped
+    assert whole.chosen is not None
+    assert "F1 no more than 30.0% below full recompute's 100.0%" in whole.why
 
 
 PROBE = tuple(range(6, 26))

@@ -188,6 +188,41 @@ def test_weights_that_change_the_model_beyond_recognition_are_no_standard() -> N
         Standard.as_near_as(2).measured([Comparison((False,), (1.0,), 1.0)])
 
 
+def losing(*losses: float) -> list[Result]:
+    return [(str(number), Comparison((True,), (5.0,), 1.0, loss)) for number, loss in enumerate(losses)]
+
+
+def test_by_a_metric_what_is_lost_counts_with_its_t_bound_and_nothing_else() -> None:
+    standard = Standard.as_good_by("f1", None, 0.95)
+    assert (standard.agreement, standard.needed, standard.usual) == (0.95, 59, 118)
+    clean = losing(*[0.0] * 59)
+    assert standard.shown_by(clean)  # whatever the KL
+    assert not standard.shown_by(clean[1:])
+    assert standard.supported_by(losing(0.1, 0.0))
+    assert not standard.supported_by(losing(0.3, 0.0))
+    # Gains make up for losses, and spread widens the bound: here 0.0 +- 0.5 * 1.66 / sqrt(100).
+    mixed = losing(*[0.5, -0.5] * 50)
+    assert not standard.shown_by(mixed)
+    assert standard.bounds(mixed).low == pytest.approx(1 - 0.5 * 1.66 / 10, abs=1e-3)
+    assert standard.shown_by(losing(*[0.5, -0.5] * 200))
+    alike = [("one group", each) for _, each in losing(*[0.0] * 100)]
+    assert not standard.shown_by(alike)
+    assert (standard.bounds(alike).low, standard.bounds(alike).high) == (0.0, 2.0)
+
+
+def test_by_a_metric_a_blend_is_given_up_where_few_answers_speak_against_it() -> None:
+    standard, left = Standard.as_good_by("em", 0.9, 0.95), [str(number) for number in range(LOOK, 40)]
+    assert standard.within_reach(losing(1.0, *[0.0] * (LOOK - 1)), left)
+    assert not standard.within_reach(losing(*[1.0] * 4, *[0.0] * (LOOK - 4)), left)
+
+
+def test_questions_that_full_recompute_cannot_answer_are_no_standard() -> None:
+    standard = Standard.as_good_by("em", None, 0.95)
+    assert standard.scored([1.0, 0.0]).full == 0.5
+    with pytest.raises(InputError, match=r"exact match of full recompute on these questions is 4\.0%"):
+        standard.scored([1.0] + [0.0] * 24)
+
+
 def test_the_best_so_far_is_the_cheapest_that_holds_on_the_prompts_it_was_tried_on() -> None:
     calls = 0
 
