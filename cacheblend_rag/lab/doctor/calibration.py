@@ -176,8 +176,7 @@ def calibrate(
             continuation=each.continuation, planner=planner, judge=each.judge,
         )  # fmt: skip
 
-    keys = [key_of(each.prompt, each.continuation, each.judge) for each in usable]
-    made = Prompts(measure, keys, ledger or Ledger())
+    made = Prompts(measure, [key_of(each.prompt, each.continuation, each.judge) for each in usable], ledger or Ledger())
     say = _teller(made, progress)
     standard = _measured_standard(standard, made, coarser, say)
     candidates, layers = _what_to_try(subject.num_layers, made, by_deviation, say)
