@@ -13,7 +13,7 @@ from cacheblend_rag.console import options
 from cacheblend_rag.console.engines import with_model
 from cacheblend_rag.console.groups import BudgetOptions, ModelOptions, takes_groups
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.server.options import ServeFlags, ServeOptions
+from cacheblend_rag.server.options import ServeFlags, ServeOptions, tell
 
 _Store = Annotated[
     Path | None,
@@ -43,8 +43,6 @@ def _serve(
     Any flag of vLLM's server may follow: --port, --api-key, --tensor-parallel-size, --max-model-len...
     It listens to this machine alone (127.0.0.1); --host 0.0.0.0 needs an API key (CACHEBLEND_API_KEY or --api-key).
     """
-    from cacheblend_rag.server.stages import tell
-
     tell("Importing vLLM.")
     import cacheblend_rag.engines.vllm  # noqa: F401  (first: it says what to install where vLLM is missing)
     from cacheblend_rag.server.launch import serve as run

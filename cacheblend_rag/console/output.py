@@ -45,7 +45,7 @@ def print_json(data: Any) -> None:
     echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
 
 
-def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as aligned columns: the first to the left, the others to the right; the first row is the heading."""
     rows = [list(map(in_one_line, row)) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -54,7 +54,7 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
         cells = [
             cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append(indent + "  ".join(cells).rstrip())
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 

@@ -21,7 +21,9 @@ from cacheblend_rag.frameworks.calls import required_tool as required_tool
 from cacheblend_rag.frameworks.calls import tools_asked as tools_asked
 from cacheblend_rag.frameworks.existing import ExistingEstimate as ExistingEstimate
 from cacheblend_rag.frameworks.existing import estimate_existing as estimate_existing
+from cacheblend_rag.frameworks.existing import open_embedder as open_embedder
 from cacheblend_rag.frameworks.existing import precompute_existing as precompute_existing
+from cacheblend_rag.frameworks.existing import text_vectors as text_vectors
 from cacheblend_rag.frameworks.retrieved import OnMiss as OnMiss
 from cacheblend_rag.frameworks.retrieved import RetrievalLog as RetrievalLog
 from cacheblend_rag.frameworks.retrieved import explain_miss as explain_miss
@@ -31,8 +33,6 @@ from cacheblend_rag.frameworks.uses import StoreChunks as StoreChunks
 from cacheblend_rag.frameworks.uses import owner_of as owner_of
 from cacheblend_rag.frameworks.uses import read_ahead as read_ahead
 from cacheblend_rag.frameworks.uses import uses_of as uses_of
-from cacheblend_rag.frameworks.vectors import open_embedder as open_embedder
-from cacheblend_rag.frameworks.vectors import text_vectors as text_vectors
 from cacheblend_rag.prompts.chunk import encoder_for as encoder_for
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION as DEFAULT_INSTRUCTION
 from cacheblend_rag.prompts.prompt import chunk_of as chunk_of

@@ -1,16 +1,20 @@
-"""Computes the KV of texts that stand in somebody's index already, batch by batch, and says what it will take."""
+"""Computes the KV of texts that stand in somebody's index already, and says what it will take; embeds texts for such an index."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
 
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.frameworks.uses import uses_of
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.retrieval.embedding import Embedder
 
 _T = TypeVar("_T")
 _BATCH = 64
@@ -115,3 +119,25 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} seconds"
+
+
+def open_embedder(name: str, query_encoder: str | Path | None, device: str | None = None) -> Embedder:
+    """Load an embedding model.
+
+    Args:
+        name: A directory, or a sentence-transformers model of the hub.
+        query_encoder: Directory that `cacheblend tune-retriever` has made for this model: it embeds the questions.
+        device: As torch names it.
+
+    Raises:
+        ModelError: It cannot be loaded.
+        StoreMismatchError: The query encoder was tuned for another model.
+    """
+    embedder = Embedder.load(name, device)
+    return embedder if query_encoder is None else embedder.asked_by(query_encoder)
+
+
+def text_vectors(embedder: Embedder, texts: Sequence[str]) -> list[list[float]]:
+    """Return a unit vector for each text: of one longer than the model reads, the mean of its windows'."""
+    means = [windows.mean(axis=0) for windows in embedder.texts(texts)]
+    return [(mean / max(float(np.linalg.norm(mean)), 1e-12)).tolist() for mean in means]

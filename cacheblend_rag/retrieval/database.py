@@ -18,9 +18,8 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.config import IndexConfig
-from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Vectors
+from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, PACKED_TABLE, VECTOR_TABLES, Vectors, VectorTable
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, is_network, row_chunk
-from cacheblend_rag.retrieval.vectors import PACKED_TABLE, VECTOR_TABLES, VectorTable
 from cacheblend_rag.store.files import file_mode, make_root
 
 FILE_NAME = "index.sqlite3"

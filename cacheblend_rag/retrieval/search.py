@@ -21,8 +21,7 @@ import xxhash
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.retrieval.database import IndexDatabase
-from cacheblend_rag.retrieval.embedding import Vectors
-from cacheblend_rag.retrieval.vectors import PackedVectors
+from cacheblend_rag.retrieval.embedding import PackedVectors, Vectors
 from cacheblend_rag.store.files import create_file
 
 PACKED_FROM = 100_000

@@ -20,8 +20,7 @@ from cacheblend_rag.server.arguments import api_keys, model_info, parse
 from cacheblend_rag.server.keys import NO_QUOTA, Admission, Key, Keys, read_keys
 from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
 from cacheblend_rag.server.observing import ReuseMetrics, share_logging
-from cacheblend_rag.server.options import ServeOptions
-from cacheblend_rag.server.stages import elapsed, tell
+from cacheblend_rag.server.options import ServeOptions, elapsed, tell
 from cacheblend_rag.server.tenants import PerNamespace, ServedTenants, StandIn, calling
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.files import DEFAULT_NAME

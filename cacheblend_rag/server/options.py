@@ -1,11 +1,14 @@
-"""Lists what `cacheblend serve` takes beside vLLM's flags: the command, its help and the server read this one list."""
+"""Lists what `cacheblend serve` takes beside vLLM's flags, for the command, its help and the server; tells how far a start is."""
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 
 DEFAULT_BODY_LIMIT = 32 << 20
@@ -102,3 +105,14 @@ class ServeOptions(ServeFlags):
 def flag_names() -> list[str]:
     """Return all flags of the command that are not vLLM's."""
     return ["--no-write-back", "--kv", "--encrypt", *(f"--{f.name.replace('_', '-')}" for f in fields(ServeOptions))]
+
+
+def elapsed() -> float:
+    """Return how many seconds this process has been running."""
+    return time.time() - float(psutil.Process().create_time())
+
+
+def tell(stage: str) -> None:
+    """Say what begins now, behind the seconds since the command was typed; the words are ours."""
+    sys.stderr.write(f"{elapsed():5.1f} s  {stage}\n")
+    sys.stderr.flush()

@@ -17,8 +17,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, encoder_for
 from cacheblend_rag.prompts.prompt import ChunkSpan
-from cacheblend_rag.rag.fates import prompt_fate
-from cacheblend_rag.rag.inspector import PromptInspector
+from cacheblend_rag.rag.fates import PromptInspector, prompt_fate
 from cacheblend_rag.ui.conversation import Exchange
 
 _LEVELS = 5

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from cacheblend_rag.frameworks import uses as keeping
+from cacheblend_rag.frameworks import uses
 from cacheblend_rag.frameworks.uses import StoreChunks, owner_of, read_ahead
 from cacheblend_rag.prompts.chunk import chunk_id
 from tests.fake_engine import FakeEngine
@@ -34,7 +34,7 @@ def test_a_store_is_one_owner_while_it_lives() -> None:
     key = id(base)
     del base
     gc.collect()
-    assert key not in keeping._owners
+    assert key not in uses._owners
 
 
 def test_a_text_is_forgotten_with_the_last_document_that_holds_it(engine: FakeEngine) -> None:
@@ -68,10 +68,10 @@ def test_reading_ahead_does_not_disturb_who_asked_for_it(
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(engine, "prefetch", prefetch)
-    caplog.set_level("DEBUG", keeping.__name__)
+    caplog.set_level("DEBUG", uses.__name__)
     chunks = StoreChunks(engine, object()).hold([("a", [BELL])])
     read_ahead(engine, [])
     read_ahead(engine, chunks)
-    keeping.READER.submit(lambda: None).result()
+    uses.READER.submit(lambda: None).result()
     assert asked == [[chunk_id(BELL)]]
     assert "could not be read ahead" in caplog.text

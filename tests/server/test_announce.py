@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the server's libraries come with vLLM")
 
-from cacheblend_rag.server import launch, stages
+from cacheblend_rag.server import launch, options
 from cacheblend_rag.server.tenants import Caller, calling
 
 
@@ -45,9 +45,9 @@ async def test_where_the_models_files_lie_is_told_the_operator_alone(operator: b
 
 
 def test_what_begins_is_told_behind_the_seconds_since_the_command_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    before = stages.elapsed()
-    stages.tell("Importing vLLM.")
-    stages.tell("Reading the flags.")
+    before = options.elapsed()
+    options.tell("Importing vLLM.")
+    options.tell("Reading the flags.")
     out, said = capsys.readouterr()
     first, second = (line.split(" s  ") for line in said.splitlines())
     assert (out, first[1], second[1]) == ("", "Importing vLLM.", "Reading the flags.")

@@ -13,7 +13,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
-from cacheblend_rag.rag.inspector import PromptInspector
+from cacheblend_rag.rag.fates import PromptInspector
 from cacheblend_rag.store.kv import LayerKV
 
 

@@ -16,7 +16,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import VectorStoreQuery, VectorStoreQueryResult
 
 from cacheblend_rag import BlendEngine, Chunk, InputError, TransformersEngine, make_chunk
-from cacheblend_rag.frameworks import uses as keeping
+from cacheblend_rag.frameworks import uses
 from llama_index_cacheblend import BundledEmbedding, CacheBlendLLM, CacheBlendVectorStore, node_text
 
 OLD = "The lighthouse of Marlow was painted red in 1911, by order of the harbour master and at his own expense."
@@ -160,7 +160,7 @@ def test_a_base_that_keeps_texts_is_asked_what_it_holds(embedding: BundledEmbedd
             storage_context=StorageContext.from_defaults(vector_store=CacheBlendVectorStore(base, engine)),
             embed_model=embedding,
         )
-    keeping._owners.clear()  # as in a process that begins
+    uses._owners.clear()  # as in a process that begins
     with TransformersEngine(device="cpu", store=tmp_path) as engine:
         assert stored(engine, OLD)
         index = VectorStoreIndex.from_vector_store(CacheBlendVectorStore(base, engine), embed_model=embedding)
