@@ -22,12 +22,24 @@ from tests.blending.prompts import Scene, engine_for
 
 GREEDY = SamplingParams(max_tokens=8)
 _models: dict[str, Any] = {}
+_engines: dict[str, Any] = {}
+_full: dict[str, torch.Tensor] = {}
 
 
 def model_of(family: str) -> Any:
     if family not in _models:
         _models[family] = make_model(BLENDED[family]())
     return _models[family]
+
+
+def engine_of(family: str) -> Any:
+    """An engine that has the first scene's chunks: one for all tests of a family, since its gate takes longer than a blend."""
+    if family not in _engines:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _engines[family] = engine_for(model_of(family), Scene())
+        _engines[family].precompute(Scene().chunks)
+    return _engines[family]
 
 
 def blended_logits(engine: Any, scene: Any, settings: BlendSettings) -> tuple[torch.Tensor, list[int], Any]:
@@ -44,12 +56,8 @@ def blended_logits(engine: Any, scene: Any, settings: BlendSettings) -> tuple[to
 
 @pytest.mark.parametrize("family", BLENDED)
 def test_every_family_passes_the_gate_and_ratio_1_equals_the_full_prefill(family: str) -> None:
-    model, scene = model_of(family), Scene()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        engine = engine_for(model, scene)
+    model, scene, engine = model_of(family), Scene(), engine_of(family)
     assert engine.gate.passed, engine.gate.reason
-    engine.precompute(scene.chunks)
     ids = torch.tensor([scene.prompt.token_ids])
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits[0, -1]
@@ -66,15 +74,16 @@ def test_every_family_passes_the_gate_and_ratio_1_equals_the_full_prefill(family
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
 @pytest.mark.parametrize("family", BLENDED)
 def test_ratios_between_equal_the_independent_reference(family: str, ratio: float) -> None:
-    model, scene = model_of(family), Scene()
-    engine = engine_for(model, scene)
-    engine.precompute(scene.chunks)
+    model, scene, engine = model_of(family), Scene(), engine_of(family)
     got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio, policy="hkvd"))
     want = reference.blend(model, scene.header, scene.parts(), ratio)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
-    full = reference.blend(model, scene.header, scene.parts(), 1.0).logits
-    assert (got - full).abs().max() > 1e-2, "the scene does not tell blended from full: the test would prove nothing"
+    if family not in _full:
+        _full[family] = reference.blend(model, scene.header, scene.parts(), 1.0).logits
+    assert (got - _full[family]).abs().max() > 1e-2, (
+        "the scene does not tell blended from full: the test would prove nothing"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])

@@ -35,14 +35,17 @@ class Ended:
     stderr: str
 
 
-def serve(tmp_path: Path, *flags: str) -> Ended:
+def serve(tmp_path: Path, model: Path, *flags: str) -> Ended:
     out, errors = tmp_path / "stdout", tmp_path / "stderr"
     settings = {"CACHEBLEND_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
     with pytest.MonkeyPatch.context() as patch:
         # Other tests of this process set it, and vLLM lets it decide.
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
         process = forked.start(
-            ["serve", "--store", str(tmp_path / "store"), "--port", "0", *flags], out, settings, errors
+            ["serve", "--model", str(model), "--store", str(tmp_path / "store"), "--port", "0", *flags],
+            out,
+            settings,
+            errors,
         )
     process.join(600)
     if process.exitcode is None:
@@ -51,8 +54,8 @@ def serve(tmp_path: Path, *flags: str) -> Ended:
     return Ended(process.exitcode, out.read_text("utf-8"), errors.read_text("utf-8"))
 
 
-def test_a_kv_cache_too_small_for_a_prompt_is_told_with_what_to_do(short: Path) -> None:
-    done = serve(short, "--kv-memory", "4MiB", "--enforce-eager")
+def test_a_kv_cache_too_small_for_a_prompt_is_told_with_what_to_do(short: Path, server_model: Path) -> None:
+    done = serve(short, server_model, "--kv-memory", "1MiB", "--enforce-eager")
     said = done.stderr[done.stderr.index("Error: ") :]
     assert done.returncode == 4
     assert "Traceback" not in done.stdout + done.stderr
@@ -64,8 +67,8 @@ def test_a_kv_cache_too_small_for_a_prompt_is_told_with_what_to_do(short: Path) 
     assert "Traceback (most recent call last)" in Path(log).read_text(encoding="utf-8")
 
 
-def test_a_prompt_longer_than_the_model_takes_is_told_with_what_to_do(tmp_path: Path) -> None:
-    done = serve(tmp_path, "--max-model-len", "9999999")
+def test_a_prompt_longer_than_the_model_takes_is_told_with_what_to_do(tmp_path: Path, server_model: Path) -> None:
+    done = serve(tmp_path, server_model, "--max-model-len", "9999999")
     assert done.returncode == 4
     assert "greater than the derived max_model_len" in done.stderr
     assert "Give a smaller --max-model-len." in done.stderr
@@ -73,10 +76,10 @@ def test_a_prompt_longer_than_the_model_takes_is_told_with_what_to_do(tmp_path: 
     assert len(done.stderr[done.stderr.index("Error: ") :].splitlines()) <= 12
 
 
-def test_temporary_files_in_too_deep_a_directory_are_told_with_what_to_do(short: Path) -> None:
+def test_temporary_files_in_too_deep_a_directory_are_told_with_what_to_do(short: Path, server_model: Path) -> None:
     deep = short / ("d" * 90)
     deep.mkdir()
-    done = serve(deep, "--enforce-eager")
+    done = serve(deep, server_model, "--enforce-eager")
     assert done.returncode == 4
     assert "Set TMPDIR to a directory with a shorter path." in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
