@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import logging
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import re
 import selectors
@@ -128,7 +129,31 @@ def end_with_parent() -> None:
     gone: list[int] = [parent.sentinel]
     with suppress(AttributeError, OSError):  # of Linux alone: what the parent has forked since holds the pipe open, too
         gone.append(os.pidfd_open(parent.pid or 0))
+    _end_after(gone)
 
+
+class Tie:
+    """Ties a process that is spawned with it to the one that spawns it, as :func:`end_with_parent`, from its first moment on.
+
+    The connector is made after minutes of importing, of waiting for a parent that may be gone, and of loading the model.
+    """
+
+    def __reduce__(self) -> tuple[object, tuple[int, ...]]:
+        """Tie nothing by a mere copy."""
+        return (Tie, ()) if multiprocessing.context.get_spawning_popen() is None else (_tied, (os.getpid(),))
+
+
+def _tied(parent: int) -> Tie:
+    try:
+        _end_after([os.pidfd_open(parent)])
+    except ProcessLookupError:  # gone already
+        os._exit(1)
+    except (AttributeError, OSError):  # a system without
+        pass
+    return Tie()
+
+
+def _end_after(gone: Sequence[int]) -> None:
     def watch() -> None:
         multiprocessing.connection.wait(gone)
         os._exit(1)

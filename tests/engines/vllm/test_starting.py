@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import copy
 import ctypes
 import io
 import logging
@@ -21,6 +22,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.engines.vllm import starting
 from cacheblend_rag.engines.vllm.starting import (
+    Tie,
+    _tied,
     end_with_parent,
     explain,
     keep_what_is_compiled,
@@ -116,6 +119,40 @@ def test_an_engine_ends_with_the_process_that_has_started_it_whatever_else_that_
         os.kill(engine, signal.SIGKILL)
     other.send("over")
     assert ended
+
+
+def stand(_: Tie, ready: Connection) -> None:
+    ready.send(os.getpid())
+    signal.pause()
+
+
+def start_tied(ready: Connection) -> None:
+    EnvironedProcess(target=stand, args=(copy.deepcopy(Tie()), ready)).start()
+    ready.close()
+    signal.pause()
+
+
+def test_a_process_that_is_spawned_with_a_tie_ends_with_its_parent_before_it_has_done_anything() -> None:
+    here, ready = multiprocessing.Pipe(duplex=False)
+    parent = EnvironedProcess(target=start_tied, args=(ready,))
+    parent.start()
+    ready.close()
+    spawned = here.recv()
+    assert not here.poll(0)
+    parent.kill()
+    ended = here.poll(60)
+    if not ended:
+        os.kill(spawned, signal.SIGKILL)
+    assert ended
+
+
+def test_a_process_whose_parent_has_gone_before_it_is_tied_ends_at_once() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    late = multiprocessing.get_context("fork").Process(target=_tied, args=(gone.pid,))
+    late.start()
+    late.join(60)
+    assert late.exitcode == 1
 
 
 def test_the_cause_is_the_first_error_that_says_one() -> None:
