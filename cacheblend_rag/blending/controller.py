@@ -173,13 +173,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class BlendTimes:
-    """Holds the times of one blend, in seconds.
-
-    Attributes:
-        load_s: What loading alone takes.
-        compute_s: What computing alone takes.
-        seconds: Time to first token, one overlapping the other.
-    """
+    """Holds the seconds of one blend: of loading alone, of computing alone, and to the first token, one overlapping the other."""
 
     load_s: float
     compute_s: float

@@ -108,13 +108,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """Says what a run took, to correct the costs by.
-
-    Attributes:
-        computed: Each computation.
-        reads: What reads of stored KV took, by tier.
-        waited_s: How long the computation waited for them.
-    """
+    """Says what a run took, to correct the costs by: each computation, its reads by tier, the seconds that it waited for them."""
 
     computed: Sequence[Computed] = ()
     reads: Mapping[str, TierReads] = field(default_factory=dict)

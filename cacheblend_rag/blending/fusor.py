@@ -75,12 +75,7 @@ Segments = Generator[Segment, int | None, None]
 
 @dataclass(frozen=True)
 class FuseResult:
-    """Holds what a blend did.
-
-    Attributes:
-        recomputed: Ascending positions of tokens with stored KV that were recomputed, in host memory.
-        outcome: What became of the plan's positions.
-    """
+    """Holds what became of the positions of a blend, and those recomputed of tokens with stored KV, ascending, in host memory."""
 
     recomputed: torch.Tensor
     outcome: PromptOutcome

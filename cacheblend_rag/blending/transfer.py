@@ -40,13 +40,7 @@ class Slot:
 
 @dataclass
 class Staged:
-    """Stands for a layer's spans on their way to a :class:`Slot`.
-
-    Attributes:
-        slot: Where they go.
-        parts: The spans' KV as it will be there, views of the slot's memory.
-        ready: Event behind the copies.
-    """
+    """Stands for a layer's spans on their way to a :class:`Slot`: views of its memory, ready behind an event."""
 
     slot: Slot
     parts: list[LayerKV] = field(default_factory=list)

@@ -38,13 +38,7 @@ _making_views = threading.Lock()
 
 @dataclass(frozen=True)
 class Request:
-    """Holds what an engine is asked to do; :meth:`BlendEngine.request` makes one.
-
-    Attributes:
-        prompt: Token ids and the chunks in them.
-        sampling: How to decode.
-        settings: How to treat stored KV, with every option given.
-    """
+    """Holds what an engine is asked to do, nothing left open; :meth:`BlendEngine.request` makes one."""
 
     prompt: TokenizedPrompt
     sampling: SamplingParams

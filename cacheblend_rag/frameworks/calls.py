@@ -120,14 +120,7 @@ class CallRead(NamedTuple):
 
 @dataclass(frozen=True)
 class CallsRead:
-    """Holds what stands at an answer's end.
-
-    Attributes:
-        text: The rest of its text.
-        calls: The calls it makes.
-        invalid: Text that should have been a call and cannot be read.
-        error: Why it cannot.
-    """
+    """Holds what stands at an answer's end: the rest of its text, its calls, what should be one, and why it cannot be read."""
 
     text: str
     calls: tuple[CallRead, ...] = ()

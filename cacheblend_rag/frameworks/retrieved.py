@@ -139,11 +139,7 @@ class RetrievedFate:
 
 @dataclass(frozen=True)
 class RetrievalReport:
-    """Says what became of all that was retrieved for a prompt.
-
-    Attributes:
-        fates: One for each text.
-    """
+    """Says what became of all that was retrieved for a prompt, text by text."""
 
     fates: tuple[RetrievedFate, ...] = ()
 

@@ -60,11 +60,7 @@ def opening_length(lengths: npt.NDArray[np.uint32]) -> Indices:
 
 
 class PromptHashes:
-    """The hash of any part of a text.
-
-    Attributes:
-        length: Of the text, in characters.
-    """
+    """The hash of any part of a text of so many characters."""
 
     def __init__(self, text: str):
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
@@ -127,11 +123,7 @@ class CandidateTexts:
 
 
 class TextTable:
-    """The signatures of texts, each with a number. Immutable, so readers need no lock; :meth:`with_more` makes another.
-
-    Attributes:
-        size: How many texts are filed.
-    """
+    """The signatures of texts, each with a number. Immutable, so readers need no lock; :meth:`with_more` makes another."""
 
     def __init__(self, shelves: Sequence[Sequence[_Shelf]] = ()):
         """Use shelves made before; by default the table is empty."""

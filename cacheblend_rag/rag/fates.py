@@ -148,11 +148,7 @@ def _chosen(engine: BlendEngine, stale: Sequence[ChunkSpan], done: Generation) -
 
 
 class PromptInspector:
-    """Looks into one prompt of an engine, whose chunks are precomputed.
-
-    Attributes:
-        tokens: The tokenised prompt.
-    """
+    """Looks into one tokenised prompt of an engine, whose chunks are precomputed."""
 
     def __init__(self, engine: TransformersEngine, tokens: TokenizedPrompt):
         """Precompute the prompt's chunks and plan it.

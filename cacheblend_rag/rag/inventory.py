@@ -83,13 +83,7 @@ class PinnedDocuments:
 
 @dataclass(frozen=True)
 class TierUse:
-    """A tier of a KV store.
-
-    Attributes:
-        name: Its name.
-        stats: Its contents; None of RAM.
-        activity: What the processes counted that have closed the store.
-    """
+    """A tier of a KV store: its contents, None of RAM, and what the processes counted that have closed the store."""
 
     name: str
     stats: StoreStats | None

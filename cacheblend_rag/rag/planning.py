@@ -72,14 +72,7 @@ class TooMuchKVError(StoreError):
 
 @dataclass
 class CutDocument:
-    """A document to index, cut into chunks.
-
-    Attributes:
-        path: The file.
-        digest: Of its contents when it was cut.
-        count: Number of chunks.
-        chunks: The chunks; None where they were too many to keep.
-    """
+    """A document to index: its digest when it was cut, and its chunks; None where they were too many to keep."""
 
     path: str
     digest: str

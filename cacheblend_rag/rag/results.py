@@ -11,13 +11,7 @@ from cacheblend_rag.retrieval.index import Hit
 
 @dataclass(frozen=True)
 class Turn:
-    """A question of a conversation that has been answered, for the questions that follow it.
-
-    Attributes:
-        question: The question.
-        answer: Its answer.
-        hits: The chunks that stood in its prompt.
-    """
+    """A question of a conversation, its answer and the chunks that stood in its prompt, for the questions that follow it."""
 
     question: str
     answer: str

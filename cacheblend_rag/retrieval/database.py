@@ -58,9 +58,6 @@ class IndexDatabase(SQLiteFile):
     """Keeps :class:`~cacheblend_rag.retrieval.index.ChunkIndex` in rows; "row" is a chunk's number in its table.
 
     Methods that change something need a transaction around them.
-
-    Attributes:
-        vectors: The table of vectors.
     """
 
     name = "the index"

@@ -179,14 +179,7 @@ PACKED_TABLE = (
 
 @dataclass(frozen=True)
 class PackedVectors:
-    """Describes a file of packed vectors (``search.py``).
-
-    Attributes:
-        file: Its name, in the index's directory.
-        checksum: Of its contents.
-        last: The highest id in it.
-        vectors: How many are in it.
-    """
+    """Describes a file of packed vectors in the index's directory (``search.py``): the highest id in it, and how many it has."""
 
     file: str
     checksum: bytes

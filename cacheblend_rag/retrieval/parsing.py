@@ -35,14 +35,7 @@ _MOST_WARNINGS, _LONGEST_WARNING = 20, 500
 
 
 class Task(NamedTuple):
-    """Limits what a file may take. Sizes in bytes, times in seconds.
-
-    Attributes:
-        suffix: Its type, among :data:`PARSERS`.
-        nbytes: Its size.
-        cpu_s: Time of computing.
-        memory: Address space of the process.
-    """
+    """Limits what a file of a type among :data:`PARSERS` may take: seconds of computing, and bytes of address space."""
 
     suffix: str
     nbytes: int

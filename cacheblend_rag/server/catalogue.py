@@ -33,9 +33,6 @@ class ChunkCatalogue:
     The registry finds chunks in prompts and forgets them with the process. Chunks registered over HTTP are kept in a file
     beside the index; those of the index that ``cacheblend index`` made stay the index's and are not removed here. Each
     namespace has an index of its own. Thread-safe; several servers may share the directory.
-
-    Attributes:
-        warnings: What the operator should know, such as an index of another model.
     """
 
     def __init__(

@@ -263,13 +263,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True)
 class Keys:
-    """A server's keys.
-
-    Attributes:
-        keys: All of them; none: everybody may do everything.
-        tenants: All tenants that are named, the default one among them.
-        quotas: What those may use that have a limit, by their names.
-    """
+    """A server's keys (none: everybody may do everything), all tenants that are named, and the quotas of those with a limit."""
 
     keys: tuple[Key, ...] = ()
     tenants: tuple[Namespace, ...] = (DEFAULT,)

@@ -96,11 +96,7 @@ class Served:
 
 
 class PerNamespace(Generic[T]):
-    """Holds something that each namespace has one of.
-
-    Attributes:
-        each: All of them, by the namespaces' names.
-    """
+    """Holds something that each namespace has one of, by the namespaces' names."""
 
     def __init__(self, each: Mapping[str, T]):
         self.each = dict(each)

@@ -21,13 +21,7 @@ Event = Literal["hits", "misses", "puts", "evictions", "damaged"]
 
 @dataclass(frozen=True)
 class TierReads:
-    """Sums up reads from one tier.
-
-    Attributes:
-        nbytes: Size of what was read.
-        count: How many reads.
-        seconds: Time during which at least one of them ran.
-    """
+    """Sums up reads from one tier: their bytes, their number, and the seconds during which at least one of them ran."""
 
     nbytes: int = 0
     count: int = 0
@@ -141,11 +135,7 @@ class Activity:
 
 
 class Events:
-    """Counts, from any thread, under the names of the fields of :class:`~cacheblend_rag.store.base.StoreStats`.
-
-    Attributes:
-        reads: What reading layers took.
-    """
+    """Counts, from any thread, under the names of the fields of :class:`~cacheblend_rag.store.base.StoreStats`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -37,13 +37,7 @@ HEAD_BYTES = 32 << 10
 
 
 class Head(NamedTuple):
-    """Holds what a look-up brings.
-
-    Attributes:
-        nbytes: Size of the whole entry.
-        version: Tells this entry from another one that takes its place.
-        data: Its first bytes.
-    """
+    """Holds what a look-up brings: the size of the whole entry, what tells it from one that takes its place, its first bytes."""
 
     nbytes: int
     version: str
@@ -51,13 +45,7 @@ class Head(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Says what became of an entry that was put.
-
-    Attributes:
-        stored: Whether the tier has it.
-        new: Whether it is this one, and not the one that was there.
-        evicted: How many others went for it.
-    """
+    """Says whether the tier has an entry that was put, whether it is not the one that was there, and how many others went."""
 
     stored: bool
     new: bool

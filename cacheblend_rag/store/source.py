@@ -61,14 +61,10 @@ class BytesSource:
 
 
 class FileSource:
-    """Keeps a file open, so that its bytes can be read when the entry is evicted meanwhile, by this process or another.
+    """Keeps a file open, so that its bytes can be read when the entry is evicted meanwhile; no other one has its inode then.
 
     Read with ``preadv`` into memory that the reader gives: a mapped file would turn an unreadable sector or a truncation into a
     crash, and could change after it was checked.
-
-    Attributes:
-        path: The file.
-        inode: Its number, which no other file has while this one is open.
     """
 
     def __init__(self, path: Path):

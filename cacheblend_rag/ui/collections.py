@@ -34,13 +34,7 @@ class FileState:
 
 
 class Collection:
-    """A store directory, opened. Files that are dropped in are kept in its folder ``documents``.
-
-    Attributes:
-        name: What the page calls it: the directory's name.
-        directory: The store directory.
-        pipeline: What answers from it.
-    """
+    """A store directory, opened, and the pipeline over it. Files that are dropped in are kept in its folder ``documents``."""
 
     def __init__(self, directory: Path, pipeline: RagPipeline):
         self.name, self.directory, self.pipeline = directory.name, directory, pipeline
@@ -144,11 +138,7 @@ def _outcome(name: str, report: IndexReport) -> FileState:
 
 
 class Collections:
-    """The collections of a page: the store it was started on, and those made beside it.
-
-    Attributes:
-        home: Where new collections are made.
-    """
+    """The collections of a page: the store it was started on, and those made beside it."""
 
     def __init__(self, first: Path, home: Path, open_pipeline: Callable[[Path], RagPipeline]):
         """Open nothing yet; ``open_pipeline`` opens a store directory, which is made where there is none."""

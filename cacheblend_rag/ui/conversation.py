@@ -67,12 +67,7 @@ class Exchange:
 
 @dataclass
 class Conversation:
-    """One tab's conversation.
-
-    Attributes:
-        exchanges: Questions and answers in order.
-        collection: Name of the collection that the tab asks.
-    """
+    """One tab's conversation: questions and answers in order, and the name of the collection that it asks."""
 
     exchanges: list[Exchange] = field(default_factory=list)
     collection: str = ""

@@ -23,11 +23,7 @@ _KEPT_S = (3600, 3600)
 
 
 class Page:
-    """One page for all tabs; what a tab sees is in its conversation.
-
-    Attributes:
-        blocks: What Gradio serves.
-    """
+    """One page for all tabs; what a tab sees is in its conversation."""
 
     def __init__(self, workspace: Workspace, examples: list[str]):
         """Lay the page out; nothing here waits for the model.

@@ -15,13 +15,7 @@ import triton.language as tl
 
 
 class Tile(NamedTuple):
-    """Says what one program works on.
-
-    Attributes:
-        rows: Queries times the heads that share a KV head.
-        keys: Keys in one step of its loop.
-        warps: Threads, in units of 32.
-    """
+    """Says what one program works on: queries times the heads that share a KV head, keys a step, threads in units of 32."""
 
     rows: int
     keys: int

@@ -47,9 +47,6 @@ class RemoteEngine(BlendEngine):
     Prompts of text and chunks are tokenised here, with the server's tokenizer, and sent as token ids with the places of their
     chunks; a plain string is sent as text, and the server looks for chunks in it. Safe to call from several threads and
     event loops; how much runs side by side is the server's business.
-
-    Attributes:
-        model: What the server says of its model.
     """
 
     supports_json_schema: ClassVar[bool] = True

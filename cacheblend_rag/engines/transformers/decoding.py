@@ -177,14 +177,7 @@ class TextStream:
 
 
 class AnswerBuilder:
-    """An answer, token by token: sampled, ended, turned into text.
-
-    Attributes:
-        tokens: Generated token ids, the end-of-sequence token excluded.
-        logprobs: One for each of them, where asked for.
-        finished: Whether nothing more is to be generated.
-        finish_reason: Why.
-    """
+    """An answer, token by token: sampled, ended, turned into text; the end-of-sequence token is none of them."""
 
     def __init__(
         self,

@@ -49,9 +49,6 @@ class Snapshots:
 
     A snapshot is an entry like any other. Its layers are the KV of the attention layers, then the states of the recurrent ones:
     the convolution's in place of keys, the recurrence's in place of values; where a layer lacks one of them, an empty tensor.
-
-    Attributes:
-        num_layers: Number of layers of such an entry.
     """
 
     def __init__(self, runner: ModelRunner):

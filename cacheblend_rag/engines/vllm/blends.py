@@ -37,23 +37,14 @@ _LOADING = 4
 
 @dataclass(frozen=True)
 class Hand:
-    """Computes chunks' KV in the model's place, and has it saved.
-
-    Attributes:
-        writing: While it is entered, the KV writer acts.
-        save: Saves what is complete.
-    """
+    """Computes chunks' KV in the model's place while ``writing`` is entered, and has it saved."""
 
     writing: Writing
     save: Callable[[Sequence[Save]], None]
 
 
 class BlendQueue:
-    """First come, first served; what ended is reported once.
-
-    Attributes:
-        clock: Measures the passes.
-    """
+    """First come, first served; what ended is reported once."""
 
     def __init__(self, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock, hand: Hand | None = None):
         """Blend on ``paged`` with the KV of ``entries``; a KV writer's ``hand`` computes chunks."""

@@ -24,11 +24,7 @@ _LEAST_SEGMENT: Final = 64  # shorter passes read all weights for next to nothin
 
 
 class Pace:
-    """Averages seconds per token of each kind of work in the scheduler, with exponentially fading weights.
-
-    Attributes:
-        seconds_per_token: By kind.
-    """
+    """Averages seconds per token in the scheduler, by kind of work, with exponentially fading weights."""
 
     def __init__(self) -> None:
         self.seconds_per_token: dict[str, float] = {}
@@ -70,23 +66,14 @@ class Allowance:
 
 
 class Stopwatch:
-    """Adds up what several pieces of work took.
-
-    Attributes:
-        seconds: So far.
-        pending: Pieces that the device has not passed yet.
-    """
+    """Adds up what several pieces of work took so far, and counts those that the device has not passed yet."""
 
     def __init__(self) -> None:
         self.seconds, self.pending = 0.0, 0
 
 
 class StepClock:
-    """Measures work in the workers: on the device without waiting for it, on a CPU by the clock.
-
-    Attributes:
-        totals: Tokens and seconds by kind of all that has been taken.
-    """
+    """Measures tokens and seconds by kind of work in the workers: on a device without waiting for it, on a CPU by the clock."""
 
     def __init__(self, device: torch.device):
         self._device = device
