@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @takes_groups
 def index(
     paths: Annotated[
-        list[Path],
+        list[str],  # a Path of nothing would be the current directory
         typer.Argument(
             help="Files and directories: text, Markdown, HTML, PDF, Word, slides, tables, JSON, source code."
         ),

@@ -115,9 +115,12 @@ def find_documents(
         exclude: Patterns; what matches one is left out, directories with all that is in them.
 
     Raises:
-        InputError: A path that does not exist.
+        InputError: A path that does not exist, or is empty.
     """
-    roots = [_absolute(path) for path in paths]
+    given = list(paths)
+    if "" in given:  # it would be the current directory
+        raise InputError("A path is empty: a variable that is not set? Write . for the current directory.")
+    roots = [_absolute(path) for path in given]
     missing = [str(root) for root in roots if not root.exists()]
     if missing:
         raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")

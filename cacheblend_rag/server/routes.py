@@ -367,7 +367,7 @@ class ChunkRoutes:
         if everything and query.holder is not None:
             raise InputError("holder goes with ?id=..., not with ?all=true, which deletes whoever holds the chunks.")
         chunk_ids = request.query_params.getlist("id")
-        if not chunk_ids and not everything:
+        if bool(chunk_ids) == everything:
             raise InputError(
                 "Name the chunks to delete, as ?id=...&id=..., or give ?all=true for every registered one."
             )

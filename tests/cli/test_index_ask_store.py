@@ -49,6 +49,11 @@ def test_indexing_again_stores_the_kv_that_the_store_has_lost(run, model_dir, do
     assert len(as_json(run(*command))["unchanged"]) == 2
 
 
+def test_an_empty_path_is_not_the_current_directory(run, model_dir, store):
+    found = run("index", "", "--store", store, "--model", model_dir)
+    assert (found.exit_code, "A path is empty" in found.stderr) == (2, True)
+
+
 def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents, store, tmp_path):
     """Each put went well; the store made room for it by dropping what the same run had put before."""
     whole = as_json(run("index", documents, "--store", store, "--model", model_dir, "--json"))

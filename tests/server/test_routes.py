@@ -265,6 +265,12 @@ async def test_everything_is_deleted_a_few_chunks_at_a_time(server: Server, monk
     assert max(counts) <= 256 and (len(server.registry), list(server.client.store.entries())) == (0, [])
 
 
+async def test_a_deletion_that_names_some_and_asks_for_all_is_refused(server: Server) -> None:
+    await server.register({"id": "a", "text": TEXTS[0]}, {"id": "b", "text": TEXTS[1]})
+    refused = await server("DELETE", "?id=a&all=true")
+    assert (refused.status_code, len(server.registry)) == (422, 2)
+
+
 async def test_an_id_with_a_nul_is_refused_and_finds_no_other_chunk(server: Server) -> None:
     await server.register({"id": "a", "text": TEXTS[1]})
     refused = await server.register({"id": "a\0b", "text": TEXTS[0]})
