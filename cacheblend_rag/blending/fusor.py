@@ -95,15 +95,10 @@ def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResu
 def fuse_stepwise(
     plan: BlendPlan, target: BlendTarget, options: FuseOptions
 ) -> Generator[Segment, int | None, FuseResult]:
-    """Build the KV cache of ``plan``'s prompt in ``target`` and keep the last position's logits there.
+    """Build the KV cache of the prompt of ``plan``, which uses stored KV, in ``target``; keep the last position's logits there.
 
     Yields before every segment of a pass, so that an engine can do other work in between; it may send how many tokens the
     segment may take at most.
-
-    Args:
-        plan: What is stored; must use stored KV.
-        target: The model.
-        options: How to blend.
 
     Raises:
         UnusableSpanError: Stored KV is damaged, cannot be read now, or is late; the KV cache is unusable and the plan must be

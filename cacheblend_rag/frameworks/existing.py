@@ -51,10 +51,6 @@ class ExistingEstimate:
 def estimate_existing(engine: BlendEngine, texts: Iterable[str]) -> ExistingEstimate:
     """Return what :func:`precompute_existing` will take. It computes a few of the texts, which is then done.
 
-    Args:
-        engine: The engine that answers.
-        texts: As they will stand in prompts.
-
     Raises:
         StoreError: The store cannot be written.
     """

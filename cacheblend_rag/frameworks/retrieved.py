@@ -205,12 +205,7 @@ def renditions_in(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> list[s
 
 
 def explain_miss(text: str, prompt: str) -> str:
-    """Show where a chunk's text and a prompt part: the first character that differs, with some of both around it.
-
-    Args:
-        text: Of a chunk.
-        prompt: Of a prompt that should hold it.
-    """
+    """Show where a chunk's text and a prompt part: the first character that differs, with some of both around it."""
     body = text.strip()
     if body in prompt:
         return "The text stands in the prompt whole."

@@ -86,16 +86,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         timeout_s: float = TIMEOUT_S,
         **options: Unpack[TierOptions],
     ):
-        """Connect when it is first needed.
-
-        Args:
-            where: See the class.
-            failures: See :class:`RemoteCalls`.
-            budget: See :class:`KVStore`; so of the options.
-            ttl_s: See :class:`RemoteOptions`.
-            timeout_s: See :class:`RemoteOptions`.
-            options: See above.
-        """
+        """Connect when it is first needed."""
         super().__init__(budget, **options)
         self.where, self._ttl_s = where, ttl_s
         self._calls = RemoteCalls(f"{self.tier} tier {where}", failures, timeout_s)

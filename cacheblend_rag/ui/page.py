@@ -26,12 +26,7 @@ class Page:
     """One page for all tabs; what a tab sees is in its conversation."""
 
     def __init__(self, workspace: Workspace, examples: list[str]):
-        """Lay the page out; nothing here waits for the model.
-
-        Args:
-            workspace: The model and its collections.
-            examples: Questions to offer while nothing has been asked.
-        """
+        """Lay the page out; nothing here waits for the model."""
         self._workspace, self._tabs = workspace, Tabs()
         with gr.Blocks(
             title="CacheBlend", analytics_enabled=False, fill_width=True, delete_cache=_KEPT_S

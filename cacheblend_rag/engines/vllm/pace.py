@@ -100,15 +100,7 @@ class StepClock:
             self._pending.append((kind, tokens, begin, self.mark(), watch))
 
     def complete(self, watch: Stopwatch, tokens: float, context: float, placed: int = 0, waited_s: float = 0.0) -> None:
-        """Note that what ``watch`` adds up was all of a computation.
-
-        Args:
-            watch: Nothing more is added to it.
-            tokens: See :class:`Computed`.
-            context: See there.
-            placed: See there.
-            waited_s: What of it was waiting for stored KV.
-        """
+        """Note that what ``watch`` adds up was all of a :class:`Computed`, ``waited_s`` of it waiting for stored KV."""
         self._whole.append((watch, tokens, context, placed, waited_s))
 
     def take_computed(self) -> list[Computed]:
