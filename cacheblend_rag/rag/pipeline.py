@@ -20,7 +20,7 @@ from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, rag_prompt
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, forget, index_documents
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
-from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, check_sizes
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.documents import FoundDocuments, find_documents
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
@@ -338,6 +338,8 @@ def _open_index(
         embedding,
         engine.writer,
     )
+    # Half of how many tokens, where none are given, an index says that there may be.
+    check_sizes(new.chunk_tokens, min(new.overlap, new.chunk_tokens // 2) if chunk_tokens is None else new.overlap)
     # Without asking first whether there is one: another process may be making it, and with other settings.
     index = ChunkIndex.open(directory, new, query_encoder, check=False)
     try:

@@ -65,14 +65,19 @@ def iter_chunks(
     Raises:
         InputError: ``max_tokens`` or ``overlap`` out of range, or text that is not valid Unicode.
     """
-    if max_tokens < MIN_CHUNK_TOKENS:
-        raise InputError(f"max_tokens is {max_tokens}; a chunk needs at least {MIN_CHUNK_TOKENS}.")
-    if not 0 <= overlap <= max_tokens // 2:
-        raise InputError(f"overlap is {overlap}; give 0 to half of max_tokens ({max_tokens // 2}).")
+    check_sizes(max_tokens, overlap)
     splitter = _Splitter(text, encoder_for(tokenizer), max_tokens, overlap)
     for start, end, token_ids in splitter.pieces():
         body = text[start:end]
         yield Chunk(chunk_id(body), body, token_ids, {**(metadata or {}), "start": start, "end": end})
+
+
+def check_sizes(max_tokens: int, overlap: int) -> None:
+    """Refuse sizes of chunks that are out of range; raises InputError."""
+    if max_tokens < MIN_CHUNK_TOKENS:
+        raise InputError(f"max_tokens is {max_tokens}; a chunk needs at least {MIN_CHUNK_TOKENS}.")
+    if not 0 <= overlap <= max_tokens // 2:
+        raise InputError(f"overlap is {overlap}; give 0 to half of max_tokens ({max_tokens // 2}).")
 
 
 class _Splitter:
