@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,13 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 def save_writer(model: Any, directory: Path, fingerprint: ModelFingerprint, card: Mapping[str, Any]) -> None:
     """Write a writer: peft's files, in bf16, and what it is for."""
-    model.peft_config["default"].base_model_name_or_path = None  # a path of this machine's
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if ".lora_" in name}
     model.save_pretrained(str(directory), state_dict=weights)
     (directory / "README.md").unlink(missing_ok=True)  # peft's empty card
+    file = directory / "adapter_config.json"
+    config = {
+        **json.loads(file.read_text(encoding="utf-8")),
+        "base_model_name_or_path": None,
+    }  # a path of this machine's
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     describe(directory, fingerprint, card)

@@ -38,8 +38,10 @@ def documents(tmp_path: Path) -> Path:
 def tiny() -> dict[str, Any]:
     import transformers as hf
 
+    model = make_model(hf.LlamaConfig(**{**_BASE, "vocab_size": 512}))
+    model.name_or_path = "/home/somebody/model"
     return {
-        "model": make_model(hf.LlamaConfig(**{**_BASE, "vocab_size": 512})),
+        "model": model,
         "tokenizer": byte_level(),
         "device": "cpu",
     }
