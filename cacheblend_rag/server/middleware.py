@@ -96,6 +96,7 @@ def come_again(message: str, after_s: int) -> JSONResponse:
 def answer_errors(app: Any) -> None:
     """Have a Starlette application answer the library's errors; a subclass goes before its base."""
     app.add_exception_handler(CacheBlendError, _answered)
+    app.middleware_stack = None  # vLLM's is built already, without this one
 
 
 async def _answered(_: Request, error: Exception) -> JSONResponse:
