@@ -94,9 +94,10 @@ def decode(stored: Quantised, into: torch.Tensor) -> None:
 
 
 def _power_of_two_from(x: torch.Tensor) -> torch.Tensor:
-    """Return the smallest power of two that is not below each number; 0 for 0."""
+    """Return the smallest power of two that is not below each number, as a float32 has it; 0 for 0."""
     mantissa, _ = torch.frexp(x)
-    return torch.where((mantissa == 0.5) | (x == 0), x, x / mantissa)
+    # PyTorch rounds a float64 to a float32 before it rounds that to one byte, and might round it to the next scale's half.
+    return torch.where(x == 0, x, x / torch.where(mantissa.float() == 0.5, 2 * mantissa, mantissa))
 
 
 def _least_scale(dtype: torch.dtype) -> float:

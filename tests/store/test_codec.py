@@ -70,6 +70,18 @@ def test_encoding_what_was_decoded_gives_the_same_bytes_again(layer: LayerKV, co
     assert {name: bits(x) for name, x in again.items()} == {name: bits(x) for name, x in once.items()}
 
 
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("largest", [232.0, 464.0, 127.0, 63.5])
+@pytest.mark.parametrize("beside", [-1e-9, 0.0, 1e-9])
+def test_so_it_does_where_a_float64_lies_beside_what_is_rounded_the_other_way(
+    codec: str, largest: float, beside: float
+) -> None:
+    numbers = torch.tensor([[[largest * (1 + beside), 1.0, 3.3]]], dtype=torch.float64)
+    once = stored(codec, LayerKV(numbers, numbers))
+    again = stored(codec, decoded(codec, once))
+    assert {name: bits(x) for name, x in again.items()} == {name: bits(x) for name, x in once.items()}
+
+
 def steps_int8(x: torch.Tensor) -> torch.Tensor:
     """The scale of each head and token: the smallest power of two of which 127 reach the largest number."""
     largest = x.double().abs().amax(2, keepdim=True)
