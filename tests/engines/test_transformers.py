@@ -70,7 +70,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
         for _ in range(2):
             with self.make(None) as engine:
                 assert engine.generate(prompt, SamplingParams(max_tokens=1)).calibrated is False
-        assert [record.getMessage()[:23] for record in caplog.records] == ["A model without a profi"]
+        assert [record.getMessage()[:23] for record in caplog.records] == ["A model that is not cal"]
         save_profile(ModelProfile(ratio=0.2, calibrated={"why": "made up"}), engine.fingerprint.digest)
         log_uncalibrated.cache_clear()
         with self.make(None) as engine:
