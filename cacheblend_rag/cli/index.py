@@ -247,7 +247,9 @@ def _print_report(report: IndexReport, check: SpotCheck | None, as_json: bool) -
     for reason in sorted(set(report.without_kv.values())):
         count = sum(reason == other for other in report.without_kv.values())
         echo(f"Warning: {count} chunks have no stored KV and are computed when asked for: {reason}", err=True)
-    if check is not None:
+    if check is not None and check.nothing:
+        echo(f"checked    nothing: {check.nothing}")
+    elif check is not None:
         echo(
             f"checked    {check.same} of {counted(check.questions, 'answer')} as full recompute gives it, the first token "
             f"{check.speedup:.1f}x sooner"

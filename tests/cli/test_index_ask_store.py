@@ -123,6 +123,12 @@ def test_a_file_without_text_is_skipped_with_its_reason_and_the_others_are_index
     assert len(report["added"]) == 2
 
 
+def test_an_index_of_one_chunk_is_not_checked_and_says_so(run, model_dir, tmp_path):
+    (tmp_path / "note.md").write_text("The mill is closed on Mondays.")
+    result = run("index", tmp_path / "note.md", "--store", tmp_path / "s", "--model", model_dir)
+    assert "checked    nothing: no question finds two chunks" in result.stdout
+
+
 def test_nothing_but_unusable_files_is_exit_code_2(run, model_dir, tmp_path):
     (tmp_path / "empty.txt").touch()
     assert run("index", tmp_path / "empty.txt", "--store", tmp_path / "s", "--model", model_dir).exit_code == 2

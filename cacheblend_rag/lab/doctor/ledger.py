@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,13 @@ class PromptFacts:
     left_out: dict[str, float] | None
 
 
+# What a file's findings are made of; where another version has others, they cannot be read.
+_LAYOUT_KEY = "", "layout"
+_LAYOUT = [[field.name for field in fields(kind)] for kind in (PromptFacts, Comparison)]
+
+
 class Ledger:
-    """Keeps findings by key, in a file of JSON lines if there is one; a line that cannot be read is measured again."""
+    """Keeps findings by key, in a file of JSON lines if there is one; what cannot be read is measured again."""
 
     def __init__(self, file: Path | None = None):
         """Read what the file holds; raises InputError where it can be neither read nor made."""
@@ -60,6 +66,14 @@ class Ledger:
             except ValueError:
                 continue
             self._found[prompt, what] = value
+        if self._found and self._found.get(_LAYOUT_KEY) != _LAYOUT:
+            warnings.warn(
+                "What an earlier calibration has measured was kept by another version: it is measured anew.",
+                stacklevel=2,
+            )
+            self._found = {}
+            self.remove()
+        self.find(*_LAYOUT_KEY, lambda: _LAYOUT)
 
     def find(self, prompt: str, what: str, measure: Callable[[], Any]) -> Any:
         """Return what is kept, else what ``measure`` returns, as JSON has it, which is kept from now on."""

@@ -15,7 +15,7 @@ _ANSWER: Final = SamplingParams(max_tokens=16)
 _QUESTIONS: Final = 4
 _SOURCES: Final = 3
 _MOST_S: Final = 20.0
-# A small index has little to wait for, but one question is always worth so much.
+# A small index has little to wait for, but its questions are always worth so much, and the first one all of the above.
 _LEAST_S: Final = 5.0
 _SHARE: Final = 0.1
 _WORDS: Final = 20
@@ -30,12 +30,14 @@ class SpotCheck:
         same: How many answers were the same, token by token, to their end or for 16 tokens.
         full_s: Seconds to the first token by full recompute, in all.
         blend_s: The same by the blend.
+        nothing: Why none was asked; empty where some were.
     """
 
     questions: int
     same: int
     full_s: float
     blend_s: float
+    nothing: str = ""
 
     @property
     def speedup(self) -> float:
@@ -53,7 +55,7 @@ def spot_check(pipeline: RagPipeline, tokens: int, seconds: float) -> SpotCheck 
 
     Returns:
         What came of it; None where there is nothing to find out (a calibrated model, one that is not blended, one of another
-        machine, nothing computed) or no time to.
+        machine, nothing computed).
     """
     engine = pipeline.engine
     if not tokens or engine.profile.is_calibrated or engine.entries is None or not engine.gate.passed:
@@ -61,12 +63,16 @@ def spot_check(pipeline: RagPipeline, tokens: int, seconds: float) -> SpotCheck 
     budget, begin = min(_MOST_S, max(_LEAST_S, _SHARE * seconds)), time.perf_counter()
     asked = same = 0
     full_s = blend_s = 0.0
+    nothing = "no question finds two chunks"
     for chunk in _spread(list(pipeline.chunks.chunks())):
         question = _question(chunk)
         prompt, hits, _ = pipeline.prompt(question, pipeline.retrieve(question).hits[:_SOURCES], _ANSWER)
         spent = time.perf_counter() - begin
         expected = spent / asked if asked else len(prompt.token_ids) * seconds / tokens
-        if len(hits) < 2 or spent + expected > budget:
+        if len(hits) < 2:
+            continue
+        if spent + expected > (budget if asked else _MOST_S):
+            nothing = f"one question would take more than {_MOST_S:.0f} s"
             continue
         # The blend first: what is slow the first time is not to its credit.
         blend = engine.generate(prompt, _ANSWER)
@@ -74,7 +80,7 @@ def spot_check(pipeline: RagPipeline, tokens: int, seconds: float) -> SpotCheck 
         asked, same = asked + 1, same + (blend.token_ids == full.token_ids)
         full_s, blend_s = full_s + full.timings.ttft_s, blend_s + blend.timings.ttft_s
     engine.reset_prefix_cache()
-    return SpotCheck(asked, same, full_s, blend_s) if asked else None
+    return SpotCheck(asked, same, full_s, blend_s, "" if asked else nothing)
 
 
 def _spread(chunks: list[Chunk]) -> list[Chunk]:

@@ -305,6 +305,19 @@ def test_what_was_measured_is_not_measured_again_and_ends_alike(model, tmp_path,
         Ledger(file / "below-a-file")
 
 
+def test_what_another_version_has_kept_otherwise_is_measured_anew_and_one_line_says_so(model, tmp_path):
+    file = tmp_path / "ledger.jsonl"
+    first = run(model, 3, ledger=Ledger(file))
+    lines = [json.loads(line) for line in file.read_text().splitlines() if "blend: " in line]
+    for *_, value in lines:
+        del value["loss"]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.warns(UserWarning, match="another version") as said:
+        assert run(model, 3, ledger=Ledger(file)) == first
+    assert len(said) == 1
+    assert run(model, 3, ledger=Ledger(file)) == first  # and kept as this version does
+
+
 def test_a_calibration_that_is_stopped_takes_the_best_so_far_and_goes_on_later():
     model, ledger, said = subject(initializer_range=0.001), Ledger(), []
 

@@ -45,6 +45,22 @@ def test_nothing_is_asked_where_there_is_nothing_to_find_out_or_no_time(
     engine = pipeline.engine
     monkeypatch.setattr(engine, "generate", generate)
     assert spot_check(pipeline, tokens=0, seconds=1.0) is None
-    assert spot_check(pipeline, tokens=1, seconds=100.0) is None  # at 100 s a token even one question takes too long
+    late = spot_check(pipeline, tokens=1, seconds=100.0)  # at 100 s a token even one question takes too long
+    assert late is not None
+    assert (late.questions, late.nothing) == (0, "one question would take more than 20 s")
     engine.profile = replace(engine.profile, calibrated={"why": "made up"})
     assert spot_check(pipeline, tokens=1000, seconds=1.0) is None
+
+
+def test_a_small_index_is_asked_about_once_if_that_takes_seconds(pipeline: RagPipeline) -> None:
+    found = spot_check(pipeline, tokens=100, seconds=10.0)  # a tenth of which would be too little for any prompt
+    assert found is not None
+    assert found.questions
+
+
+def test_an_index_of_one_chunk_says_that_it_holds_too_little(pipeline: RagPipeline) -> None:
+    for document in pipeline.chunks.documents()[1:]:
+        pipeline.remove(document.path)
+    found = spot_check(pipeline, tokens=1000, seconds=1.0)
+    assert found is not None
+    assert (found.questions, found.nothing) == (0, "no question finds two chunks")
