@@ -13,9 +13,8 @@ from typer.core import TyperGroup
 
 from cacheblend_rag.cli import Commands
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_inventory, open_pipeline
-from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
-from cacheblend_rag.console.output import by_steps, echo, print_json, progress, seconds, size, status, table
+from cacheblend_rag.console.engines import open_inventory
+from cacheblend_rag.console.output import by_steps, echo, print_json, progress, size, status, table
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.inventory import Inventory, TierUse
@@ -34,7 +33,7 @@ store = typer.Typer(
     cls=_StoreGroup,
     add_completion=False,
     no_args_is_help=True,
-    help="Look at a store, check it, make room in it. No model is loaded but by upgrade, reembed and calibrate.",
+    help="Look at a store, check it, make room in it. No model is loaded but by reembed and calibrate.",
 )
 
 
@@ -161,29 +160,6 @@ def ls(
 
 
 @store.command()
-@takes_groups
-def upgrade(
-    *,
-    directory: options.Store = None,
-    namespace: options.Namespace = "default",
-    model: EngineOptions,
-    budgets: BudgetOptions,
-    as_json: options.AsJSON = False,
-) -> None:
-    """Add what chunks stored with --ranking off lack: the ranking of their tokens. Loads the model."""
-    with open_pipeline(model, directory, budgets, namespace=namespace) as pipeline, progress("Ranking") as show:
-        chunks = list(pipeline.chunks.chunks())
-        pipeline.engine.ranking = "now"
-        report = pipeline.engine.precompute(chunks, by_steps(show, len(chunks), "chunks looked at"))
-    if as_json:
-        print_json(asdict(report))
-        return
-    echo(
-        f"{report.ranked:,} of {len(chunks):,} chunks ranked, KV of {report.computed:,} computed in {seconds(report.seconds)}"
-    )
-
-
-@store.command()
 def reembed(
     *,
     directory: options.Store = None,
@@ -249,20 +225,6 @@ def evict(
         print_json({"freed_bytes": freed, "entries": left.entries, "bytes": left.nbytes})
     else:
         echo(f"{size(freed)} freed; {left.entries:,} entries, {size(left.nbytes)} left")
-
-
-@store.command()
-def sync(directory: options.Store = None, as_json: options.AsJSON = False) -> None:
-    """Give each tier what it lacks and another one has: a tier that is new, or did not answer while KV was stored."""
-    with open_inventory(directory) as inventory, progress("Copying") as show:
-        report = inventory.sync(lambda done, of: show(done, of, "entries looked at"))
-    if as_json:
-        print_json(report._asdict())
-    else:
-        unreadable = f"; {report.unreadable:,} could not be read" if report.unreadable else ""
-        echo(f"{report.copied:,} copies made of {report.entries:,} entries{unreadable}")
-    if report.unreadable:
-        raise typer.Exit(3)
 
 
 _DOCUMENTS = typer.Argument(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from cacheblend_rag.store.base import EntryInfo, Evicting
 from cacheblend_rag.store.events import Activity, StoreTally
 from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace, home_of
 from cacheblend_rag.store.kv import KVKey, entry_of
-from cacheblend_rag.store.tiered import SyncReport
 
 _MIN_PREFIX = 6
 
@@ -214,11 +213,6 @@ class Inventory:
                 f"The tier {tier} evicts nothing: its package does not offer that. `cacheblend store rm` removes."
             )
         return found.evict(to_bytes)
-
-    def sync(self, on_step: Callable[[int, int], None]) -> SyncReport:
-        """See :meth:`TieredStore.sync`."""
-        self._need_every_tier()
-        return self.store.sync(on_step)
 
     def documents(self) -> list[IndexedDocument]:
         """List the documents of the index in path order."""

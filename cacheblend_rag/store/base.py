@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Writes = Literal["through", "back", "demoted"]
-"""When a slower tier of several is given an entry: at once, and the put waits for it; a little later, by a thread; when a faster
-tier evicts it."""
+Writes = Literal["through", "back"]
+"""When a slower tier of several is given an entry: at once, and the put waits for it; or a little later, by a thread."""
 
 TIMEOUT_S = 2.0
 """Seconds that a look-up in a remote tier, or the read of a layer from it, may take, unless it is told otherwise."""
@@ -289,14 +288,6 @@ class Evicting(ABC):
         Raises:
             StoreError: It cannot be read.
         """
-
-
-class TellsEvictions(ABC):
-    """Is offered by a tier behind which another one can be given what it evicts."""
-
-    @abstractmethod
-    def tell_evictions(self, listener: Callable[[KVKey, StoredKV], None]) -> None:
-        """Call ``listener`` with each entry before it is evicted, which waits for it."""
 
 
 class Reporting(ABC):

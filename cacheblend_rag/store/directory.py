@@ -7,7 +7,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -27,13 +27,6 @@ class EntryFile(NamedTuple):
     mtime_ns: int
     key: KVKey
     nbytes: int
-
-
-class Evicted(NamedTuple):
-    """Says what eviction removed, in bytes of each, and which entries should go and could not yet."""
-
-    freed: list[int]
-    held_back: list[EntryFile]
 
 
 class EntryDirectory:
@@ -212,44 +205,37 @@ class EntryDirectory:
         """Return the bytes of the entries that eviction passes over, one left out."""
         return sum(self.size(key) or 0 for key in self.pins() if key != besides)
 
-    def evict(self, limit: int, may_go: Callable[[EntryFile], bool] = lambda _: True) -> Evicted:
+    def evict(self, limit: int) -> list[int]:
         """Remove least recently used entries until at most ``limit`` bytes are in use, or only pinned ones. Locked.
 
         Candidates come from the last :meth:`recount`. One that was used or replaced since has another mtime and is
         newer than all that remain, so the order is exact without listing the directory again.
 
-        Args:
-            limit: See above.
-            may_go: Says of an entry whether it can be removed already. Those that cannot are returned, and stay.
+        Returns:
+            The size of each that was removed.
         """
         used = self.used()
         pins = self.pins() if used > limit else frozenset()
         exact = False
         freed: list[int] = []
-        held_back: dict[KVKey, EntryFile] = {}
         try:
-            while used - sum(each.nbytes for each in held_back.values()) > limit:
+            while used > limit:
                 victim = next(iter(self._candidates.values()), None)
                 if victim is None:
                     if exact:
                         break
                     used, exact = self.recount(), True
-                elif victim.key in pins or victim.key in held_back or self.entry(victim.key) != victim:
+                elif victim.key in pins or self.entry(victim.key) != victim:
                     del self._candidates[victim.key]
-                elif may_go(victim):
+                else:
                     with suppress(FileNotFoundError):
                         self.file(victim.key).unlink()
                     del self._candidates[victim.key]
                     used -= victim.nbytes
                     freed.append(victim.nbytes)
-                else:
-                    del self._candidates[victim.key]
-                    held_back[victim.key] = victim
         finally:
             self._write_usage(used)
-            if held_back:
-                self._candidates = held_back | self._candidates
-        return Evicted(freed, list(held_back.values()))
+        return freed
 
     def _read_usage(self) -> bytes:
         fd = open_file(self._usage, os.O_RDONLY)

@@ -6,7 +6,7 @@ import logging
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,13 @@ from cacheblend_rag.store.base import (
     Listing,
     Reporting,
     StoreStats,
-    TellsEvictions,
     TierOptions,
     VerifyReport,
 )
-from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, EntryFile, Evicted, sync
+from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
 from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.files import Spool, explain, explained, file_mode, make_inside, make_root
-from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.kvfile import KVFile
 from cacheblend_rag.store.source import FileSource
 
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 _SILENT_S = 60
 
 
-class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
+class DiskStore(KVStore, Listing, Evicting, Reporting):
     """Keeps KV entries in files under one directory, which any number of processes may use at once.
 
     Readers take no lock. Budgets count whole files; a process keeps the shared total within its own budget.
@@ -60,7 +59,6 @@ class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
         self.root = Path(root)
         self._directory = EntryDirectory(self.root / "kv")
         self._spool = Spool(self.root / "tmp")
-        self._on_evict: Callable[[KVKey, StoredKV], None] | None = None
         self._condemned: set[tuple[KVKey, int]] = set()
         self._silent_until = 0.0
         self._prepare()
@@ -144,18 +142,8 @@ class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
         Raises:
             StoreError: Entries cannot be removed.
         """
-        freed, offered = 0, set[EntryFile]()
-        with self._writing():
-            while True:
-                with self._directory.exclusive():
-                    evicted = self._evict(to_bytes, offered)
-                freed += sum(evicted.freed)
-                if not evicted.held_back:
-                    return freed
-                self._offer(evicted.held_back, offered)
-
-    def tell_evictions(self, listener: Callable[[KVKey, StoredKV], None]) -> None:
-        self._on_evict = listener
+        with self._writing(), self._directory.exclusive():
+            return self._evict(to_bytes)
 
     def stats(self) -> StoreStats:
         """See :meth:`Reporting.stats`; the contents are what all processes have put."""
@@ -261,42 +249,27 @@ class DiskStore(KVStore, Listing, Evicting, Reporting, TellsEvictions):
     def _publish(self, temporary: Path, key: KVKey, replace: bool) -> bool:
         """Make a written and synced file the entry ``key``, once there is room; False where there is none."""
         path, size = self._directory.file(key), temporary.stat().st_size
-        offered = set[EntryFile]()
-        while True:
-            with self._directory.exclusive():
-                if not replace and self.contains(key):  # another writer was faster
-                    self._directory.touch(path)
-                    return True
-                wanted: list[EntryFile] = []
-                own = self._directory.size(key) or 0
-                if self.budget is not None and self._directory.used() + size - own > self.budget:
-                    if size + self._directory.pinned_bytes(besides=key) > self.budget:
-                        return False
-                    self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
-                    wanted = self._evict(self.budget - size + own, offered).held_back
-                if not wanted:
-                    changed = self._directory.publish(temporary, key, size)
-                    break
-            self._offer(wanted, offered)
+        with self._directory.exclusive():
+            if not replace and self.contains(key):  # another writer was faster
+                self._directory.touch(path)
+                return True
+            own = self._directory.size(key) or 0
+            if self.budget is not None and self._directory.used() + size - own > self.budget:
+                if size + self._directory.pinned_bytes(besides=key) > self.budget:
+                    return False
+                self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
+                self._evict(self.budget - size + own)
+            changed = self._directory.publish(temporary, key, size)
         for directory in changed:
             sync(directory)
         self._events.add("puts")
         return True
 
-    def _evict(self, to_bytes: int, offered: set[EntryFile]) -> Evicted:
-        """Evict what was offered, or all that is wanted where nobody is told. Locked."""
-        everything = self._on_evict is None
-        evicted = self._directory.evict(to_bytes, lambda entry: everything or entry in offered)
-        self._events.add("evictions", len(evicted.freed))
-        return evicted
-
-    def _offer(self, entries: Sequence[EntryFile], offered: set[EntryFile]) -> None:
-        """Show entries to whoever wants to know of evictions. Without the lock: it may take as long as another tier does."""
-        for entry in entries:
-            found = self._open(self._directory.file(entry.key), entry.key)
-            if found is not None and self._on_evict is not None:
-                self._on_evict(entry.key, found)
-            offered.add(entry)
+    def _evict(self, to_bytes: int) -> int:
+        """Evict down to ``to_bytes``, and return the bytes freed. Locked."""
+        freed = self._directory.evict(to_bytes)
+        self._events.add("evictions", len(freed))
+        return sum(freed)
 
     def _discard(self, entry: KVFile, damage: DamagedKVError) -> None:
         """Remove a damaged entry, unless another file has taken its place already."""

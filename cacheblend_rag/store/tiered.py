@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,7 +21,6 @@ from cacheblend_rag.store.base import (
     PageLocking,
     Reporting,
     StoreStats,
-    TellsEvictions,
     VerifyReport,
     page_lock_for,
     room_in,
@@ -29,7 +28,7 @@ from cacheblend_rag.store.base import (
 )
 from cacheblend_rag.store.events import Activity, StoreTally
 from cacheblend_rag.store.format import EntryFormat
-from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV, read_whole
+from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 from cacheblend_rag.store.moving import Promotion, WriteQueue
 
 _log = logging.getLogger(__name__)
@@ -37,18 +36,10 @@ _Tier = TypeVar("_Tier")
 _Done = TypeVar("_Done")
 
 
-class SyncReport(NamedTuple):
-    """Counts what :meth:`TieredStore.sync` did: entries looked at, copies made, entries that could not be read."""
-
-    entries: int
-    copied: int
-    unreadable: int
-
-
 class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     """Combines tiers, fastest first. Puts go to every tier; what is read whole from a slower tier moves up into the faster ones.
 
-    A slower tier may be given entries later (:attr:`KVStore.writes`): by a thread, or when the tier in front evicts them.
+    A slower tier may be given entries later, by a thread (:attr:`KVStore.writes`).
     Any :class:`KVStore` can be a tier; what only some can do is done by those that can. While one does not answer, the others go
     on without it.
     """
@@ -61,8 +52,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             tally: Where to add what was counted when the store is closed.
 
         Raises:
-            InputError: There are none, or two are encrypted with different keys, or one is to be given what is evicted and there
-                is no directory in front of it.
+            InputError: There are none, or two are encrypted with different keys.
         """
         if not tiers:
             raise InputError("a tiered KV store needs at least one tier")
@@ -81,7 +71,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self._behind = {
             tier: WriteQueue(tier, partial(self._say_once, tier)) for tier in self.tiers if tier.writes == "back"
         }
-        self._wire_demotions()
         self._share_pins()
 
     @property
@@ -120,8 +109,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         stored = lasts = False
         refusals: list[StoreError] = []
         for tier in self.tiers:
-            if tier.writes == "demoted" and lasts:
-                continue  # the tier in front has it, and will hand it on
             try:
                 took = self._give(tier, key, kv, replace)
                 stored, lasts = stored or took, lasts or (took and tier.lasts)
@@ -146,58 +133,10 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def _on_its_way(self, tier: KVStore, key: KVKey) -> StoredKV | None:
         return self._behind[tier].get(key) if tier in self._behind else None
 
-    def _wire_demotions(self) -> None:
-        for level, tier in enumerate(self.tiers):
-            if tier.writes != "demoted":
-                continue
-            front = next((each for each in reversed(self.tiers[:level]) if isinstance(each, TellsEvictions)), None)
-            if front is None:
-                raise InputError(
-                    "A tier with write=demoted is given what the tier in front of it evicts, which must be a directory: "
-                    "put file:// in front of it, or leave write=demoted out."
-                )
-            front.tell_evictions(partial(self._demote, tier))
-
-    def _demote(self, tier: KVStore, key: KVKey, entry: StoredKV) -> None:
-        """Give ``tier`` what another one is about to evict; where it does not take it, it is evicted all the same."""
-        if tier.contains(key) or (kv := read_whole(entry)) is None:
-            return
-        try:
-            tier.put(key, kv)
-        except StoreError as error:
-            self._say_once(tier, error)
-
     def flush(self) -> None:
         """Wait until every tier was given what was put."""
         for queue in self._behind.values():
             queue.flush()
-
-    def sync(self, on_step: Callable[[int, int], None] = lambda *_: None) -> SyncReport:
-        """Give each tier that lasts what it lacks and another one lists, but for those that are given what is evicted.
-
-        Args:
-            on_step: Called with the entries looked at, and how many there are.
-
-        Raises:
-            StoreUnavailableError: A remote tier does not answer.
-            StoreError: A tier refuses; what was copied stays.
-        """
-        self.flush()
-        wanting = [tier for tier in self.tiers if tier.lasts and tier.writes != "demoted"]
-        lists = {tier: {entry.key for entry in tier.entries()} for tier in self._listing}
-        keys = set().union(*lists.values())
-        copied = unreadable = 0
-        for done, key in enumerate(sorted(keys)):
-            on_step(done, len(keys))
-            lacking = [each for each in wanting if not (key in lists[each] if each in lists else each.contains(key))]
-            if not lacking:
-                continue
-            found = next((entry for tier in self.tiers if (entry := tier.get(key)) is not None), None)
-            kv = None if found is None else read_whole(found)
-            unreadable += kv is None
-            copied += sum(tier.put(key, kv) for tier in lacking if kv is not None)
-        on_step(len(keys), len(keys))
-        return SyncReport(len(keys), copied, unreadable)
 
     def _say_once(self, tier: KVStore, error: StoreError) -> None:
         """Log why a tier did not take an entry, but not for every entry."""

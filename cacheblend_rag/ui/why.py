@@ -61,8 +61,8 @@ def stored_deviations(exchange: Exchange) -> Deviations:
             found.update(zip(range(span.start, span.end), static.tolist(), strict=True))
     if not found:
         raise InputError(
-            "The tokens of these chunks were not ranked when they were indexed. Choose “measured in this prompt”, or rank them "
-            "with `cacheblend store upgrade`."
+            "The tokens of these chunks were not ranked when they were indexed. Choose “measured in this prompt”, or ask "
+            "with the policy static, which ranks behind its answer what that used."
         )
     return Deviations(found, False, _answers_own(exchange))
 

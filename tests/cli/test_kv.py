@@ -50,16 +50,6 @@ def test_what_index_was_told_holds_for_later_commands(run, model_dir, store, red
     assert "cacheblend store calibrate" in explained
 
 
-def test_sync_fills_a_tier_that_is_new(run, model_dir, store, address, tmp_path) -> None:
-    entries = as_json(run("store", "stats", "--store", store, "--json"))["kv"]["entries"]
-    common = ("--store", store, "--model", model_dir, "--max-tokens", 1)
-    assert run("ask", QUESTION, *common, "--kv", f"{address},file://{tmp_path}/new").exit_code == 0
-    report = as_json(run("store", "sync", "--store", store, "--json"))
-    assert (report["entries"], report["unreadable"]) == (entries, 0) and report["copied"] > 0
-    assert "0 copies made" in run("store", "sync", "--store", store).stdout
-    assert len(list(open_store(f"file://{tmp_path}/new").entries())) == entries
-
-
 def test_stats_show_each_tier_and_what_earlier_commands_counted(run, model_dir, store, address) -> None:
     run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2)
     kv = as_json(run("store", "stats", "--store", store, "--json"))["kv"]
@@ -214,7 +204,7 @@ def test_a_tier_of_another_package_that_cannot_be_listed_is_named_and_nothing_fa
     record_tiers(store, f"ram://1MiB,sqlite://{tmp_path}/kv.db")
     with open_store(store) as opened:
         opened.put(key_of(1), kv_of(1))
-    for command in (("stats",), ("ls",), ("verify",), ("evict", "--to", "0"), ("sync",)):
+    for command in (("stats",), ("ls",), ("verify",), ("evict", "--to", "0")):
         found = run("store", *command, "--store", store)
         assert found.exit_code == 0, found.stderr
         if command[0] in {"stats", "ls", "verify"}:

@@ -36,12 +36,3 @@ def test_index_ranks_now_later_or_not_at_all(index, policy_of):
     assert policy_of("now") == "static"
     # The first answer finds no rank; what it used is ranked behind it.
     assert [policy_of("lazy"), policy_of("lazy")] == ["hkvd", "static"]
-
-
-def test_upgrade_adds_what_is_missing_and_a_second_one_finds_nothing_to_do(run, model_dir, index, policy_of, tmp_path):
-    index("off")
-    command = ["store", "upgrade", "--store", tmp_path / "off", "--model", model_dir, "--json"]
-    first, second = as_json(run(*command)), as_json(run(*command))
-    assert (first["ranked"] > 0, first["computed"]) == (True, 0)
-    assert (second["ranked"], second["computed"]) == (0, 0)
-    assert policy_of("off") == "static"

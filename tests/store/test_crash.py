@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.store import DiskStore, disk
-from cacheblend_rag.store.base import Writes
 from cacheblend_rag.store.directory import EntryDirectory
 from cacheblend_rag.store.files import Spool
 from cacheblend_rag.store.format import EntryFormat
@@ -88,22 +87,20 @@ def test_killed_writers_lose_nothing_that_was_stored(root: Path, budget: int | N
     assert DiskStore(root).verify().damaged == ()
 
 
-@pytest.mark.parametrize("writes", ["through", "demoted"])
-def test_whoever_is_killed_in_any_tier_loses_nothing_that_was_stored(root: Path, writes: Writes) -> None:
+def test_whoever_is_killed_in_any_tier_loses_nothing_that_was_stored(root: Path) -> None:
     chance = random.Random(11)
     acknowledged: list[int] = []
     number = 0
     for kill in range(KILLS):
-        process, connection = workers.start(workers.use_tiers_until_killed, root, number, 60_000, writes, kill)
+        process, connection = workers.start(workers.use_tiers_until_killed, root, number, 60_000, kill)
         acknowledged += kill_within(0.2, process, connection, chance)
         number = acknowledged[-1] + 2
 
-        with closing(workers.tiers_at(root, 60_000, writes)) as store:
+        with closing(workers.tiers_at(root, 60_000)) as store:
             for tier in store.tiers:
                 assert tier.verify(repair=False).damaged == ()
             assert store.tiers[0].stats().nbytes <= 60_000
-            holds = store.tiers[1] if writes == "through" else store
-            assert all(holds.contains(key_of(known)) for known in acknowledged)
+            assert all(store.tiers[1].contains(key_of(known)) for known in acknowledged)
             for known in chance.sample(acknowledged, min(10, len(acknowledged))):
                 found = store.get(key_of(known))
                 assert found is not None

@@ -80,20 +80,6 @@ def test_what_a_tier_does_not_offer_is_done_by_the_others(address: str, tmp_path
         assert room_in(store.tiers[1], 100) is None
 
 
-def test_a_tier_that_is_not_listed_is_given_what_others_list_once(address: str, tmp_path: Path) -> None:
-    with open_store(f"file://{tmp_path}/kv") as store:
-        store.put(key_of(1), kv_of(1))
-    with open_store(f"file://{tmp_path}/kv,{address}") as store:
-        assert store.sync().copied == 1
-        assert store.sync().copied == 0
-        assert same(store.tiers[1].get(key_of(1)), kv_of(1))
-
-
-def test_nothing_is_demoted_by_a_tier_that_tells_no_evictions(address: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be a directory"):
-        open_store(f"{address},file://{tmp_path}/kv?write=demoted")
-
-
 def test_a_damaged_entry_is_a_miss_and_can_be_put_again(address: str) -> None:
     with open_store(address) as store:
         store.put(key_of(1), kv_of(1))

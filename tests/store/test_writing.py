@@ -1,16 +1,15 @@
-"""Tiers that are given entries later: by a thread, or when the tier in front evicts them."""
+"""Tiers that are given entries later, by a thread."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.moving import WriteQueue
@@ -22,8 +21,8 @@ class Slow(MemoryStore):
 
     lasts = True
 
-    def __init__(self, writes: str = "back") -> None:
-        super().__init__(writes=writes)  # type: ignore[arg-type]
+    def __init__(self) -> None:
+        super().__init__(writes="back")
         self.go_on, self.began = threading.Event(), threading.Event()
         self.order: list[str] = []
         self.fails: StoreError | None = None
@@ -132,104 +131,6 @@ def test_what_a_tier_refuses_is_let_go_and_said_once(slow: Slow, caplog: pytest.
     assert [record.message for record in caplog.records] == ["Entries go to the other tiers alone: the disk is full"]
     assert store.get(key_of(1)) is not None
     slow.fails = None
-    report = store.sync()
-    assert (report.entries, report.copied, report.unreadable) == (2, 2, 0)
+    assert store.put(key_of(2), kv_of(2))
+    store.flush()
     assert same(slow.get(key_of(2)), kv_of(2))
-
-
-def demoting(root: Path, entries: int, slow: MemoryStore) -> tuple[TieredStore, DiskStore]:
-    measured = DiskStore(root / "measured")
-    measured.put(key_of(0), kv_of(0))
-    disk = DiskStore(root / "quick", entries * measured.stats().nbytes)
-    return TieredStore([disk, slow]), disk
-
-
-def test_a_demoted_tier_has_what_the_disk_has_evicted_and_nothing_else(root: Path) -> None:
-    slow = Slow("demoted")
-    slow.go_on.set()
-    store, disk = demoting(root, 2, slow)
-    for number in range(5):
-        assert store.put(key_of(number), kv_of(number))
-    assert keys(disk) == {key_of(3), key_of(4)}
-    assert keys(slow) == {key_of(0), key_of(1), key_of(2)}
-    found = store.get(key_of(0))
-    assert found is not None
-    assert same(found, kv_of(0))
-    found.finish()
-    assert keys(disk) == {key_of(4), key_of(0)}
-    assert keys(slow) == {key_of(number) for number in range(4)}
-    assert [name for name in slow.order if name.startswith("written")] == slow.order
-    assert len(slow.order) == 4, "what it had is not written again"
-    store.evict(0)
-    assert keys(disk) == set()
-
-
-@contextmanager
-def third_put(root: Path) -> Iterator[tuple[DiskStore, Slow]]:
-    """A disk of two entries while a third is put: the first is on its way to the tier behind it."""
-    slow = Slow("demoted")
-    store, disk = demoting(root, 2, slow)
-    for number in (1, 2):
-        store.put(key_of(number), kv_of(number))
-    with ThreadPoolExecutor(1) as pool:
-        third = pool.submit(store.put, key_of(3), kv_of(3))
-        assert slow.began.wait(60)
-        try:
-            yield disk, slow
-        finally:
-            slow.go_on.set()
-        assert third.result()
-
-
-def test_an_entry_leaves_the_disk_only_when_the_tier_behind_has_it(root: Path) -> None:
-    with third_put(root) as (disk, slow):
-        assert keys(disk) == {key_of(1), key_of(2)}
-        assert disk.get(key_of(2)) is not None, "nobody waits for the other tier but who puts"
-    assert keys(slow) == {key_of(1)}
-    assert keys(disk) == {key_of(2), key_of(3)}
-
-
-def test_an_entry_that_is_used_while_it_is_demoted_stays_on_the_disk(root: Path) -> None:
-    with third_put(root) as (disk, slow):
-        disk.get(key_of(1))
-    assert keys(disk) == {key_of(1), key_of(3)}
-    assert key_of(2) in keys(slow)
-
-
-def test_a_tier_behind_that_does_not_answer_ends_no_put(root: Path) -> None:
-    slow = Slow("demoted")
-    slow.fails = StoreUnavailableError("away")
-    slow.go_on.set()
-    store, disk = demoting(root, 2, slow)
-    for number in range(4):
-        assert store.put(key_of(number), kv_of(number))
-    assert keys(disk) == {key_of(2), key_of(3)}
-    assert store.evict(0) > 0
-
-
-def test_what_is_larger_than_the_disk_goes_to_the_tier_behind(root: Path) -> None:
-    slow = Slow("demoted")
-    slow.go_on.set()
-    store, disk = demoting(root, 1, slow)
-    large = kv_of(1, tokens=500)
-    assert store.put(key_of(1), large)
-    assert (keys(disk), keys(slow)) == (set(), {key_of(1)})
-
-
-def test_only_a_directory_hands_on_what_it_evicts() -> None:
-    with pytest.raises(InputError, match="put file:// in front"):
-        TieredStore([MemoryStore(), Slow("demoted")])
-
-
-def test_sync_fills_every_tier_that_lasts_but_not_ram(root: Path) -> None:
-    first, second, ram = DiskStore(root / "a"), DiskStore(root / "b"), MemoryStore()
-    first.put(key_of(1), ranked(kv_of(1)))
-    second.put(key_of(2), kv_of(2))
-    steps: list[tuple[int, int]] = []
-    with TieredStore([ram, first, second]) as store:
-        report = store.sync(lambda done, of: steps.append((done, of)))
-    assert (report.entries, report.copied, report.unreadable) == (2, 2, 0)
-    assert keys(first) == keys(second) == {key_of(1), key_of(2)}
-    assert keys(ram) == set()
-    assert second.get(key_of(1)).static_deviation() is not None
-    assert steps[-1] == (2, 2)

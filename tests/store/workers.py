@@ -20,7 +20,6 @@ import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError
 from cacheblend_rag.store import DiskStore, TieredStore
-from cacheblend_rag.store.base import Writes
 from tests.forking import preload
 from tests.store.samples import key_of, kv_of, same
 
@@ -90,19 +89,16 @@ def die_at_step(connection: Connection, root: Path, number: int, budget: int, st
     connection.send(seen)
 
 
-def tiers_at(root: Path, budget: int, writes: Writes) -> TieredStore:
+def tiers_at(root: Path, budget: int) -> TieredStore:
     """A quick disk with little room in front of a slow one that has room for all."""
-    slow = DiskStore(root / "slow", writes=writes)
-    return TieredStore([DiskStore(root / "quick", budget), slow])
+    return TieredStore([DiskStore(root / "quick", budget), DiskStore(root / "slow")])
 
 
-def use_tiers_until_killed(
-    connection: Connection, root: Path, first: int, budget: int, writes: Writes, seed: int
-) -> None:
+def use_tiers_until_killed(connection: Connection, root: Path, first: int, budget: int, seed: int) -> None:
     """Put entries, bring others up, evict from the quick disk and drop there what the other one has; tell of each put."""
     torch.set_num_threads(1)
     chance = random.Random(seed)
-    store = tiers_at(root, budget, writes)
+    store = tiers_at(root, budget)
     quick, number = store.tiers[0], first
     while True:
         action = chance.choice(["put", "put", "read", "read", "read", "evict", "delete"])
@@ -118,7 +114,7 @@ def use_tiers_until_killed(
                 found.finish()
         elif action == "evict":
             quick.evict(budget // 2)
-        elif action == "delete" and number and writes == "through":
+        elif action == "delete" and number:
             quick.delete(key_of(chance.randrange(number)))
 
 
