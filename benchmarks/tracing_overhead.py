@@ -23,7 +23,7 @@ def request() -> None:
 
 
 def answer():
-    with RequestSpans(None, "default") as request:
+    with RequestSpans("default") as request:
         yield 1
         assert request.trace is None
 

@@ -64,7 +64,7 @@ class FakeEngine(BlendEngine):
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
         try:
-            with RequestSpans(self.trace, self.namespace.name):
+            with RequestSpans(self.namespace.name):
                 yield StreamEvent(" two")
                 outcome, took = PromptOutcome("blend", "stored KV", usage), Timings(0.1, 0.2)
                 done = Generation.of(outcome, " two words ", (1, 2), "stop", took)

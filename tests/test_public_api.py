@@ -36,7 +36,6 @@ _MEASURES = (
     "packed_recall.py",
     "plot_policies.py",
     "plot_retriever.py",
-    "plot_trace.py",
     "pooled_quality.py",
     "page_latency.py",
     "predict.py",

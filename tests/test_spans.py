@@ -57,7 +57,7 @@ def test_an_error_marks_its_span_and_its_message_is_not_told(kept) -> None:
         list(spans.within(spans.begin("stream"), failing()))
     with pytest.raises(KeyError), spans.span("block"):
         raise KeyError("what the document says")
-    with pytest.raises(ValueError, match="document"), RequestSpans(None, "default"):
+    with pytest.raises(ValueError, match="document"), RequestSpans("default"):
         raise ValueError("what the document says")
     ended = kept.get_finished_spans()
     assert {(span.name, span.status.is_ok, span.attributes["error.type"]) for span in ended} == {
@@ -70,7 +70,7 @@ def test_an_error_marks_its_span_and_its_message_is_not_told(kept) -> None:
 
 def test_without_an_sdk_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "_tracer", trace.NoOpTracer())
-    with RequestSpans(None, "default") as request:
+    with RequestSpans("default") as request:
         assert request.trace is None
         assert request.headers == {}
 
@@ -82,7 +82,7 @@ def test_a_context_that_came_from_elsewhere_is_handed_on_even_without_an_sdk(mon
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
     token = context.attach(propagate.extract({"traceparent": parent}))
     try:
-        with RequestSpans(None, "default") as request:
+        with RequestSpans("default") as request:
             assert request.headers == {"traceparent": parent}
     finally:
         context.detach(token)

@@ -29,7 +29,7 @@ from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, TextRatio
 from cacheblend_rag.blending.target import BlendTarget
-from cacheblend_rag.blending.trace import LayerTrace
+from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.blending.transfer import Fetch, sent
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
@@ -166,8 +166,8 @@ class _Fusor:
         )
         if self.checks and not self._watches and trace is None:
             self.loader.expect_rest(self.checks[-1][0] + 1)
-        self._trace = None if trace is None else LayerTrace(trace)
-        self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, self._trace)
+        self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
+        self._trace = trace
         self._computed, self._selection = 0, 0.0
 
     def _select(self, candidates: Candidates, count: int) -> torch.Tensor:
@@ -192,7 +192,11 @@ class _Fusor:
             segment = Segment(kind, len(positions), share)
             most = yield segment
             part = self._target.segment(positions, most)
-            with nullcontext() if self._trace is None else self._trace.running(kind, len(part)):
+            with (
+                nullcontext()
+                if self._trace is None
+                else self._trace.during("computing", f"{kind} pass", tokens=len(part))
+            ):
                 run(part)
             segment.done = len(part)
             if kind != "sparse":
@@ -289,7 +293,7 @@ def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
 class _Placer:
     """Places each layer once, when the first pass reaches it; later passes find it as the earlier ones left it."""
 
-    def __init__(self, loader: LayerLoader, target: BlendTarget, remember: set[int], trace: LayerTrace | None):
+    def __init__(self, loader: LayerLoader, target: BlendTarget, remember: set[int], trace: Trace | None):
         self._loader, self._target, self._remember, self._trace = loader, target, remember, trace
         self._next = 0
         self._stale: dict[int, LayerKV] = {}
@@ -297,7 +301,7 @@ class _Placer:
 
     def place_rest(self) -> None:
         """Begin to place all layers that are left at once, where their KV and the target allow it."""
-        if self._trace is not None or self._await is not None:  # it shows layer by layer; all is on its way
+        if self._trace is not None or self._await is not None:  # a trace tells of each read; all is on its way
             return
         stored = self._loader.rest(self._next)
         # One rank that read layer by layer would wait for the others' votes.
@@ -316,10 +320,9 @@ class _Placer:
         if self._await is not None:
             self._await(layer)
             return
-        with nullcontext() if self._trace is None else self._trace.placing(layer):
-            while self._next <= layer:
-                self._place(self._next)
-                self._next += 1
+        while self._next <= layer:
+            self._place(self._next)
+            self._next += 1
 
     def _place(self, layer: int) -> None:
         failure: Exception | None = None

@@ -268,9 +268,8 @@ class _OneRead:
     def _traced(self, span: StoredSpan, layer: int) -> AbstractContextManager[None]:
         if self._trace is None:
             return nullcontext()
-        chunk = "header" if span.chunk is None else span.chunk.id
-        details = {"layer": layer, "tier": span.kv.tier, "bytes": span.kv.stored_nbytes // span.kv.num_layers}
-        return self._trace.during("loading", f"layer {layer}, {chunk[:12]}", chunk=chunk, **details)
+        details = {"tier": span.kv.tier, "bytes": span.kv.stored_nbytes // span.kv.num_layers}
+        return self._trace.during("loading", f"layer {layer}", **details)
 
 
 class ReadMeter:

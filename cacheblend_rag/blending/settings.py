@@ -289,7 +289,7 @@ class FuseOptions:
         ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule that
             chooses it by the chunks' static deviations; where one has none, it is the lowest that the rule allows.
         schedule: Check layers, for policies that measure KV deviation.
-        trace: Where to record when each layer is loaded and computed; None for nowhere.
+        trace: Where to record what is loaded and computed when; None for nowhere.
         most_wait_s: How long the computation may wait for stored KV, in all; None for as long as it takes.
         whole: Begin with a segment that waits until all stored KV is in host memory. An engine that goes on earlier computes
             layer by layer behind the loading, as without it.

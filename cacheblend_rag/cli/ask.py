@@ -28,19 +28,17 @@ def ask(
         typer.Option("--explain", help="Say where each chunk's KV came from, what that took, and why it was done so."),
     ] = False,
     namespace: options.Namespace = "default",
-    trace: options.TraceFile = None,
     retriever: options.Retriever = None,
     answer_by: options.AnswerBy = "together",
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer one question from the indexed documents."""
-    from cacheblend_rag.engines.spans import traced
     from cacheblend_rag.rag.pipeline import check_question
 
     check_question(question)  # before a model is loaded for it
     sampling, settings = how.sampling.params(), how.blend.settings()
     opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever, namespace=namespace)
-    with opened as pipeline, traced(pipeline.engine, trace):
+    with opened as pipeline:
         if answer_by == "marginal":
             from cacheblend_rag.lab.evaluation.marginal import answer_marginally
 

@@ -88,13 +88,6 @@ Retriever = Annotated[
     Path | None,
     typer.Option(help="Directory of a query encoder that `cacheblend tune-retriever` has made for the index."),
 ]
-TraceFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        help="Write when each layer of a blend was loaded and computed to this file, for chrome://tracing or Perfetto.",
-    ),
-]
 AnswerBy = Annotated[
     Literal["together", "marginal"],
     _of_answers(

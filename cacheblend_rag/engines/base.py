@@ -17,7 +17,6 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
-from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries, Ranking
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent, iterate_in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -66,19 +65,16 @@ class BlendEngine(ABC):
         dtype: What it computes in, likewise.
         costs: What loading and computing cost, for the loading controller; None where it was not measured.
         writer: Names what writes the chunks' KV in the model's place (:mod:`cacheblend_rag.engines.writer`); None for the model.
-        trace: Where to record when each layer of a blend is loaded and computed; None for nowhere.
         namespace: Where its chunks and stored KV are (:meth:`within`).
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
         without_json_schema: What to do where it has not.
         supports_scoring: Whether it has :meth:`score`.
-        supports_trace: Whether it records to :attr:`trace`.
     """
 
     supports_json_schema: ClassVar[bool] = False
     without_json_schema: ClassVar[str] = "leave json_schema out or use VLLMEngine"
     supports_scoring: ClassVar[bool] = False
-    supports_trace: ClassVar[bool] = False
 
     fingerprint: ModelFingerprint
     tokenizer: Any
@@ -94,7 +90,6 @@ class BlendEngine(ABC):
     dtype: torch.dtype | None = None
     costs: Costs | None = None
     writer: WrittenBy | None = None
-    trace: Trace | None = None
     prefix_cache_tokens: int = 0
     namespace: Namespace = DEFAULT
     _closed: bool = False

@@ -1,25 +1,21 @@
-"""Tells what an engine does: one request as OpenTelemetry spans, made of what its trace has recorded, or all in a file."""
+"""Tells OpenTelemetry what an engine does: each request as spans, made of what its trace has recorded."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend_rag import spans
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.blending.trace import DECODE, PLAN, PREFILL, REST, Recorded, Trace
-from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.blending.trace import DECODE, PLAN, PREFILL, REST, Trace, TraceEvent
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-_Events = Sequence[Mapping[str, Any]]
+_Events = Sequence[TraceEvent]
 _PARTS = {
     PLAN: "cacheblend.plan",
     PREFILL: "cacheblend.prefill",
@@ -35,18 +31,16 @@ class RequestSpans:
         trace: Where to record what is done for the request; None where nobody wants to know.
     """
 
-    def __init__(self, whole: Trace | None, namespace: str, side: spans.Side = "internal"):
+    def __init__(self, namespace: str, side: spans.Side = "internal"):
         """Begin a request.
 
         Args:
-            whole: A trace of all requests, which this one's is added to; None where there is none.
             namespace: Of the engine that answers it.
             side: Whether another process answers it.
         """
-        self._span, self._whole = spans.begin("cacheblend.generate", side), whole
-        self._wanted = self._span.is_recording()
-        self.trace = Trace() if self._wanted or whole is not None else None
-        if self._wanted:
+        self._span = spans.begin("cacheblend.generate", side)
+        self.trace = Trace() if self._span.is_recording() else None
+        if self.trace is not None:
             self._span.set_attribute("cacheblend.tenant", namespace)
 
     @property
@@ -56,7 +50,7 @@ class RequestSpans:
 
     def answered(self, outcome: PromptOutcome) -> None:
         """Note what became of the prompt."""
-        if self._wanted:
+        if self.trace is not None:
             self._span.set_attributes(reuse_attributes(outcome))
 
     def __enter__(self) -> Self:
@@ -65,11 +59,7 @@ class RequestSpans:
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if self.trace is not None:
-            recorded = self.trace.recorded()
-            if self._whole is not None:
-                self._whole.merge(recorded)
-            if self._wanted:
-                _add_parts(self._span, recorded)
+            _add_parts(self._span, self.trace.events())
         if error is not None:
             spans.failed(self._span, error)
         self._span.end()
@@ -95,37 +85,36 @@ def reuse_attributes(outcome: PromptOutcome) -> dict[str, Any]:
     return found
 
 
-def _add_parts(request: Span, recorded: Recorded) -> None:
+def _add_parts(request: Span, recorded: _Events) -> None:
     """Add a span for each part of a request, from its first event to its last."""
-    parts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    passes: list[Mapping[str, Any]] = []
-    for event in recorded.events:
-        if event["cat"] == "loading":
+    parts: dict[str, list[TraceEvent]] = defaultdict(list)
+    passes: list[TraceEvent] = []
+    for event in recorded:
+        if event.kind == "loading":
             parts["cacheblend.load"].append(event)
-        elif name := _PARTS.get(event["name"]):
+        elif name := _PARTS.get(event.name):
             parts[name].append(event)
-        elif "layer" not in event["args"]:
+        else:
             passes.append(event)
     for name, events in parts.items():
         told = _load_attributes(events) if name == "cacheblend.load" else _sums(events)
-        spans.part(request, name, *_times(recorded, events), **told)
+        spans.part(request, name, *_times(events), **told)
     if passes:
-        fuse = spans.part(request, "cacheblend.fuse", *_times(recorded, passes))
+        fuse = spans.part(request, "cacheblend.fuse", *_times(passes))
         for event in passes:
-            name = "cacheblend." + event["name"].replace(" ", "_")
-            spans.part(fuse, name, *_times(recorded, [event]), **_sums([event]))
+            name = "cacheblend." + event.name.replace(" ", "_")
+            spans.part(fuse, name, *_times([event]), **_sums([event]))
 
 
-def _times(recorded: Recorded, events: _Events) -> tuple[float, float]:
-    begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
-    return recorded.began + begin / 1e6, recorded.began + end / 1e6
+def _times(events: _Events) -> tuple[float, float]:
+    return min(event.begin for event in events), max(event.end for event in events)
 
 
 def _sums(events: _Events) -> dict[str, int]:
     """Return the details of events, which are numbers of tokens, added up."""
     found: dict[str, int] = {}
     for event in events:
-        for name, value in event["args"].items():
+        for name, value in event.details.items():
             key = "cacheblend.tokens" if name == "tokens" else f"cacheblend.tokens.{name}"
             found[key] = found.get(key, 0) + value
     return found
@@ -134,30 +123,6 @@ def _sums(events: _Events) -> dict[str, int]:
 def _load_attributes(events: _Events) -> dict[str, int]:
     found: dict[str, int] = {"cacheblend.reads": len(events)}
     for event in events:
-        name = f"cacheblend.tier.{event['args']['tier']}.bytes"
-        found[name] = found.get(name, 0) + event["args"]["bytes"]
+        name = f"cacheblend.tier.{event.details['tier']}.bytes"
+        found[name] = found.get(name, 0) + event.details["bytes"]
     return found
-
-
-@contextmanager
-def traced(engine: BlendEngine, file: Path | None) -> Iterator[None]:
-    """Write to ``file`` when each layer was loaded and computed of what runs inside; nothing without a file.
-
-    Raises:
-        InputError: This engine records nothing, or the file cannot be written.
-    """
-    if file is None:
-        yield
-        return
-    if not engine.supports_trace:
-        raise InputError(
-            "--trace is for models that run here, on --engine transformers or vllm: a server records nothing. Leave out --server."
-        )
-    trace = Trace()
-    trace.write(file)  # what cannot be written is told before the work, not after it
-    engine.trace = trace
-    try:
-        yield
-    finally:
-        engine.trace = None
-    trace.write(file)

@@ -169,7 +169,7 @@ class ServedEngine:
         whole = caller.admission.counts and sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
         if whole:  # what is given up before its end is charged, too
             sampling_params.output_kind = RequestOutputKind.CUMULATIVE
-        with RequestSpans(None, client.namespace.name) as spans:
+        with RequestSpans(client.namespace.name) as spans:
             begin, options["trace_headers"] = time.perf_counter(), client.trace_headers(spans)
             outputs, used = (
                 self._llm.generate(prompt, sampling_params, request_id, **options),

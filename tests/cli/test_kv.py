@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import socket
 
 import pytest
 
-from cacheblend_rag.engines.spans import traced
-from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import Keyring, open_store, record_tiers, recorded_tiers
 from tests.command_line import as_json
-from tests.fake_engine import FakeEngine
 from tests.store.samples import key_of, kv_of
 from tests.store.test_plugged_in import EXAMPLE, install
 
@@ -77,21 +73,6 @@ def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_pat
     answer = as_json(run("ask", QUESTION, *common, "--max-tokens", 2, "--json"))
     assert (answer["mode"], {load["tier"] for load in answer["loads"]}) == ("blend", {"disk"})
     assert "int8" in run("store", "stats", "--store", tmp_path / "store").stdout.split("disk")[1].splitlines()[0]
-
-
-def test_ask_writes_its_trace_and_says_before_it_answers_that_it_cannot(run, model_dir, store, tmp_path) -> None:
-    common = ("--store", store, "--model", model_dir, "--max-tokens", 2)
-    assert run("ask", QUESTION, *common, "--trace", tmp_path / "out.json").exit_code == 0
-    kinds = {event.get("cat") for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]}
-    assert {"computing", "loading"} <= kinds
-    refused = run("ask", QUESTION, *common, "--trace", tmp_path / "none" / "out.json")
-    assert refused.exit_code == 2
-    assert "cannot be written" in refused.stderr
-
-
-def test_a_server_records_nothing_and_that_is_said(tmp_path) -> None:
-    with pytest.raises(InputError, match="Leave out --server"), traced(FakeEngine(), tmp_path / "out.json"):
-        raise AssertionError("nothing is to run")
 
 
 def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tmp_path) -> None:

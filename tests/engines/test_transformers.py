@@ -27,7 +27,6 @@ from tests.engines.contract import TEXTS, EngineContract
 from tests.engines.contract_controller import ControllerContract
 from tests.engines.contract_conversation import ConversationContract
 from tests.engines.contract_spans import SpansContract
-from tests.engines.contract_trace import TraceContract
 
 _CONFIG = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
 
@@ -40,7 +39,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-class TestTransformersEngine(EngineContract, ControllerContract, ConversationContract, TraceContract, SpansContract):
+class TestTransformersEngine(EngineContract, ControllerContract, ConversationContract, SpansContract):
     @pytest.fixture(autouse=True)
     def _directory(self, model_directory: Path) -> None:
         self.directory = model_directory

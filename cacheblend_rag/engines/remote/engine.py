@@ -209,7 +209,7 @@ class RemoteEngine(BlendEngine):
 
     def _spans(self) -> RequestSpans:
         """Return the spans of a request; those of the server are parts of them."""
-        return RequestSpans(None, self.namespace.name, "client")
+        return RequestSpans(self.namespace.name, "client")
 
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

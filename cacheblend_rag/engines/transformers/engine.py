@@ -258,7 +258,6 @@ class TransformersEngine(ModelOwner):
     supports_json_schema: ClassVar[bool] = GUIDED
     without_json_schema: ClassVar[str] = 'install llguidance ("cacheblend-rag[guided]"), or leave json_schema out'
     supports_scoring: ClassVar[bool] = True
-    supports_trace: ClassVar[bool] = True
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
@@ -272,7 +271,7 @@ class TransformersEngine(ModelOwner):
 
     def _stream(self, request: Request, guide: Guide | None, begin: float) -> Iterator[StreamEvent]:
         # What is written back once the answer is there belongs to no span of the request.
-        with PromptRun(self, request) as run, RequestSpans(self.trace, self.namespace.name) as spans:
+        with PromptRun(self, request) as run, RequestSpans(self.namespace.name) as spans:
             run.prefill(spans.trace)
             last = yield from run.answer(guide, begin)
             assert last.generation is not None

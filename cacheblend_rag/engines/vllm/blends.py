@@ -90,7 +90,7 @@ class BlendQueue:
             assert blend.result is not None
             self._results.done[blend.load.request_id] = blend.result
             if blend.trace is not None:
-                self._results.traces[blend.load.request_id] = blend.trace.recorded()
+                self._results.traces[blend.load.request_id] = blend.trace.events()
             self._ended.add(blend.load.request_id)
             if allowance is None:
                 return

@@ -24,7 +24,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_profile, log_uncalibrated
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
-from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
+from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, TraceEvent
 from cacheblend_rag.engines.base import Request, check_length
 from cacheblend_rag.engines.entries import Entries, Ranking
 from cacheblend_rag.engines.models import end_tokens
@@ -65,7 +65,6 @@ class BlendClient:
         llm: vLLM's engine client.
         store: The store that the workers read and write, as this process sees it.
         costs: What loading and computing cost, for the loading controller; answers correct them.
-        trace: Where to record what the first rank's worker does, and between its blend and each token vLLM itself.
         probe: What chunks are ranked behind (:mod:`cacheblend_rag.blending.static`).
     """
 
@@ -92,7 +91,6 @@ class BlendClient:
         assert isinstance(model.dtype, torch.dtype)
         self.device, self.dtype = torch.device(config.device_config.device_type), model.dtype
         self.costs = load_costs(launch.fingerprint.digest, self.device.type, "vllm")
-        self.trace: Trace | None = None
         self.context_window = int(model.max_model_len)
         self.num_layers = int(model.hf_text_config.num_hidden_layers)
         block_size = int(config.cache_config.block_size or 0)
@@ -239,7 +237,7 @@ class BlendClient:
 
     async def events(self, request: Request) -> AsyncIterator[StreamEvent]:
         """Answer piece by piece; closing the iterator aborts the request."""
-        with RequestSpans(self.trace, self.namespace.name) as spans:
+        with RequestSpans(self.namespace.name) as spans:
             async with aclosing(self._answer(request, spans)) as events:
                 async for event in events:
                     yield event
@@ -373,16 +371,15 @@ def record(trace: Trace, report: FinishReport, begin: float, arrived: Sequence[t
     ``arrived`` has when that was, by ``time.perf_counter``, and how many tokens it had.
     """
     since, name = arrived[0][0], REST if report.outcome.mode == "blend" else PREFILL
-    if report.trace is not None:
-        trace.merge(report.trace)
-        begin = report.trace.computed_until
+    begin = max((event.end for event in report.trace if event.kind == "computing"), default=begin)
     details = {} if report.outcome.mode == "blend" else {"tokens": report.outcome.usage.prompt_tokens}
-    trace.add_until(since, "computing", name, begin, **details)
+    events = [*report.trace, TraceEvent("computing", name, begin, since, details)]
     if arrived[0][1] > 1:  # handed over as one piece; when the first of them was there nobody knows
-        trace.add_until(since, "computing", DECODE, since, tokens=arrived[0][1] - 1)
+        events.append(TraceEvent("computing", DECODE, since, since, {"tokens": arrived[0][1] - 1}))
     for until, tokens in arrived[1:]:
-        trace.add_until(until, "computing", DECODE, since, tokens=tokens)
+        events.append(TraceEvent("computing", DECODE, since, until, {"tokens": tokens}))
         since = until
+    trace.merge(events)
 
 
 def _logprobs(piece: CompletionOutput, count: int | None) -> list[TokenLogprob]:

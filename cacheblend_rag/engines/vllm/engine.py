@@ -63,7 +63,6 @@ class VLLMEngine(BlendClient, BlendEngine):
 
     supports_json_schema: ClassVar[bool] = True
     supports_scoring: ClassVar[bool] = True
-    supports_trace: ClassVar[bool] = True
     store: KVStore
     device: torch.device
     dtype: torch.dtype

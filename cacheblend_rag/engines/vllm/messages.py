@@ -17,7 +17,7 @@ from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import Origin, origins
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, ResolvedSettings, TextRatio, blend_terms
-from cacheblend_rag.blending.trace import Recorded
+from cacheblend_rag.blending.trace import TraceEvent
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
@@ -49,7 +49,7 @@ class BlendJob:
         widths: Of the set at each check layer, as multiples of the ratio.
         ratio: The settings' ratio, or the rule that chooses it: workers know no profile.
         terms: What the loading controller reckons by, where the request leaves the ratio to it.
-        trace: Whether to record when each layer is loaded and computed.
+        trace: Whether to record what is loaded and computed when.
         namespace: Where the stored KV is that it uses.
         turn_ends: Where earlier prompts of the conversation ended: the scheduler knows no template.
         unasked: How many tokens at the end are no question, but an answer to be scored: their attention selects nothing.
@@ -246,7 +246,7 @@ class FinishReport:
     outcome: PromptOutcome
     measured: tuple[Computed, ...] = ()
     out: Mapping[str, bool] = field(default_factory=dict)
-    trace: Recorded | None = None
+    trace: tuple[TraceEvent, ...] = ()
 
     @property
     def cost(self) -> MeasuredCost:
@@ -273,7 +273,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     """
 
     done: dict[str, PromptOutcome] = field(default_factory=dict)
-    traces: dict[str, Recorded] = field(default_factory=dict)
+    traces: dict[str, tuple[TraceEvent, ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
     computed: list[Computed] = field(default_factory=list)

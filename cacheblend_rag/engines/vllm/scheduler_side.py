@@ -286,8 +286,8 @@ class SchedulerSide:
         for request_id, blended in meta.done.items():
             if tracked := self._tracked.get(request_id):
                 tracked.blended, tracked.reason = blended, blended.reason
-                if tracked.trace is not None and (recorded := meta.traces.get(request_id)):
-                    tracked.trace.merge(recorded)
+                if tracked.trace is not None and request_id in meta.traces:
+                    tracked.trace.merge(meta.traces[request_id])
         for request_id, reason in meta.failed.items():
             if tracked := self._tracked.get(request_id):
                 tracked.failed, tracked.reason = True, reason
@@ -317,5 +317,5 @@ class SchedulerSide:
         self._computed.clear()
         report = FinishReport(tracked.outcome(request.num_prompt_tokens), measured, out_of(self._entries.store))
         if tracked.trace is not None:
-            report = replace(report, trace=tracked.trace.recorded())
+            report = replace(report, trace=tracked.trace.events())
         return to_params(report)

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.spans import traced
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.measure import PeakMemory, check_positive, count_rounds, drop_page_cache, take_turns
 from cacheblend_rag.lab.doctor.workbench import Workbench, blend_by, name_methods, own_attention
@@ -71,10 +69,7 @@ class _Method:
 
 
 def bench_ttft(
-    place: Workbench,
-    settings: TTFTSettings,
-    progress: Callable[[str], None] | None = None,
-    trace: Path | None = None,
+    place: Workbench, settings: TTFTSettings, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Measure, and return plain data for JSON.
 
@@ -90,15 +85,12 @@ def bench_ttft(
         place: Model and empty store.
         settings: What to measure.
         progress: Called with a line of text before each step.
-        trace: Where to write when each layer was loaded and computed in one more blend, which is not timed; None for nowhere.
 
     Raises:
-        InputError: A cold page cache is asked for, but the KV is in RAM; or the trace cannot be written.
+        InputError: A cold page cache is asked for, but the KV is in RAM.
     """
     if settings.cold and place.kv != "disk":
         raise InputError("A cold page cache needs the KV on disk; give --kv disk with --cold.")
-    if trace is not None:
-        Trace().write(trace)  # what cannot be written is told before the work, not after it
     say = progress or (lambda line: None)
     engine = place.engine
     chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed)
@@ -112,7 +104,6 @@ def bench_ttft(
     for number, name in count_rounds(settings.repeat):
         say(name)
         bench.run_round(number)
-    bench.record(trace)
     schedule = engine.profile.schedule(settings.check_layers)
     head = place.head(
         settings,
@@ -154,15 +145,6 @@ class _Bench:
                     self._read_s.append(_plain_read(self._files))
             else:
                 self._run(self._methods[name], timed)
-
-    def record(self, trace: Path | None) -> None:
-        """Write the trace of one more blend; nothing without a file."""
-        if trace is None:
-            return
-        drop_page_cache(self._files)
-        self._place.forget()
-        with traced(self._place.engine, trace):
-            self._place.engine.generate(self._prompt, SamplingParams(max_tokens=1), self._methods["blend"].settings)
 
     def sum_up(self) -> dict[str, Any]:
         """Return what all rounds found, as plain data for JSON."""

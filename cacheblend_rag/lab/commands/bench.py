@@ -45,7 +45,6 @@ def ttft(
     cold: Annotated[bool, typer.Option("--cold", help="Empty the page cache of the KV before every method.")] = False,
     directory: Directory = None,
     seed: RandomSeed = 0,
-    trace: options.TraceFile = None,
     as_json: options.AsJSON = False,
 ) -> None:
     """Measure the time to first token of full recompute, prefix caching, full KV reuse and blend, interleaved."""
@@ -61,7 +60,7 @@ def ttft(
     )
     context = chunks * chunk_tokens + question_tokens + 256
     with status("Measuring") as say, Workbench.open(model.choice(engine), kv, directory, context) as place:
-        result = bench_ttft(place, settings, say, trace)
+        result = bench_ttft(place, settings, say)
     print_json(result) if as_json else _print_ttft(result)
 
 

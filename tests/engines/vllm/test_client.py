@@ -20,6 +20,6 @@ REPORT = FinishReport(PromptOutcome("prefill", "reuse was switched off", Usage(3
 def test_every_token_behind_the_first_is_decoding_however_many_come_at_once(pieces: tuple[int, ...]) -> None:
     trace, begin = Trace(), time.perf_counter()
     record(trace, REPORT, begin, [(begin + 0.1 * n, tokens) for n, tokens in enumerate(pieces, 1)])
-    events = trace.recorded().events
-    assert next(event["name"] for event in events) == PREFILL
-    assert sum(event["args"]["tokens"] for event in events if event["name"] == DECODE) == 2
+    events = trace.events()
+    assert events[0].name == PREFILL
+    assert sum(event.details["tokens"] for event in events if event.name == DECODE) == 2

@@ -16,7 +16,6 @@ from tests.engines.contract import EngineContract
 from tests.engines.contract_controller import ControllerContract
 from tests.engines.contract_conversation import ConversationContract
 from tests.engines.contract_spans import SpansContract
-from tests.engines.contract_trace import TraceContract
 from tests.engines.vllm.engines import SHAPE, clear, save_model, start
 
 _SHAPE = {**SHAPE, "vocab_size": 448, "max_position_embeddings": 1024}
@@ -39,7 +38,7 @@ def shared(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield engine
 
 
-class TestVLLMEngine(EngineContract, ControllerContract, ConversationContract, TraceContract, SpansContract):
+class TestVLLMEngine(EngineContract, ControllerContract, ConversationContract, SpansContract):
     block = 128
 
     @pytest.fixture(autouse=True)

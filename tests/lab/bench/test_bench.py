@@ -71,22 +71,6 @@ def test_the_result_is_json_and_its_summary_follows_from_its_samples(in_ram):
 
 
 @pytest.mark.slow
-def test_one_more_blend_is_recorded_and_what_cannot_be_written_is_told_before_the_work(on_disk, tmp_path):
-    bench_ttft(on_disk, SETTINGS, trace=tmp_path / "out.json")
-    events = [e for e in json.loads((tmp_path / "out.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    loads = [event["args"] for event in events if event["cat"] == "loading"]
-    assert {(load["layer"], load["tier"]) for load in loads} == {(0, "disk"), (1, "disk")}
-    assert len({load["chunk"] for load in loads}) == CHUNKS
-    assert [e["name"] for e in events if e["name"].endswith(" pass") and "layer" not in e["args"]].count(
-        "sparse pass"
-    ) == 1
-    steps = []
-    with pytest.raises(InputError, match="cannot be written"):
-        bench_ttft(on_disk, SETTINGS, steps.append, tmp_path / "none" / "out.json")
-    assert steps == []
-
-
-@pytest.mark.slow
 def test_cold_runs_report_the_disks_own_limit(on_disk):
     result = bench_ttft(on_disk, TTFTSettings(CHUNKS, TOKENS, QUESTION, repeat=2, cold=True))
     files = sum(file.stat().st_size for file in on_disk.files())
