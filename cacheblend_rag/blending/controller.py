@@ -54,6 +54,8 @@ class Load:
         least: The lowest ratio: what the model needs for good answers.
         most: The highest that helps.
         dense: Share of the layers that a dense pass of all stale tokens goes through; 0 for a policy without one.
+        asked: Tokens that the question's own pass runs besides those without KV (what the engine computes behind a blend); None
+            for a policy without one.
         before: Tokens in front of all these that have their KV already (an engine's own prefix cache).
         waits_s: Seconds until a blend can begin: others run before it. An ordinary prefill takes turns with them.
         behind: Tokens of ``forced`` behind the last chunk, which a dense pass leaves out.
@@ -65,6 +67,7 @@ class Load:
     least: float
     most: float = 1.0
     dense: float = 0.0
+    asked: int | None = None
     before: int = 0
     waits_s: float = 0.0
     behind: int = 0
@@ -115,13 +118,18 @@ class Terms:
     Attributes:
         costs: Of model and tiers, as they are now.
         dense: See :class:`Load`.
-        dense_unranked: The same of the policy that chooses where a chunk has no static deviation; None if that is the same one.
+        asks: Whether the policy watches the question's own pass.
+        dense_unranked: As ``dense``, of the policy that chooses where a chunk has no static deviation; None if that is the same
+            one.
+        asks_unranked: Whether that one watches the question.
         more_unranked: How many times the ratio that one takes.
     """
 
     costs: Costs
     dense: float
+    asks: bool = False
     dense_unranked: float | None = None
+    asks_unranked: bool = False
     more_unranked: float = 1.0
 
     @classmethod
@@ -130,10 +138,11 @@ class Terms:
         first = policy(settings.policy)
         dense = profile.dense_share(first.name, num_layers, settings.check_layers)
         if not first.needs_static:
-            return cls(costs, dense)
+            return cls(costs, dense, first.needs_attention)
         second = policy(first.without_static)
         unranked = profile.dense_share(second.name, num_layers, settings.check_layers)
-        return cls(costs, dense, unranked, second.effort / first.effort)
+        more = second.effort / first.effort
+        return cls(costs, dense, first.needs_attention, unranked, second.needs_attention, more)
 
     def wants_static(self, ratio: float | TextRatio) -> bool:
         """Say whether :func:`control` asks for the chunks' static deviations."""
@@ -207,9 +216,9 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
     spans = _chunks_of(plan)
     wanted = plan.candidates if terms.wants_static(ratio) else ()
     static = {span.start: span.static_deviation() for span in wanted}
-    dense, more = terms.dense, 1.0
+    dense, asks, more = terms.dense, terms.asks, 1.0
     if terms.dense_unranked is not None and any(each is None for each in static.values()):
-        dense, more = terms.dense_unranked, terms.more_unranked
+        dense, asks, more = terms.dense_unranked, terms.asks_unranked, terms.more_unranked
 
     def least(used: Sequence[bool]) -> float:
         if not isinstance(ratio, TextRatio):
@@ -222,7 +231,8 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
     header = next((_located(span, True) for span in plan.exact if span.chunk is None), None)
     forced = plan.num_tokens - plan.start - plan.stored_tokens
     behind = plan.num_tokens - max((span.end for span in spans), default=plan.start)
-    load = Load(located, forced, least([True] * len(spans)), 1.0, dense, plan.start, waits_s, behind, header)
+    asked, lowest = plan.behind if asks else None, least([True] * len(spans))
+    load = Load(located, forced, lowest, 1.0, dense, asked, plan.start, waits_s, behind, header)
     found = decide(load, terms.costs)
     while (needed := least(found.used)) > found.ratio:  # without some chunks, the rest may need more
         load = replace(load, least=needed)
@@ -281,18 +291,23 @@ class _Arm:
 
     def seconds(self, ratio: float) -> float:
         """Return the time to first token: all overlaps but the first layer's loading or the last one's computation."""
-        dense, sparse = self._passes_s(ratio)
+        question, dense, sparse = self._passes_s(ratio)
         if not any(self.used):
             return sparse + min(sparse, self._load.waits_s)
+        if question:  # which reads all layers, so that no later pass waits for any
+            seen = max(self._first_s + question, self.load_s + question / self._costs.layers)
+            return self._load.waits_s + seen + dense + sparse
         begin = max(dense, self._checked_s) if dense else self._first_s  # a dense pass needs no stale KV before it ends
         return self._load.waits_s + max(begin + sparse, self.load_s + sparse / self._costs.layers)
 
-    def _passes_s(self, ratio: float) -> tuple[float, float]:
-        """Return what the dense and the sparse pass take."""
-        compute, context = self._costs.compute, self._load.context
-        chooses = self._stale and 0 < ratio < 1
-        dense = self._load.dense * compute.seconds(self._checked, context) if chooses else 0.0
-        return dense, compute.seconds(self._in_place + ratio * self._stale, context, self._placed)
+    def _passes_s(self, ratio: float) -> tuple[float, float, float]:
+        """Return what the question's own pass, the dense and the sparse pass take."""
+        compute, context, asked = self._costs.compute, self._load.context, self._load.asked
+        question = dense = 0.0
+        if self._stale and 0 < ratio < 1:
+            question = 0.0 if asked is None else compute.seconds(self._in_place + asked, context)
+            dense = self._load.dense * compute.seconds(self._checked, context)
+        return question, dense, compute.seconds(self._in_place + ratio * self._stale, context, self._placed)
 
     def highest_ratio(self, limit: float) -> float:
         """Return the highest ratio allowed whose time is within ``limit``."""

@@ -89,6 +89,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         options.model,
         options.store,
         header=_header(options, args),
+        ratio=options.ratio,
         dtype=args.dtype,
         ram_budget=options.ram_budget,
         disk_budget=options.disk_budget,

@@ -97,7 +97,7 @@ async def _serve_engine(
     from cacheblend_rag.engines.vllm.client import connect
 
     tell("Opening what is registered, and the routes.")
-    client = await connect(llm, launch, store, ratio=options.ratio, write_back=options.write_back)
+    client = await connect(llm, launch, store, write_back=options.write_back)
     limits = guard(options, args)
     tenants = ServedTenants.open(client, options.store, limits.tenants, options.max_chunks, limits.quotas)
     tenants.watch()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from cacheblend_rag.blending.controller import SPENT, Load, Located, Terms, control, decide
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, MeasuredCost, TierCost
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
-from cacheblend_rag.blending.settings import TextRatio
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.blending.settings import BlendSettings, TextRatio
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench.controller import ControllerSettings, bench_controller, simulate, simulate_one
 from cacheblend_rag.lab.doctor.storage import cheapest_tier
@@ -81,6 +82,21 @@ def test_a_dense_pass_makes_a_blend_dearer() -> None:
     spans, known = chunks(*["ram"] * 5), costs(ram=1e9)
     with_pass = decide(Load(spans, 50, 0.1, dense=0.5), known)
     assert with_pass.compute_s == pytest.approx(0.5 * 0.205 + decide(Load(spans, 50, 0.1), known).compute_s, rel=0.3)
+
+
+def test_a_policy_that_watches_the_question_pays_for_its_own_pass_behind_all_layers() -> None:
+    known = Costs(4, COMPUTE, {"ram": TierCost(0.0, 1e12), "disk": TierCost(0.0, 2000 / 0.04)})
+    plan, asking, not_asking = planned(("ram", 10), ("ram", 10)), Terms(known, 0.0, asks=True), Terms(known, 0.0)
+    asked, unasked = control(plan, asking, 0.1), control(plan, not_asking, 0.1)
+    # 10 tokens of question once more; of what an engine computes behind a blend as many.
+    assert asked.expected_s == pytest.approx(COMPUTE.seconds(20 + 200 * asked.ratio, 0), rel=0.01)
+    assert unasked.expected_s == pytest.approx(COMPUTE.seconds(10 + 200 * unasked.ratio, 0), rel=0.01)
+    further = control(replace(plan, behind=30), asking, 0.1)
+    assert further.expected_s == pytest.approx(COMPUTE.seconds(50 + 200 * further.ratio, 0), rel=0.01)
+    # Nothing is chosen before all is there: computing hides no loading but that of the question's last layer.
+    slow = decide(Load(chunks("disk", "disk"), 50, 0.1, most=0.1, asked=0), known)
+    assert slow.seconds == pytest.approx(0.04 + COMPUTE.seconds(50, 0) / 4 + COMPUTE.seconds(100, 0), rel=0.01)
+    assert Terms.of(known, ModelProfile(), ModelProfile().resolve(BlendSettings(), 4), 4).asks
 
 
 def test_the_cheapest_device_that_adds_no_delay_is_named() -> None:
@@ -225,7 +241,7 @@ def test_the_ratio_is_what_the_chunks_that_are_loaded_need_not_those_computed_in
 
 def test_a_chunk_without_static_deviation_is_reckoned_with_the_policy_that_takes_over() -> None:
     known = Costs(8, COMPUTE, {"ram": TierCost(0, 1e12)})
-    terms = Terms(known, 0.0, 0.25)
+    terms = Terms(known, 0.0, dense_unranked=0.25)
     ranked, unranked = (control(planned(("ram", 10), ("ram", n)), terms, 0.1) for n in (10, None))
     assert ranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 200 * ranked.ratio, 0), rel=0.01)
     assert unranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 0.25 * 200 + 200 * unranked.ratio, 0), rel=0.01)

@@ -56,6 +56,10 @@ def test_a_kv_writer_is_checked_at_once_and_named_to_all_processes(tmp_path: Pat
     args, launch = parsed(tmp_path, writer=tmp_path / "writer")
     assert args.kv_transfer_config.kv_connector_extra_config["writer"] == asdict(launch.writer)
     assert launch.writer.directory == str(tmp_path / "writer")
+    # What chunks are computed behind is by the profile of model and writer, as the engine has it.
+    (tmp_path / "writer" / "cacheblend.json").write_text('{"blockwise": true}')
+    _, launch = parsed(tmp_path, writer=tmp_path / "writer", ratio=0.25)
+    assert (launch.profile.blockwise, launch.profile.ratio, launch.header_ids) == (True, 0.25, ())
     alter_config(tmp_path / "writer", use_dora=True)
     with pytest.raises(InputError, match="cannot be used: it takes use_dora"):
         parsed(tmp_path, writer=tmp_path / "writer")

@@ -12,7 +12,7 @@ from typing import Any, Final
 import psutil
 import torch
 
-from cacheblend_rag.blending.profile import load_profile
+from cacheblend_rag.blending.profile import ModelProfile, load_profile
 from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory, writer_of
 from cacheblend_rag.engines.vllm.starting import Tie, keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
@@ -44,6 +44,7 @@ class Launch:
         fingerprint: The model's identity in store keys.
         header_ids: Tokens that chunks are precomputed behind.
         store: Directory, or addresses, of the store that all processes share.
+        profile: The blend options that a request leaves open.
         writer: The KV writer that computes the KV of chunks; None for the model itself.
     """
 
@@ -53,6 +54,7 @@ class Launch:
     fingerprint: ModelFingerprint
     header_ids: tuple[int, ...]
     store: Path | str
+    profile: ModelProfile
     writer: WrittenBy | None = None
 
 
@@ -61,6 +63,7 @@ def prepare(
     store: Path | str,
     *,
     header: str | Sequence[int] | None = None,
+    ratio: float | None = None,
     dtype: str | torch.dtype | None = None,
     ram_budget: int | None = None,
     disk_budget: int | None = None,
@@ -74,11 +77,10 @@ def prepare(
     other requests stream; None takes what one step of chunked prefill takes.
 
     Raises:
-        InputError: An argument is one that the connector sets itself, or the KV writer is not this model's.
+        InputError: An argument is one that the connector sets itself, the KV writer is not this model's, or the ratio is out of
+            range.
         ModelError: The model cannot be found.
     """
-    from vllm.platforms import current_platform
-
     if taken := _OURS & vllm_arguments.keys():
         raise InputError(f"{', '.join(sorted(taken))} is set by cacheblend-rag itself; leave it out.")
     name = BUNDLED_MODEL if is_bundled(model) else str(model)
@@ -88,9 +90,10 @@ def prepare(
     tokenizer = (
         None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer") or directory)
     )
-    ids = chosen_header_ids(tokenizer, header, load_profile(fingerprint.digest, directory).blockwise)
     by = writer_of(model, writer)
     written_by = None if by is None else KVWriter.read(by, fingerprint, directory).name
+    profile = load_profile(fingerprint.digest, directory, ratio, written_by)
+    ids = chosen_header_ids(tokenizer, header, profile.blockwise)
     arguments = {
         # A hub model's files are taken from where the fingerprint was read.
         "model": str(directory),
@@ -108,14 +111,21 @@ def prepare(
         "served_model_name": name,
         # Guided JSON in which a small model may put blanks for ever is no use.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        **({} if current_platform.is_cpu() else step_size(vllm_arguments)),
         **vllm_arguments,
+        **_sizes_here(directory, chosen, vllm_arguments),
     }
-    if current_platform.is_cpu():
-        keep_what_is_compiled()
-        if (reserved := _cpu_kv_memory(directory, chosen, vllm_arguments)) is not None:
-            arguments["kv_cache_memory_bytes"] = reserved
-    return Launch(arguments, directory, tokenizer, fingerprint, ids, store, written_by)
+    return Launch(arguments, directory, tokenizer, fingerprint, ids, store, profile, written_by)
+
+
+def _sizes_here(directory: Path, dtype: torch.dtype, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what depends on the machine, as far as vLLM's arguments ``given`` leave it open."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return step_size(given)
+    keep_what_is_compiled()
+    reserved = _cpu_kv_memory(directory, dtype, given)
+    return {} if reserved is None else {"kv_cache_memory_bytes": reserved}
 
 
 def step_size(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cacheblend_rag.blending.costs import load_costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.profile import load_profile, log_uncalibrated
+from cacheblend_rag.blending.profile import log_uncalibrated
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, TraceEvent
@@ -75,7 +75,6 @@ class BlendClient:
         store: KVStore,
         gate: GateReport,
         *,
-        ratio: float | None = None,
         write_back: bool = True,
         ranking: Ranking | None = None,
     ):
@@ -84,7 +83,7 @@ class BlendClient:
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
         self.registry, self.namespace = ChunkRegistry(), DEFAULT
         self.writer, self._notice = launch.writer, WriterNotice()
-        self.profile = load_profile(launch.fingerprint.digest, launch.directory, ratio, launch.writer)
+        self.profile = launch.profile
         if gate.passed and not self.profile.is_calibrated:
             log_uncalibrated()
         config, model = llm.vllm_config, llm.model_config
@@ -358,11 +357,9 @@ class BlendClient:
         await asyncio.gather(*self._background, return_exceptions=True)
 
 
-async def connect(
-    llm: EngineClient, launch: Launch, store: KVStore, *, ratio: float | None = None, write_back: bool = True
-) -> BlendClient:
+async def connect(llm: EngineClient, launch: Launch, store: KVStore, *, write_back: bool = True) -> BlendClient:
     """Return a client of vLLM as it runs in this event loop; raises as :func:`ask_gate` does."""
-    return BlendClient(llm, launch, store, await ask_gate(llm, launch), ratio=ratio, write_back=write_back)
+    return BlendClient(llm, launch, store, await ask_gate(llm, launch), write_back=write_back)
 
 
 def record(trace: Trace, report: FinishReport, begin: float, arrived: Sequence[tuple[float, int]]) -> None:

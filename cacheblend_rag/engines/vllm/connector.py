@@ -14,14 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from cacheblend_rag.engines.entries import Entries, RAMLog
+from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pages import page_groups
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.starting import end_at_once, end_with_parent, log_as_vllm
 from cacheblend_rag.engines.vllm.versions import connector_output
-from cacheblend_rag.engines.vllm.worker_side import WorkerSide
+from cacheblend_rag.engines.vllm.worker_side import RAMLog, WorkerSide
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 

@@ -113,11 +113,13 @@ class VLLMEngine(BlendClient, BlendEngine):
         self._thread = threading.Thread(target=self.loop.run_forever, name="cacheblend-vllm", daemon=True)
         self._thread.start()
         try:
-            budgets = {"ram_budget": ram_budget, "disk_budget": disk_budget}
-            launch = prepare(model, where, header=header, dtype=dtype, writer=writer, **budgets, **vllm_arguments)
+            budgets: dict[str, Any] = {"ram_budget": ram_budget, "disk_budget": disk_budget}
+            launch = prepare(
+                model, where, header=header, ratio=ratio, dtype=dtype, writer=writer, **budgets, **vllm_arguments
+            )
             opened = _opened(where, disk_budget)
             llm, gate = self._run(_start(launch))
-            super().__init__(llm, launch, opened, gate, ratio=ratio, write_back=write_back, ranking=ranking)
+            super().__init__(llm, launch, opened, gate, write_back=write_back, ranking=ranking)
         except BaseException:
             self._stop()
             raise

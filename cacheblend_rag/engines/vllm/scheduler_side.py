@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.trace import Trace
-from cacheblend_rag.engines.entries import Entries, SideBySide, Whereabouts
+from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
     BlendJob,
@@ -32,10 +33,11 @@ from cacheblend_rag.engines.vllm.pace import Pace
 from cacheblend_rag.engines.vllm.pages import PageGroup, PageLender
 from cacheblend_rag.engines.vllm.versions import key_blocks
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.base import out_of
-from cacheblend_rag.store.kv import ChunkKV, StoredKV
+from cacheblend_rag.store.base import EntryInfo, out_of
+from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,8 +48,56 @@ _log = logging.getLogger(__name__)
 _PRESENT = ChunkKV((), 0)  # stands for an entry that only the workers will read
 # Looks at a request, about one in each engine step, after which it waits for pages no longer.
 _PATIENCE = 1000
+# Static deviations that the scheduler keeps.
+_MOST_STATIC = 4096
 # Computations whose measurements wait for a request's end to travel with; the oldest tell least.
 _MEASURED = 64
+
+
+class Whereabouts:
+    """Finds, in the scheduler, an entry's tier and size as the first rank's worker would, without reading it.
+
+    What a worker has taken into its RAM is known from its next report on; of what has left it meanwhile another tier is read.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[KVKey, int] = {}
+        self._lock = threading.Lock()  # look-ups run beside the engine's steps
+        self._static: OrderedDict[tuple[KVKey, int], torch.Tensor] = OrderedDict()
+
+    def take(self, changes: Mapping[KVKey, int]) -> None:
+        """Take in what :meth:`RAMLog.take` reported."""
+        self._held |= changes
+        for key in [key for key, nbytes in changes.items() if not nbytes]:
+            del self._held[key]
+
+    def find(self, entries: Entries, token_ids: Sequence[int], static: bool = False) -> StoredKV | None:
+        """Return what stands for one of ``entries``, of its size and tier and without layers; their store has no RAM.
+
+        With ``static`` it has the entry's static deviation. None where not every rank will find it.
+        """
+        found = entries.entry(token_ids)
+        if found is None:
+            return None
+        held = next((n for key in entries.read_keys(token_ids) if (n := self._held.get(key))), 0)
+        deviation = self._static_of(found, entries, token_ids) if static else None
+        kv = ChunkKV((), 0, "ram" if held else found.tier, deviation)
+        kv.num_tokens, kv.stored_nbytes = len(token_ids) or len(entries.header_ids), held or found.nbytes
+        return kv
+
+    def _static_of(self, found: EntryInfo, entries: Entries, token_ids: Sequence[int]) -> torch.Tensor | None:
+        """Return the static deviation of the entry that was found, read once for as long as prompts ask for it."""
+        key = found.key, found.nbytes  # the same entry without it is smaller
+        with self._lock:
+            known = self._static.pop(key, None)
+        if known is None and token_ids:
+            known = entries.static_deviation(token_ids)
+        if known is not None:
+            with self._lock:
+                self._static[key] = known
+                while len(self._static) > _MOST_STATIC:
+                    self._static.popitem(last=False)
+        return known
 
 
 class _Tracked:

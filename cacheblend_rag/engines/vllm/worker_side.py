@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.engines.entries import Entries, RAMLog
+from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import why_not_blendable
 from cacheblend_rag.engines.vllm.blends import BlendQueue, Hand
 from cacheblend_rag.engines.vllm.kernels import Kernels
@@ -24,7 +25,9 @@ from cacheblend_rag.engines.vllm.pages import page_groups, unknown_kinds
 from cacheblend_rag.engines.vllm.saving import Saver
 from cacheblend_rag.engines.vllm.target import PagedSubject, all_ranks
 from cacheblend_rag.engines.vllm.writing import writing_on
+from cacheblend_rag.store import KVStore, MemoryStore, TieredStore
 from cacheblend_rag.store.base import page_lock_for
+from cacheblend_rag.store.kv import KVKey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +35,28 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _log = logging.getLogger(__name__)
+
+
+class RAMLog:
+    """Records in the first rank's worker what came into its RAM and what left it, until it is reported."""
+
+    def __init__(self, store: KVStore):
+        """Take note of what changes in the RAM tiers of ``store``."""
+        self._lock = threading.Lock()
+        self._changes: dict[KVKey, int] = {}
+        for tier in store.tiers if isinstance(store, TieredStore) else (store,):
+            if isinstance(tier, MemoryStore):
+                tier.tell_changes(self._note)
+
+    def _note(self, key: KVKey, nbytes: int) -> None:
+        with self._lock:
+            self._changes[key] = nbytes
+
+    def take(self) -> dict[KVKey, int]:
+        """Return the bytes that are held of every key that has changed since the last call, 0 for none."""
+        with self._lock:
+            changes, self._changes = self._changes, {}
+        return changes
 
 
 class WorkerSide:

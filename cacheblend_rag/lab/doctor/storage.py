@@ -8,6 +8,7 @@ from typing import Final
 
 from cacheblend_rag.blending.controller import Load, Located, blend_times, decide
 from cacheblend_rag.blending.costs import Costs
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.lab.doctor.costs import token_bytes
 from cacheblend_rag.lab.doctor.workbench import Workbench
 
@@ -71,7 +72,8 @@ def typical_load(place: Workbench, chunks: int, chunk_tokens: int, ratio: float 
         return None
     span = Located(chunk_tokens, token_bytes(place) * chunk_tokens, "")
     dense = engine.profile.dense_share(engine.profile.policy, engine.num_layers)
-    return Load([span] * chunks, _QUESTION, engine.profile.ratio if ratio is None else ratio, dense=dense)
+    asked = 0 if policy(engine.profile.policy).needs_attention else None
+    return Load([span] * chunks, _QUESTION, engine.profile.ratio if ratio is None else ratio, dense=dense, asked=asked)
 
 
 def plan_tiers(load: Load, costs: Costs) -> StoragePlan:

@@ -23,7 +23,7 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings, TextRatio
-from cacheblend_rag.engines.entries import Entries, RAMLog, Whereabouts
+from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.messages import (
     PARAMS,
@@ -36,8 +36,8 @@ from cacheblend_rag.engines.vllm.messages import (
     to_params,
 )
 from cacheblend_rag.engines.vllm.pages import page_groups
-from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
-from cacheblend_rag.engines.vllm.worker_side import _context
+from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide, Whereabouts
+from cacheblend_rag.engines.vllm.worker_side import RAMLog, _context
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from cacheblend_rag.store.files import DEFAULT, Namespace
