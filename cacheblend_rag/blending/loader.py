@@ -99,7 +99,6 @@ class LayerLoader:
     ) -> None:
         """Stop reading. Where the blend has failed, nobody waits for reads that have begun: they may be what is late."""
         self._reads.close(wait=error is None)
-        self._tell_waits()
 
     @property
     def ready(self) -> bool:
@@ -176,14 +175,6 @@ class LayerLoader:
             self._layers[index] += self._num_layers - stored.first
         wanted = sum(span.kv.nbytes * (span.end - span.start) // span.kv.num_tokens for span in stored.spans)
         self.loaded_bytes += wanted * (self._num_layers - stored.first) // self._num_layers
-
-    def _tell_waits(self) -> None:
-        """Tell each tier of its share of the time that was waited, by how long it was read."""
-        read_s = {tier: taken.seconds for tier, taken in self.reads.items()}
-        total = sum(read_s.values())
-        one_of = {span.kv.tier: span.kv for span in self._all if total and span.kv.tier in read_s}
-        for tier, kv in one_of.items():
-            kv.waited(self.wait_s * read_s[tier] / total)
 
     def _spans(self, layer: int) -> tuple[StoredSpan, ...]:
         return self._all if layer >= self._stale_from_layer else self._exact

@@ -17,7 +17,7 @@ from cacheblend_rag.console.engines import open_inventory
 from cacheblend_rag.console.output import by_steps, echo, print_json, progress, size, status, table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.rag.inventory import Inventory, TierUse
+    from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.store import StoreStats
 
 _OF_THE_LAB = {name: f"cacheblend_rag.lab.commands.storage:{name}" for name in ("calibrate", "plan")}
@@ -41,21 +41,17 @@ store = typer.Typer(
 def stats(
     directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
 ) -> None:
-    """Show what the store holds, tier by tier, and what was counted of them: by the processes that have closed it.
-
-    Hidden is the share of the time of reading for which no computation waited.
-    """
+    """Show what the store holds, tier by tier. What a process has found and read, its answers and a server's metrics say."""
     from cacheblend_rag.store import recorded_tiers
 
     place = options.store_directory(directory)
     with open_inventory(place, namespace) as inventory:
         kv, index = inventory.stats()
-        tiers = inventory.tiers(kv)
         pins = len(inventory.store.pins())
         _say_unlisted(inventory)
     kept_in = recorded_tiers(place)
     if as_json:
-        shown = [_tier_json(tier) for tier in tiers]
+        shown = [_tier_json(tier) for tier in kv.tiers]
         contents = {"entries": kv.entries, "bytes": kv.nbytes, "pinned": pins, "kept_in": kept_in, "tiers": shown}
         print_json({"kv": contents, "index": index and asdict(index)})
         return
@@ -67,28 +63,22 @@ def stats(
     pinned = f", {pins:,} pinned" if pins else ""
     echo(f"KV     {kv.entries:,} entries{pinned}, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
     echo()
-    rows = [["tier", "codec", "entries", "size", "budget", "hit rate", "evicted", "damaged", "reading", "hidden"]]
-    for tier in tiers:
-        found, counted = tier.stats, tier.activity
-        held = found is not None and found.listed and not found.out
+    rows = [["tier", "codec", "entries", "size", "budget"]]
+    for tier in kv.tiers:
+        held = tier.listed and not tier.out
         rows.append(
             [
-                tier.name,
-                _codec(found) or "-",
-                f"{found.entries:,}" if found and held else "-",
-                size(found.nbytes) if found and held else "-",
-                "-" if found is None else "none" if found.budget is None else size(found.budget),
-                "-" if counted.hit_rate is None else f"{counted.hit_rate:.0%}",
-                f"{counted.evictions:,}",
-                f"{counted.damaged:,}",
-                "-" if counted.bytes_per_s is None else f"{counted.bytes_per_s / 1e6:,.0f} MB/s",
-                "-" if counted.hidden is None else f"{counted.hidden:.0%}",
+                tier.tier,
+                _codec(tier),
+                f"{tier.entries:,}" if held else "-",
+                size(tier.nbytes) if held else "-",
+                "none" if tier.budget is None else size(tier.budget),
             ]
         )
     echo(table(rows))
-    for tier in tiers:
-        if tier.stats is not None and tier.stats.out:
-            echo(f"\nThe {tier.name} tier does not answer: {tier.stats.out}")
+    for tier in kv.tiers:
+        if tier.out:
+            echo(f"\nThe {tier.tier} tier does not answer: {tier.out}")
 
 
 def _say_unlisted(inventory: Inventory) -> None:
@@ -101,25 +91,19 @@ def _say_unlisted(inventory: Inventory) -> None:
         )
 
 
-def _codec(tier: StoreStats | None) -> str | None:
-    return None if tier is None else tier.codec.replace("raw", "none")  # as addresses say it
+def _codec(tier: StoreStats) -> str:
+    return tier.codec.replace("raw", "none")  # as addresses say it
 
 
-def _tier_json(tier: TierUse) -> dict[str, Any]:
-    found, counted = tier.stats, tier.activity
-    held = found if found is not None and found.listed and not found.out else None
+def _tier_json(tier: StoreStats) -> dict[str, Any]:
+    held = tier.listed and not tier.out
     return {
-        "tier": tier.name,
-        "codec": _codec(found),
-        "entries": held and held.entries,
-        "bytes": held and held.nbytes,
-        "budget": found and found.budget,
-        "hit_rate": counted.hit_rate,
-        "evictions": counted.evictions,
-        "damaged": counted.damaged,
-        "read_bytes_per_s": counted.bytes_per_s,
-        "hidden": counted.hidden,
-        "out": found.out if found is not None else "",
+        "tier": tier.tier,
+        "codec": _codec(tier),
+        "entries": tier.entries if held else None,
+        "bytes": tier.nbytes if held else None,
+        "budget": tier.budget,
+        "out": tier.out,
     }
 
 

@@ -260,9 +260,6 @@ class _HeadSlice(StoredKV):
     def static_deviation(self) -> torch.Tensor | None:
         return self._whole.static_deviation()  # of all heads: every rank must see the same
 
-    def waited(self, seconds: float) -> None:
-        self._whole.waited(seconds)
-
     def finish(self) -> None:
         self._whole.finish()
 

@@ -20,7 +20,6 @@ from cacheblend_rag.retrieval.documents import FoundDocuments
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
 from cacheblend_rag.store.base import EntryInfo, Evicting
-from cacheblend_rag.store.events import Activity, StoreTally
 from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace, home_of
 from cacheblend_rag.store.kv import KVKey, entry_of
 
@@ -78,15 +77,6 @@ class PinnedDocuments:
     chunks: int
     nbytes: int
     missing: int
-
-
-@dataclass(frozen=True)
-class TierUse:
-    """A tier of a KV store: its contents, None of RAM, and what the processes counted that have closed the store."""
-
-    name: str
-    stats: StoreStats | None
-    activity: Activity
 
 
 class Inventory:
@@ -306,14 +296,6 @@ class Inventory:
         """Return the contents of the KV store and of the index, if there is one."""
         with self._index() as index:
             return self.store.stats(), None if index is None else index.stats()
-
-    def tiers(self, stats: StoreStats) -> list[TierUse]:
-        """Return each tier of :meth:`stats`, and what was counted of it, and RAM, which each process has for itself."""
-        counted = StoreTally(self.directory).read()
-        found = [TierUse(each.tier, each, counted.get(each.tier, Activity())) for each in stats.tiers]
-        if "ram" in counted:
-            found.insert(0, TierUse("ram", None, counted["ram"]))
-        return found
 
     def _entries(self, index: ChunkIndex) -> Entries:
         made = index.config

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self, TypedDict
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
-from cacheblend_rag.store.events import Activity, Events, TierReads
+from cacheblend_rag.store.events import Events, TierReads
 from cacheblend_rag.store.format import PLAIN, EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KeyName, KVKey, StoredKV
 from cacheblend_rag.store.kvfile import KVFile
@@ -296,10 +296,6 @@ class Reporting(ABC):
     @abstractmethod
     def stats(self) -> StoreStats:
         """Return counters and contents."""
-
-    @abstractmethod
-    def activity(self) -> dict[str, Activity]:
-        """Return what this process has counted, by tier: the counters of :meth:`stats` without looking at the contents."""
 
     def out(self) -> dict[str, bool]:
         """Return of each remote tier whether it is not used at the moment, since it failed or was late."""

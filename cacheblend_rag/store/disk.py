@@ -24,7 +24,6 @@ from cacheblend_rag.store.base import (
     VerifyReport,
 )
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
-from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.files import Spool, explain, explained, file_mode, make_inside, make_root
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.kvfile import KVFile
@@ -151,9 +150,6 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         with suppress(OSError):
             free = shutil.disk_usage(self.root).free
         return replace(self._stats(len(sizes), sum(sizes)), free=free)
-
-    def activity(self) -> dict[str, Activity]:
-        return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
         on_damage = self._discard if repair else lambda *_: None

@@ -111,9 +111,6 @@ class StoredKV(ABC):
         """
         return None
 
-    def waited(self, seconds: float) -> None:  # noqa: B027 - for memory nobody waits
-        """Say that a computation has waited so long for reads from this entry's tier."""
-
     def finish(self) -> None:  # noqa: B027 - most entries have nothing left to do
         """Say that nobody waits any more: what a tier wants to do with the whole entry, it may do now (blocking)."""
 

@@ -206,9 +206,6 @@ class KVFile(StoredKV):
         self._read_static = static
         return static
 
-    def waited(self, seconds: float) -> None:
-        self._clock.wait(seconds)
-
     def verify(self) -> None:
         """Read everything against its checksums.
 

@@ -26,7 +26,6 @@ from cacheblend_rag.store.base import (
     TierOptions,
     VerifyReport,
 )
-from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, flat, nbytes_of, packed
 
 _log = logging.getLogger(__name__)
@@ -277,9 +276,6 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def stats(self) -> StoreStats:
         with self._lock:
             return self._stats(len(self._held), self._nbytes)
-
-    def activity(self) -> dict[str, Activity]:
-        return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
         """Count the entries; memory carries no checksums, so none of them can be found damaged."""

@@ -63,9 +63,6 @@ class Promotion(StoredKV):
     def static_deviation(self) -> torch.Tensor | None:
         return self._source.static_deviation()
 
-    def waited(self, seconds: float) -> None:
-        self._source.waited(seconds)
-
     def finish(self) -> None:
         """See :meth:`StoredKV.finish`: read what the blend did not need, such as the layers below its check layer."""
         try:

@@ -19,7 +19,6 @@ from cacheblend_rag.errors import CacheBlendError, InputError, StoreError
 from cacheblend_rag.store.base import TIMEOUT_S, KVStore, TierOptions, Writes
 from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.disk import DiskStore
-from cacheblend_rag.store.events import StoreTally
 from cacheblend_rag.store.files import make_root, write_text
 from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.memory import MemoryStore
@@ -263,7 +262,7 @@ def open_store(
     urls = where if isinstance(where, str) and is_urls(where) else None
     home = None if urls is not None else Path(where).expanduser()
     tiers = _opened(urls or (home and recorded_tiers(home)) or _USUAL, home, ram_budget, disk_budget, processes)
-    return TieredStore(tiers or [MemoryStore(0)], None if home is None else StoreTally(home))
+    return TieredStore(tiers or [MemoryStore(0)])
 
 
 def _opened(

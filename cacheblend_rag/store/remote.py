@@ -23,7 +23,6 @@ from cacheblend_rag.store.base import (
     VerifyReport,
 )
 from cacheblend_rag.store.calls import AT_ONCE, RemoteCalls
-from cacheblend_rag.store.events import Activity
 from cacheblend_rag.store.kv import ChunkKV, KVKey, checked_key
 from cacheblend_rag.store.kvfile import KVFile
 
@@ -164,9 +163,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
 
     def out(self) -> dict[str, bool]:
         return {self.tier: bool(self._calls.out)}
-
-    def activity(self) -> dict[str, Activity]:
-        return {self.tier: self._events.activity()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
         on_damage = self._discard if repair else lambda *_: None

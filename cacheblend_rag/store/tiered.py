@@ -26,7 +26,6 @@ from cacheblend_rag.store.base import (
     room_in,
     stats_of,
 )
-from cacheblend_rag.store.events import Activity, StoreTally
 from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 from cacheblend_rag.store.moving import Promotion, WriteQueue
@@ -44,12 +43,8 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     on without it.
     """
 
-    def __init__(self, tiers: Sequence[KVStore], tally: StoreTally | None = None):
+    def __init__(self, tiers: Sequence[KVStore]):
         """Combine ``tiers`` (fastest first), which belong to this store from now on.
-
-        Args:
-            tiers: See above.
-            tally: Where to add what was counted when the store is closed.
 
         Raises:
             InputError: There are none, or two are encrypted with different keys.
@@ -66,7 +61,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
         self._lock = threading.RLock()  # reentrant: a handle can end by garbage collection while it is held
         self._promoting = 0
-        self._tally = tally
         self._refused: dict[KVStore, str] = {}
         self._behind = {
             tier: WriteQueue(tier, partial(self._say_once, tier)) for tier in self.tiers if tier.writes == "back"
@@ -239,9 +233,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def out(self) -> dict[str, bool]:
         return {name: is_out for tier in self._reporting for name, is_out in tier.out().items()}
 
-    def activity(self) -> dict[str, Activity]:
-        return {name: counted for tier in self._reporting for name, counted in tier.activity().items()}
-
     def verify(self, repair: bool = True) -> VerifyReport:
         """See :meth:`Listing.verify`; every copy is checked that a tier lists."""
         reports = _of_each(self._listing, lambda tier: tier.verify(repair))
@@ -255,9 +246,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         """Write what is still to be written, and close every tier."""
         for queue in self._behind.values():
             queue.close()
-        if self._tally is not None:
-            self._tally.add(self.activity())
-            self._tally = None
         for tier in self.tiers:
             tier.close()
 

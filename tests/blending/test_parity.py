@@ -274,16 +274,13 @@ def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
     prompts.append(moved.prompt)
     for engine in (in_ram, on_disk):
         engine.precompute(scene.chunks)
-    waited_s = 0.0
     for prompt in prompts:
         scene_of = scene if prompt is prompts[0] else moved
         want, chosen, _ = blended_logits(in_ram, scene_of, settings)
         got, chosen_too, result = blended_logits(on_disk, scene_of, settings)
         assert chosen == chosen_too
         assert torch.equal(got, want)
-        waited_s += result.load_s
     assert result.load_s > 0 or ratio == 1
-    assert on_disk.store.activity()["disk"].waited_s == pytest.approx(waited_s)
 
 
 @pytest.mark.parametrize("family", ["llama", "yarn_rope", "qwen3", "phi3_partial", "glm"])

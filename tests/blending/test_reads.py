@@ -11,7 +11,7 @@ import pytest
 
 from cacheblend_rag.blending.reads import ReadMeter
 from cacheblend_rag.store import events
-from cacheblend_rag.store.events import Activity, TierReads
+from cacheblend_rag.store.events import TierReads
 
 DISK: Any = SimpleNamespace(tier="disk", stored_nbytes=800, num_layers=8)
 
@@ -59,9 +59,3 @@ def test_ram_is_not_measured_and_a_read_that_fails_has_no_bytes(clock) -> None:
         clock.s += 1.0
         raise OSError
     assert measured.taken() == {"disk": TierReads(0, 0, 1.0)}
-
-
-def test_what_nobody_waited_for_was_hidden() -> None:
-    assert Activity(read_s=2.0, waited_s=0.5).hidden == 0.75
-    assert Activity(read_s=2.0, waited_s=2.1).hidden == 0.0
-    assert Activity().hidden is None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import DiskStore
-from cacheblend_rag.store.events import Activity, StoreTally
 from cacheblend_rag.store.opening import record_tiers
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
@@ -35,7 +35,6 @@ def fill(root: Path) -> DiskStore:
     store = DiskStore(root, budget=10**6)
     store.put(key_of(1), kv_of(1))
     record_tiers(root, "ram://1MiB")
-    StoreTally(root).add({"disk": Activity(hits=1)})
     return store
 
 
@@ -93,7 +92,8 @@ def test_a_count_of_bytes_that_is_no_file_is_made_anew(root: Path, kind: str) ->
 def test_a_note_is_not_written_through_a_link(root: Path) -> None:
     victim = root / "victim"
     victim.write_text("do not overwrite")
-    fill(root / "store")
-    (root / "store" / "activity.new").symlink_to(victim)
-    StoreTally(root / "store").add({"disk": Activity(hits=1)})
+    store = fill(root / "store")
+    (root / "store" / "kv" / "pins.new").symlink_to(victim)
+    with pytest.raises(StoreError, match="symbolic links"):
+        store.pin([key_of(1)])
     assert victim.read_text() == "do not overwrite"
