@@ -2,8 +2,8 @@
 
 from cacheblend_rag.blending.outcome import PromptOutcome as PromptOutcome
 from cacheblend_rag.blending.outcome import Usage as Usage
-from cacheblend_rag.blending.policies.base import Candidates as Candidates
-from cacheblend_rag.blending.policies.base import SelectionPolicy as SelectionPolicy
+from cacheblend_rag.blending.policies import Candidates as Candidates
+from cacheblend_rag.blending.policies import SelectionPolicy as SelectionPolicy
 from cacheblend_rag.blending.settings import BlendSettings as BlendSettings
 from cacheblend_rag.demo.bundle import bundled_corpus as bundled_corpus
 from cacheblend_rag.demo.bundle import bundled_questions as bundled_questions

@@ -221,7 +221,8 @@ def running_server(server_model: Path, tmp_path_factory: pytest.TempPathFactory)
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     import torch
 
-    from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, save_costs
+    from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
+    from cacheblend_rag.blending.profile import save_costs
     from cacheblend_rag.store.kv import ModelFingerprint
     from tests.server.collector import Collector
     from tests.server.running import RunningServer

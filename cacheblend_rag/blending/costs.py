@@ -6,22 +6,13 @@ runs, what real prompts take keeps them current.
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from math import ceil, isfinite
-from pathlib import Path
 from typing import Any, Self
 
-from cacheblend_rag.blending.profile import user_file, write_json
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.events import TierReads
-
-_log = logging.getLogger(__name__)
-
-EMBEDDED = "transformers"
-"""The engine whose costs another one begins with where its own were not measured."""
 
 _WEIGHT = 0.2
 """Of the newest observation in the exponentially weighted average: some ten prompts decide."""
@@ -174,36 +165,6 @@ class Costs:
             raise InputError(
                 f"These are no measured costs ({error!r}); run `cacheblend store calibrate` anew."
             ) from error
-
-
-def save_costs(costs: Costs, digest: str, device: str, engine: str = EMBEDDED) -> Path:
-    """Write the costs of a model on a device, as an engine runs it, among the user's files; return the file."""
-    file = _file(digest, device, engine)
-    write_json(file, asdict(costs))
-    return file
-
-
-def load_costs(digest: str, device: str, engine: str = EMBEDDED) -> Costs | None:
-    """Return the costs of a model on a device, as an engine runs it; those of the embedded engine where only these are known.
-
-    None if they were never measured, or cannot be read.
-    """
-    file = _file(digest, device, engine)
-    if engine != EMBEDDED and not file.exists():
-        return load_costs(digest, device)
-    try:
-        return Costs.from_json(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, InputError) as error:
-        _log.warning("The costs in %s cannot be used: %s", file, error)
-        return None
-
-
-def _file(digest: str, device: str, engine: str) -> Path:
-    numbered = "cuda:0" if device == "cuda" else device  # vLLM does not number the device that it runs on
-    ran_by = "" if engine == EMBEDDED else f"-{engine}"
-    return user_file("costs", f"{digest}-{numbered.replace(':', '-')}{ran_by}")
 
 
 def _drift(seconds: float, expected: float) -> float:

@@ -24,8 +24,7 @@ import torch
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
-from cacheblend_rag.blending.policies import gave_way, possible
-from cacheblend_rag.blending.policies.base import Candidates
+from cacheblend_rag.blending.policies import Candidates, gave_way, possible
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, TextRatio
 from cacheblend_rag.blending.target import BlendTarget

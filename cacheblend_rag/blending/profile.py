@@ -1,7 +1,8 @@
-"""Keeps what is known about one model: check layers, ratio, and whether it passed the parity gate.
+"""Keeps what was found out about one model: how to blend it, and what loading and computing cost here.
 
 A profile lies in the model's own directory (``cacheblend.json``, as the bundled model has it), in a KV writer's, or among the
-user's files, named by fingerprint. ``cacheblend doctor --calibrate`` writes the latter; every engine reads them.
+user's files, named by fingerprint; costs lie there alone. ``cacheblend doctor --calibrate`` and ``cacheblend store calibrate``
+write them; every engine reads them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import (
     BlendSchedule,
@@ -29,6 +31,8 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import WrittenBy
 
 _FILE = "cacheblend.json"
+EMBEDDED = "transformers"
+"""The engine whose costs another one begins with where its own were not measured."""
 _log = logging.getLogger(__name__)
 
 
@@ -193,6 +197,36 @@ def save_profile(
 
 def _own_file(digest: str, writer: WrittenBy | None = None) -> Path:
     return user_file("profiles", digest if writer is None else f"{digest}-{writer.digest}")
+
+
+def save_costs(costs: Costs, digest: str, device: str, engine: str = EMBEDDED) -> Path:
+    """Write the costs of a model on a device, as an engine runs it, among the user's files; return the file."""
+    file = _costs_file(digest, device, engine)
+    write_json(file, asdict(costs))
+    return file
+
+
+def load_costs(digest: str, device: str, engine: str = EMBEDDED) -> Costs | None:
+    """Return the costs of a model on a device, as an engine runs it; those of the embedded engine where only these are known.
+
+    None if they were never measured, or cannot be read.
+    """
+    file = _costs_file(digest, device, engine)
+    if engine != EMBEDDED and not file.exists():
+        return load_costs(digest, device)
+    try:
+        return Costs.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, InputError) as error:
+        _log.warning("The costs in %s cannot be used: %s", file, error)
+        return None
+
+
+def _costs_file(digest: str, device: str, engine: str) -> Path:
+    numbered = "cuda:0" if device == "cuda" else device  # vLLM does not number the device that it runs on
+    ran_by = "" if engine == EMBEDDED else f"-{engine}"
+    return user_file("costs", f"{digest}-{numbered.replace(':', '-')}{ran_by}")
 
 
 def user_file(kind: str, name: str) -> Path:

@@ -16,7 +16,7 @@ from cacheblend_rag.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from cacheblend_rag.blending.policies.base import SelectionPolicy
+    from cacheblend_rag.blending.policies import SelectionPolicy
     from cacheblend_rag.blending.trace import Trace
 
 
@@ -81,7 +81,7 @@ class BlendSettings(_How):
             (:mod:`cacheblend_rag.blending.settings`); and, where the costs of loading were measured, as much more as costs no
             time (:mod:`cacheblend_rag.blending.controller`).
         policy: A token-selection policy: its name, ours or an installed package's (:mod:`cacheblend_rag.blending.policies`); or,
-            where the model runs in this process, a :class:`~cacheblend_rag.blending.policies.base.SelectionPolicy`.
+            where the model runs in this process, a :class:`~cacheblend_rag.blending.policies.SelectionPolicy`.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         quality: In place of the three: ``"high"`` blends by the profile, ``"fast"`` recomputes less, ``"exact"`` reuses only what
             an ordinary prefix cache could, which changes nothing, and ``"full"`` reuses nothing. With all left open it is

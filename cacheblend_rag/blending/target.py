@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,11 +13,11 @@ from cacheblend_rag.blending.rope import Move, Rope
 from cacheblend_rag.store.kv import LayerKV
 
 
+@dataclass(eq=False)
 class StopForward(Exception):  # noqa: N818  (a signal, not an error)
     """Ends a pass at its stop layer, from inside the model's own forward."""
 
-    def __init__(self, fresh: LayerKV):
-        self.fresh = fresh
+    fresh: LayerKV
 
 
 class BlendTarget(Protocol):

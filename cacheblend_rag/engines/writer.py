@@ -137,8 +137,7 @@ class Writing:
 class WriterNotice:
     """Says once that stored KV of chunks is not used, since the model itself has written it and not the KV writer."""
 
-    def __init__(self) -> None:
-        self._given = False
+    _given = False
 
     def look(self, entries: Entries, missing: Iterable[Chunk]) -> None:
         """Look whether chunks that are ``missing`` among an engine's ``entries`` are there as the model has written them."""

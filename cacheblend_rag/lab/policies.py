@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy
 
 _SINKS: Final = 2
 _WINDOW: Final = 7

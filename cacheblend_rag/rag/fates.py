@@ -10,8 +10,7 @@ import torch
 
 from cacheblend_rag.blending.fusor import FuseResult, fuse
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates
+from cacheblend_rag.blending.policies import Candidates, policy
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions, Reuse
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation

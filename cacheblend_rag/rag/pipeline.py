@@ -20,8 +20,7 @@ from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, rag_prompt
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, forget, index_documents
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
-from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, check_sizes
-from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.config import DEFAULT_CHUNK_TOKENS, IndexConfig, check_sizes
 from cacheblend_rag.retrieval.documents import FoundDocuments, find_documents
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
 

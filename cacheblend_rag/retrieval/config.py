@@ -6,9 +6,12 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cacheblend_rag.errors import StoreMismatchError
-from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.errors import InputError, StoreMismatchError
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
+
+DEFAULT_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS = 16
+"""Below this a single character (18 letters after normalisation, or 4 bytes) may not fit."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +97,11 @@ class IndexConfig:
             raise StoreMismatchError(
                 f"The index in {directory} does not fit: {'; '.join(wrong)}. Or index into another directory."
             )
+
+
+def check_sizes(max_tokens: int, overlap: int) -> None:
+    """Refuse sizes of chunks that are out of range; raises InputError."""
+    if max_tokens < MIN_CHUNK_TOKENS:
+        raise InputError(f"max_tokens is {max_tokens}; a chunk needs at least {MIN_CHUNK_TOKENS}.")
+    if not 0 <= overlap <= max_tokens // 2:
+        raise InputError(f"overlap is {overlap}; give 0 to half of max_tokens ({max_tokens // 2}).")

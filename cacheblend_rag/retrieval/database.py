@@ -89,9 +89,9 @@ class IndexDatabase(SQLiteFile):
                 raise
 
     @staticmethod
-    def is_in(directory: Path) -> bool:
+    def is_in(directory: Path | str) -> bool:
         """Say whether ``directory`` holds such a file with tables in it, of whatever kind, or one that cannot be read now."""
-        file = SQLiteFile(directory / FILE_NAME)
+        file = SQLiteFile(Path(directory).expanduser() / FILE_NAME)
         if not file.path.is_file():
             return False
         try:

@@ -105,10 +105,7 @@ class ChunkIndex(ChunkSource):
         """
         return cls(IndexDatabase(Path(directory).expanduser(), config, check), query_encoder)
 
-    @staticmethod
-    def exists(directory: Path | str) -> bool:
-        """Say whether ``directory`` holds an index, made to the end."""
-        return IndexDatabase.is_in(Path(directory).expanduser())
+    exists = staticmethod(IndexDatabase.is_in)
 
     @property
     def config(self) -> IndexConfig:

@@ -14,8 +14,7 @@ from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.fusor import FuseResult, OtherRankError, fuse, fuse_stepwise
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
 from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError
 from cacheblend_rag.blending.rope import Move, Rope, moved
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.plan import make_plan
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.target import TransformersTarget

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from cacheblend_rag.blending import policies
-from cacheblend_rag.blending.policies import GROUP, POLICIES, policy
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies import GROUP, POLICIES, Candidates, SelectionPolicy, policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams

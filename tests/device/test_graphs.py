@@ -14,8 +14,8 @@ import torch
 from cacheblend_rag.blending import reads
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.fusor import fuse_stepwise
+from cacheblend_rag.blending.policies import Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
-from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams

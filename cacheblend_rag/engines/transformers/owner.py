@@ -14,10 +14,10 @@ from typing import Any, Self
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend_rag.blending.costs import MeasuredCost, load_costs
+from cacheblend_rag.blending.costs import MeasuredCost
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.profile import load_profile, log_uncalibrated
+from cacheblend_rag.blending.profile import load_costs, load_profile, log_uncalibrated
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.base import BlendEngine

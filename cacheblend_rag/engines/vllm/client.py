@@ -17,11 +17,10 @@ from vllm import SamplingParams as VLLMSampling
 from vllm.sampling_params import RequestOutputKind
 
 from cacheblend_rag.blending.controller import Terms
-from cacheblend_rag.blending.costs import load_costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.profile import log_uncalibrated
+from cacheblend_rag.blending.profile import load_costs, log_uncalibrated
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, TraceEvent

@@ -32,7 +32,7 @@ def calibrate(
 
     Engines compute at different speed: measure each that you use. Until it is measured, vLLM begins with what transformers takes.
     """
-    from cacheblend_rag.blending.costs import save_costs
+    from cacheblend_rag.blending.profile import save_costs
     from cacheblend_rag.lab.doctor.costs import measure_costs
     from cacheblend_rag.lab.doctor.storage import plan_storage
     from cacheblend_rag.lab.doctor.workbench import Workbench
@@ -94,7 +94,7 @@ def plan(
 
     How fast tiers and model are is what `store calibrate` has measured; the file of prices may describe other devices.
     """
-    from cacheblend_rag.blending.costs import load_costs
+    from cacheblend_rag.blending.profile import load_costs
     from cacheblend_rag.errors import InputError, ModelError
     from cacheblend_rag.lab.doctor.costs import token_bytes
     from cacheblend_rag.lab.doctor.prices import Corpus, plan_prices, read_prices

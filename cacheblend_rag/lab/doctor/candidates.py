@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.policies import POLICIES, policy
-from cacheblend_rag.blending.policies.base import SelectionPolicy, highest
+from cacheblend_rag.blending.policies import POLICIES, SelectionPolicy, highest, policy
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 

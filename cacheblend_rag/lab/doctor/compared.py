@@ -14,8 +14,7 @@ from cacheblend_rag.blending.fusor import fuse, kv_deviation
 from cacheblend_rag.blending.gate import GateSubject, cut
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.blending.static import static_deviation

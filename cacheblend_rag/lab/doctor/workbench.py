@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from cacheblend_rag.blending.policies.base import SelectionPolicy
+from cacheblend_rag.blending.policies import SelectionPolicy
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings, Ratio
 from cacheblend_rag.engines.models import dtype_named
 from cacheblend_rag.engines.transformers import TransformersEngine

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from cacheblend_rag.blending.fusor import kv_deviation
+from cacheblend_rag.blending.policies import Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
-from cacheblend_rag.blending.policies.base import Candidates
 from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS

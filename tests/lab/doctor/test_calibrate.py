@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from cacheblend_rag.blending.fusor import fuse
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import highest
+from cacheblend_rag.blending.policies import highest, policy
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.engines.transformers.owner import usable_attention
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from cacheblend_rag.blending.controller import Load, Located
-from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost, load_costs, save_costs
+from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
+from cacheblend_rag.blending.profile import load_costs, save_costs
 from cacheblend_rag.lab.doctor.compute import fit_compute
 from cacheblend_rag.lab.doctor.costs import measure_costs, measure_remote
 from cacheblend_rag.lab.doctor.storage import plan_tiers

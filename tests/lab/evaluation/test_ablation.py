@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates
+from cacheblend_rag.blending.policies import Candidates, policy
 from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.lab.evaluation.ablation.__main__ import main
 from cacheblend_rag.lab.evaluation.ablation.deviation import ablate_deviation

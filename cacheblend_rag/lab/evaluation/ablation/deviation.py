@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError

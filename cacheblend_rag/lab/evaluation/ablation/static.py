@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.policies.base import Candidates, SelectionPolicy, highest
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, highest, policy
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.static import Distances, probe_ids, static_parts
 from cacheblend_rag.engines.transformers import TransformersEngine

@@ -1,12 +1,24 @@
-"""Says what a token-selection policy is: it scores the tokens with stored KV, to choose those that are recomputed. Holds ours."""
+"""Says what a token-selection policy is, holds ours, and finds them and those of installed packages by name.
+
+A policy scores the tokens with stored KV, to choose those that are recomputed. A new one of ours is a class here and its place in
+`POLICIES`; `examples/third_party_policy` is one in its own package.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, ClassVar, Final
 
-import torch
+from cacheblend_rag.errors import InputError
+
+if TYPE_CHECKING:  # options are checked by programs that need no torch otherwise, such as the command line
+    import torch
+
+GROUP = "cacheblend_rag.policies"
+"""The entry-point group of other packages' policies."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,8 @@ class Candidates:
 class SelectionPolicy(ABC):
     """Scores tokens; those of the highest score are recomputed, besides the question, the text between chunks and missing chunks.
 
-    A policy is a subclass with a name and a score. It is given as an object, or by name if :data:`GROUP
-    <cacheblend_rag.blending.policies.GROUP>` has an entry point for it.
+    A policy is a subclass with a name and a score. It is given as an object, or by name if :data:`GROUP` has an entry point for
+    it.
 
     Attributes:
         name: What users call it, and what is written down of it. Kept KV (conversations, vLLM's prefix cache) is told apart by
@@ -81,8 +93,8 @@ class SelectionPolicy(ABC):
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return a boolean mask ``[candidates]`` of the ``count`` highest ``scores``; the earlier one where two are equal."""
-    mask = torch.zeros_like(scores, dtype=torch.bool)
-    mask[torch.argsort(scores, descending=True, stable=True)[:count]] = True
+    mask = scores.new_zeros(len(scores)).bool()
+    mask[scores.argsort(descending=True, stable=True)[:count]] = True
     return mask
 
 
@@ -93,7 +105,7 @@ class FullReusePolicy(SelectionPolicy):
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         """Return 0 for every token."""
-        return torch.zeros_like(candidates.positions)
+        return candidates.positions.new_zeros(len(candidates.positions))
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return an empty selection."""
@@ -107,7 +119,7 @@ class FullRecomputePolicy(SelectionPolicy):
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         """Return 1 for every token."""
-        return torch.ones_like(candidates.positions)
+        return candidates.positions.new_ones(len(candidates.positions))
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return all tokens."""
@@ -175,3 +187,123 @@ class QueryPolicy(SelectionPolicy):
         """Return the question's attention."""
         assert candidates.attention is not None
         return candidates.attention
+
+
+POLICIES: Final[dict[str, type[SelectionPolicy]]] = {
+    each.name: each
+    for each in (StaticPolicy, StaticQueryPolicy, HKVDPolicy, QueryPolicy, FullReusePolicy, FullRecomputePolicy)
+}
+"""Ours, by name."""
+
+
+def check_policy(which: object) -> None:
+    """Refuse what is neither a policy nor the name of one; raises InputError."""
+    if isinstance(which, str):
+        if which not in POLICIES and which not in _installed():
+            raise _unknown(which)
+        return
+    if not isinstance(which, SelectionPolicy):
+        raise _unknown(which)
+    name = getattr(which, "name", None)
+    if not isinstance(name, str) or not name:
+        raise InputError(f"The selection policy {which!r:.200} has no name; give its class one.")
+    if name in POLICIES and type(which) is not POLICIES[name]:
+        raise InputError(f"{type(which).__name__} is called {name!r}, as a policy of ours is; give it another name.")
+
+
+def policy(which: str | SelectionPolicy) -> SelectionPolicy:
+    """Return the policy of that name, or the one given.
+
+    Raises:
+        InputError: No such policy, or a package's cannot be loaded.
+    """
+    if not isinstance(which, str):
+        return which
+    check_policy(which)
+    return _named(which)
+
+
+def possible(wanted: SelectionPolicy, ranked: bool, watched: bool) -> SelectionPolicy:
+    """Return ``wanted``, or the policy that takes its place where chunks are not ranked or attention is not to be watched."""
+    chosen = wanted
+    while (chosen.needs_static and not ranked) or (chosen.needs_attention and not watched):
+        chosen = policy(chosen.without_static if chosen.needs_static and not ranked else chosen.without_attention)
+    return chosen
+
+
+def gave_way(wanted: SelectionPolicy, chosen: SelectionPolicy, ratio: float, unranked: bool) -> str:
+    """Say in words that another policy chose, by which ratio, and why."""
+    why = (
+        "not all chunks are ranked" if wanted.needs_static and unranked else "this model's attention cannot be watched"
+    )
+    return f"; {wanted.name} gave way to {chosen.name} {ratio:.3g}, since {why}"
+
+
+def policy_name(which: str | SelectionPolicy) -> str:
+    """Return a policy's name, to be written down or shown."""
+    return which if isinstance(which, str) else which.name
+
+
+def name_elsewhere(which: str | SelectionPolicy) -> str:
+    """Return the name by which another process finds the same policy.
+
+    Raises:
+        InputError: An object that is not what its name stands for there.
+    """
+    name = policy_name(which)
+    if isinstance(which, str):
+        return name
+    if name in POLICIES or name in _installed():
+        there = policy(name)
+        if type(there) is type(which) and vars(there) == vars(which):
+            return name
+    kind = type(which)
+    raise InputError(
+        f"The selection policy {name!r} is an object of this process; vLLM's processes and servers find policies by name. "
+        f"Register '{kind.__module__}:{kind.__qualname__}' as {name!r} in the entry-point group {GROUP!r} of a package that is "
+        "installed there, too."
+    )
+
+
+@cache
+def _named(name: str) -> SelectionPolicy:
+    if name in POLICIES:
+        return POLICIES[name]()
+    return _load(name, _installed()[name])
+
+
+@cache
+def _installed() -> dict[str, list[EntryPoint]]:
+    """Return other packages' policies; looked for once, and only when a name is not ours: it takes tens of milliseconds."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _load(name: str, points: list[EntryPoint]) -> SelectionPolicy:
+    packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
+    if len(points) > 1:
+        raise InputError(f"The selection policy {name!r} is in several packages, {packages}; remove all but one.")
+    try:
+        found = points[0].load()
+        made = found() if isinstance(found, type) else found
+    except Exception as error:  # whatever a package does when it is imported
+        raise InputError(
+            f"The selection policy {name!r} of the package {packages} cannot be loaded ({type(error).__name__}: {error}); "
+            "mend or remove that package."
+        ) from error
+    if not isinstance(made, SelectionPolicy) or made.name != name:
+        raise InputError(
+            f"The package {packages} has {points[0].value!r} for the selection policy {name!r}, which is no SelectionPolicy of "
+            "that name; mend or remove that package."
+        )
+    return made
+
+
+def _unknown(which: object) -> InputError:
+    known = ", ".join([*POLICIES, *_installed()])
+    return InputError(
+        f"There is no selection policy {which!r:.200}; known ones: {known}. "
+        f"Packages add others by the entry-point group {GROUP!r}."
+    )
