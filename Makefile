@@ -33,8 +33,9 @@ setup: .venv/.ready ## Make .venv with everything in it
 	$(PIP) --editable "integrations/llama-index-cacheblend[test]"
 	@touch $@
 
-demo: setup        ## Index the bundled corpus, answer, and compare the methods
+demo: setup        ## Index the bundled corpus, answer, and compare the methods; then on real text, by a real model
 	$(BIN)/cacheblend demo
+	$(BIN)/cacheblend demo --documents docs/howto
 
 # Chromium is no Python package. Where it cannot be installed the page's tests are skipped, and say so; .ci/run insists on them.
 browser:           ## Install Chromium for the tests of `cacheblend ui` (Debian or Ubuntu, as root)

@@ -12,9 +12,11 @@ from cacheblend_rag.demo import bundle
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_corpus, bundled_questions
 from cacheblend_rag.demo.methods import METHODS
 from cacheblend_rag.engines import models
+from cacheblend_rag.errors import InputError, ModelError
 from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 QUESTIONS = [
     DemoQuestion("When was the observatory founded?", "1911", "single", "observatory.md"),
@@ -70,6 +72,34 @@ def test_demo_shows_the_first_question_of_a_kind_that_full_recompute_gets_right(
     assert "2 of 3" in text
     for name in METHODS:
         assert text.count(name) >= 4  # explained, shown twice, summed up
+
+
+def test_on_documents_what_recomputes_more_is_nearer_and_nothing_needs_a_question(run, model_dir, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "house.md").write_text((ROOT / "docs/architecture.md").read_text("utf-8")[:6000])
+    arguments = ["demo", "--documents", tmp_path / "docs", "--model", model_dir]
+    found = as_json(run(*arguments, "--json"))["methods"]
+    full, prefix, reuse, fast, high = found.values()
+    assert full["sooner"] == full["compute"] == 1
+    assert full["kl"] == prefix["kl"] == 0
+    assert reuse["kl"] > fast["kl"] > high["kl"] > 0
+    assert reuse["compute"] < fast["compute"] < high["compute"] < prefix["compute"] < 1
+    text = run(*arguments).stdout
+    for said in (*found, "static-query 15%", "static-query 50%", "95% intervals"):
+        assert said in text
+
+
+def test_on_documents_a_default_model_that_is_not_there_is_one_line_and_another_one_an_error(
+    run, tmp_path, monkeypatch
+):
+    def missing(*_: object) -> None:
+        raise ModelError("it is not installed")
+
+    monkeypatch.setattr("cacheblend_rag.lab.commands.demo.open_engine", missing)
+    result = run("demo", "--documents", tmp_path)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (0, "Nothing is compared: it is not installed")
+    assert run("demo", "--documents", tmp_path, "--model", "other").exit_code == ModelError.exit_code
+    assert run("demo", "--model", "other").exit_code == InputError.exit_code
 
 
 def test_every_bundled_question_has_its_answer_in_its_document():
@@ -148,7 +178,7 @@ def test_calibrate_on_a_store_asks_about_its_own_documents(run, model_dir, docum
 
 
 def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
-    text = (Path(__file__).parents[2] / "docs/architecture.md").read_text("utf-8")
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "readme.md").write_text(text[:6000])
     arguments = ["doctor", "--calibrate", "--model", model_dir, "--count", 2, "--json"]

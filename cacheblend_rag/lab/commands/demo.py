@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_pipeline
-from cacheblend_rag.console.groups import BudgetOptions, EngineOptions
-from cacheblend_rag.console.output import print_json, progress, seconds, size, status
+from cacheblend_rag.console.engines import open_engine, open_pipeline, with_model
+from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
+from cacheblend_rag.console.output import echo, print_json, progress, seconds, size, status, table
 from cacheblend_rag.demo.bundle import demo_store_name
 from cacheblend_rag.engines.models import BUNDLED_MODEL
+from cacheblend_rag.errors import InputError, ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
     from cacheblend_rag.rag.pipeline import RagPipeline
 
+_PASSAGES: Final = 8
 _KINDS = {
     "single": "one chunk says it all",
     "cross": 'one chunk speaks of "it" or "she", and another one holds the name',
@@ -30,16 +36,31 @@ _KINDS = {
 }
 
 
+@takes_groups
 def demo(
+    *,
+    documents: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compare on passages of the text in this directory instead, by a model of your own or smollm2."
+        ),
+    ] = None,
     store: options.Store = None,
-    device: options.Device = None,
-    threads: options.Threads = None,
+    model: ModelOptions,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Index a bundled corpus with a bundled model, ask questions, and compare four ways to handle the prompt."""
-    directory = store or options.store_directory(None).parent / demo_store_name(device)
-    model = EngineOptions(BUNDLED_MODEL, device=device, threads=threads)
-    with open_pipeline(model, directory, BudgetOptions(), must_exist=False) as pipeline:
+    """Index a bundled corpus with a bundled model, ask questions, and compare four ways to handle the prompt.
+
+    With --documents: how near they come to full recompute on real text, and how soon, in about three minutes by smollm2.
+    """
+    if documents is not None:
+        _on_documents(model, documents, as_json)
+        return
+    if (model.model, model.dtype, model.writer) != (None, None, None):
+        raise InputError("The bundled corpus is for the bundled model; give --documents DIR for another one.")
+    directory = store or options.store_directory(None).parent / demo_store_name(model.device)
+    bundled = EngineOptions(BUNDLED_MODEL, device=model.device, threads=model.threads)
+    with open_pipeline(bundled, directory, BudgetOptions(), must_exist=False) as pipeline:
         from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
         from cacheblend_rag.lab.comparison import as_json as rows_as_json
         from cacheblend_rag.lab.comparison import run_demo
@@ -63,6 +84,50 @@ def demo(
             print_json({"model": pipeline.engine.fingerprint.name, **rows_as_json(rows)})
         else:
             screen.totals(rows, directory)
+
+
+def _on_documents(chosen: ModelOptions, documents: Path, as_json: bool) -> None:
+    """Compare on a user's documents; where nobody has named a model and smollm2 is not there, say so."""
+    from cacheblend_rag.lab.calibration_prompts import collect_prompts
+    from cacheblend_rag.lab.on_documents import compare_on_documents
+
+    if not as_json:
+        echo(
+            f"{_PASSAGES} passages of {documents}, each behind four others: about three minutes of two cores by smollm2."
+        )
+    try:
+        opened = open_engine(with_model(chosen))
+    except ModelError as error:
+        if chosen.model is not None:
+            raise
+        echo(f"Nothing is compared: {error}", err=True)
+        return
+    with opened as engine:
+        with progress("Comparing:") as show:
+            prompts = collect_prompts(engine, None, None, _PASSAGES, documents)
+            found = compare_on_documents(engine, prompts, lambda n: show(n, len(prompts), f"passage {n + 1}"))
+        name, writer = engine.fingerprint.name, engine.writer
+    if as_json:
+        methods = {key: asdict(row) for key, row in found.items()}
+        print_json({"model": name, "prompts": len(prompts), "methods": methods})
+        return
+    rows = [["", "first token", "computed", "KL, nats", "tokens agree"]]
+    for key, row in found.items():
+        near = [_mean(row.kl, row.kl_interval, ".3f"), _mean(row.agrees, row.agrees_interval, ".1%")]
+        near = near if row.kl else ["exact", "exact"]
+        rows.append([f"{key} {row.how}".rstrip(), f"{row.sooner:.1f}x", f"{row.compute:.0%}", *near])
+    tokens = fmean(len(each.prompt.token_ids) for each in prompts)
+    echo(
+        f"\n{table(rows)}\n\n{name}{', chunks by its KV writer' if writer else ''}; prompts of {tokens:,.0f} tokens, medians of "
+        "how many times as soon;\nKL and agreement with full recompute over the text that goes on there, with 95% intervals.\n"
+        "What weights of few bits cost beside it: docs/results.md, On a real model.\nHow much your model needs on your text: "
+        f"cacheblend doctor --calibrate --documents {documents}"
+    )
+
+
+def _mean(value: float, interval: tuple[float, float] | None, form: str) -> str:
+    between = "" if interval is None else f" [{interval[0]:{form}}, {interval[1]:{form}}]"
+    return f"{value:{form}}{between}"
 
 
 class _Screen:

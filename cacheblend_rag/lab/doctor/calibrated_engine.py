@@ -13,7 +13,7 @@ from cacheblend_rag.blending.profile import save_profile, user_folder
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.lab.doctor.calibration import Calibration, CalibrationPrompt, Progress, calibrate
-from cacheblend_rag.lab.doctor.compared import Coarser
+from cacheblend_rag.lab.doctor.compared import Coarser, Planner
 from cacheblend_rag.lab.doctor.ledger import Ledger
 from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.doctor.rounding import rounded_weights
@@ -56,17 +56,12 @@ def calibrate_engine(
         ModelError: The model is not blended.
         InputError: No prompt is of use, or there is no ratio to find.
     """
-    if engine.rope is None or not engine.gate.passed:
-        raise ModelError(f"This model is not blended, so there is nothing to calibrate: {engine.gate.reason}.")
+    planner = planner_of(engine)
+    assert engine.rope is not None
     if engine.profile.blockwise:
         why = "this model was trained for chunks by themselves (blockwise): there is no ratio to find"
         raise InputError(f"{engine.profile.origin} says that {why}.")
     end = getattr(engine.tokenizer, "eos_token_id", None)
-
-    def planner(prompt: TokenizedPrompt) -> BlendPlan:
-        engine.precompute([span.chunk for span in prompt.spans])
-        layers = engine.num_layers
-        return engine.entries.plan(prompt, lambda hand, ids: hand.get(ids, layers), longest=engine.runner.longest)
 
     # In RAM, and with its budget: what it has no room for is computed anew where it is needed again.
     kept = engine.store, engine.ranking, engine.registry
@@ -84,6 +79,23 @@ def calibrate_engine(
     if not found.stopped:
         ledger.remove()
     return found, save_profile(found.profile, engine.fingerprint.digest, output, engine.writer)
+
+
+def planner_of(engine: TransformersEngine) -> Planner:
+    """Return what plans a prompt by an engine's store, whose chunks' KV it computes first where it is missing.
+
+    Raises:
+        ModelError: The model is not blended.
+    """
+    if engine.rope is None or not engine.gate.passed:
+        raise ModelError(f"This model is not blended, so there is nothing to measure: {engine.gate.reason}.")
+
+    def plan(prompt: TokenizedPrompt) -> BlendPlan:
+        engine.precompute([span.chunk for span in prompt.spans])
+        layers = engine.num_layers
+        return engine.entries.plan(prompt, lambda hand, ids: hand.get(ids, layers), longest=engine.runner.longest)
+
+    return plan
 
 
 def _coarser(engine: TransformersEngine, bits: int) -> Coarser:
