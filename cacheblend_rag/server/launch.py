@@ -12,7 +12,10 @@ from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from multiprocessing.util import register_after_fork
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import CacheBlendError, InputError
@@ -39,8 +42,8 @@ _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _DRAIN_S = 5.0
 _POLL_S = 0.05
 _ENGINE = (
-    "Starting vLLM's engine, whose lines have the time of day: its workers import vLLM once more, load the model, compile "
-    "it (the first start; later ones find that) and pass the parity gate."
+    "Starting vLLM's engine, whose lines have the time of day: it loads the model, compiles it (the first start; later ones "
+    "find that) and passes the parity gate; workers beside it import vLLM once more."
 )
 
 
@@ -55,6 +58,7 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # before vLLM reads it; its other processes inherit it
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_ANSWERS)
     tell("Reading the flags and the model's files.")
+    threads = compute_on_one_thread()
     args, launch = parse(options, flags)
 
     import uvloop
@@ -66,10 +70,10 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
     configure_logging_from_args(args)
     share_logging()
     with suppress(KeyboardInterrupt):  # asked to stop before it had started
-        uvloop.run(_serve(options, args, launch))
+        uvloop.run(_serve(options, args, launch, threads))
 
 
-async def _serve(options: ServeOptions, args: Namespace, launch: Launch) -> None:
+async def _serve(options: ServeOptions, args: Namespace, launch: Launch, threads: int) -> None:
     signal.signal(signal.SIGTERM, _stop_starting)
     address, sock = _listen(args)
     stopped: Coroutine[Any, Any, None] | None = None
@@ -78,7 +82,7 @@ async def _serve(options: ServeOptions, args: Namespace, launch: Launch) -> None
         store = open_store(launch.store, ram_budget=0, disk_budget=options.disk_budget)
         tell(_ENGINE)
         with store:
-            async with _EngineStart(_engine(args, sock), launch, options.verbose) as llm:
+            async with _EngineStart(_engine(args, sock, threads), launch, options.verbose) as llm:
                 stopped = await _serve_engine(options, args, launch, llm, store, address, sock)
             await stopped
     finally:
@@ -252,10 +256,25 @@ def _listen(args: Namespace) -> tuple[str, socket.socket]:
         raise InputError(str(error.args[0])) from error
 
 
-def _engine(args: Namespace, sock: socket.socket) -> Any:
+def compute_on_one_thread() -> int:
+    """Have torch use no other thread on a CPU: threads do not outlive a fork, and what is forked would wait for them for ever.
+
+    Returns:
+        How many it used.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    threads = torch.get_num_threads()
+    if current_platform.is_cpu():
+        torch.set_num_threads(1)
+    return threads
+
+
+def _engine(args: Namespace, sock: socket.socket, threads: int) -> Any:
     """Return vLLM's engine as its own server would enter it; on a CPU its process is forked, and need not import vLLM anew.
 
-    Its workers are spawned as ever: what OpenMP is told by its environment counts for a process that starts.
+    One worker computes in that process, on ``threads`` threads where vLLM has not chosen cores; several are spawned as ever.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client_from_engine_args
@@ -267,6 +286,9 @@ def _engine(args: Namespace, sock: socket.socket) -> Any:
             if current_platform.is_cpu() and sys.platform == "linux":
                 register_after_fork(sock, _leave_to_parent)
                 os.environ[_START_METHOD] = "fork"  # vLLM has just chosen another one, for all of them
+                if self.distributed_executor_backend is None and _can_compute(config.parallel_config):
+                    config.parallel_config.distributed_executor_backend = "uni"  # "mp" by vLLM's choice
+                    register_after_fork(config, partial(_compute, threads=threads))
             return config
 
     return build_async_engine_client_from_engine_args(Arguments.from_cli_args(args))
@@ -277,6 +299,30 @@ def _leave_to_parent(sock: socket.socket) -> None:
     sock.close()
     signal.set_wakeup_fd(-1)
     os.environ[_START_METHOD] = "spawn"
+
+
+def _can_compute(parallel: Any) -> bool:
+    """Say whether a process forked from this one can be the only worker: what vLLM preloads for one must be loaded here."""
+    wanted = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    loaded = Path("/proc/self/maps").read_text()
+    alone = parallel.world_size == 1 and not parallel.numa_bind and find_spec("vllm.utils.ompmultiprocessing")
+    return bool(alone) and all(os.path.realpath(each) in loaded for each in wanted)
+
+
+def _compute(config: Any, threads: int) -> None:
+    """Do, in a forked process, what vLLM's environment would do to a worker that is spawned."""
+    import torch
+    import torch._inductor.config
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    chosen = OMPProcessManager(config)
+    if not chosen.skip_setup:
+        os.sched_setaffinity(0, chosen.cpu_lists[0])
+        threads = len(chosen.cpu_lists[0])
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.cpp.dynamic_threads = True
 
 
 class _EngineStart:

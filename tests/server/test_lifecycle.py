@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.engines.contract import TEXTS
@@ -94,9 +95,12 @@ def test_the_command_starts_says_where_it_serves_and_stops_when_told(server_mode
                 break
         assert f"Serving {server_model}" in said[-1], "".join(said)
         assert re.search(r"on http://127.0.0.1:\d+: 0 chunks known", said[-1])
+        # It computes itself: a worker beside it would have imported vLLM once more.
+        (engine,) = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         left = process.stdout.read()
     assert process.returncode == 0, left
+    assert not engine.is_running()
 
 
 def test_two_tensor_parallel_ranks_serve_blend_and_forget(server_model: Path, tmp_path: Path) -> None:
