@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -119,7 +120,7 @@ def pytest_configure(config: pytest.Config) -> None:
             )
 
 
-_WHOLLY_SLOW = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
+_WHOLLY_SLOW = re.compile(r"^pytestmark = (\[[^\]]*|.*)\bmark\.slow\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -142,9 +143,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """Let the end of the process collect it, else Triton's bindings tell of leaks."""
-    gc.unfreeze()
+# Collected at the end of the process, else Triton's bindings tell of leaks; not before, where pytest collects several times.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)

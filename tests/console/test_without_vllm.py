@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import cacheblend_rag
 import cacheblend_rag.engines
 from cacheblend_rag.console.engines import open_vllm
 from cacheblend_rag.console.groups import ModelOptions
@@ -28,7 +29,9 @@ def _fresh() -> Iterator[None]:
         name: module for name, module in sys.modules.items() if name.startswith((PACKAGE, "cacheblend_rag.server"))
     }
     before.pop("cacheblend_rag.server.options", None)  # the list of flags, which the command has read
-    attribute = vars(cacheblend_rag.engines).pop("vllm", None)
+    # A package is an attribute of the one that it lies in, too, and patches by name go that way.
+    places = [(vars(cacheblend_rag.engines), "vllm"), (vars(cacheblend_rag), "server")]
+    packages = [names.pop(name, None) for names, name in places]
     for name in before:
         del sys.modules[name]
     yield
@@ -36,8 +39,10 @@ def _fresh() -> Iterator[None]:
         if name != "cacheblend_rag.server.options":
             del sys.modules[name]
     sys.modules.update(before)
-    if attribute is not None:
-        cacheblend_rag.engines.vllm = attribute  # type: ignore[attr-defined]
+    for (names, name), package in zip(places, packages, strict=True):
+        names.pop(name, None)
+        if package is not None:
+            names[name] = package
 
 
 @pytest.mark.usefixtures("_fresh")

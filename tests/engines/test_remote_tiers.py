@@ -41,7 +41,7 @@ def same_answers(engine: Any, other: Any, settings: BlendSettings) -> bool:
     return torch.equal(mine[0][0], theirs[0][0]) and mine[1].token_ids == theirs[1].token_ids
 
 
-@pytest.fixture(params=["redis", "s3"])
+@pytest.fixture(params=["redis", pytest.param("s3", marks=pytest.mark.slow)])
 def address(request: pytest.FixtureRequest) -> str:
     if request.param == "redis":
         return f"{request.getfixturevalue('redis_url')}?timeout=30s"

@@ -82,6 +82,7 @@ def pdf(stream: bytes) -> bytes:
     return body + table + b"trailer<</Root 1 0 R/Size 5>>\nstartxref\n%d\n%%%%EOF" % len(body)
 
 
+@pytest.mark.slow
 def test_a_page_of_endless_drawing_is_stopped(parser: Parser) -> None:
     assert parser.parse(".pdf", pdf(b"BT /F 9 Tf (harbour) Tj ET"))[0] == "harbour"
     bomb = pdf(b"BT /F 9 Tf (a) Tj ET\n" * 300_000)
@@ -129,6 +130,7 @@ def test_a_million_open_tags_are_read_or_stopped(parser: Parser) -> None:
     assert "reading it takes more than" in refused(parser, ".html", bomb)
 
 
+@pytest.mark.slow
 def test_time_is_counted_for_each_file_alone(parser: Parser) -> None:
     page = b"<p>word " * 10_000
     for _ in range(6):

@@ -198,6 +198,7 @@ def test_a_server_looks_for_what_others_changed_by_itself(tmp_path: Path, monkey
 OPERATIONS = 10_000 if os.environ.get("CACHEBLEND_FAULTS") == "full" else 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_three_servers_converge_after_any_number_of_changes(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)

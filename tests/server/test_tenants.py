@@ -179,6 +179,7 @@ def comparable(answer: httpx.Response) -> Any:
     return answer.status_code, body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_tenants_answers_are_the_same_whatever_another_one_did(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)

@@ -367,7 +367,7 @@ def test_verify_checks_every_entry(store: KVStore) -> None:
 
 
 def test_threads_share_a_store(open_with: Open) -> None:
-    store = open_with(6)
+    store, made = open_with(6), [kv_of(number) for number in range(8)]
     barrier = threading.Barrier(4)
 
     def work(thread: int) -> int:
@@ -378,9 +378,9 @@ def test_threads_share_a_store(open_with: Open) -> None:
             number = chance.randrange(8)
             found = store.get(key_of(number))
             if found is None:
-                store.put(key_of(number), kv_of(number))
+                store.put(key_of(number), made[number])
             else:
-                assert same(found, kv_of(number))
+                assert same(found, made[number])
                 read += 1
             if step % 20 == 19:
                 store.evict(0) if isinstance(store, Evicting) else store.delete(key_of(number))

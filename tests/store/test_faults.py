@@ -86,6 +86,7 @@ def test_a_file_size_limit_refuses_and_keeps_what_it_has(root: Path) -> None:
     assert not [path for path in (root / "tmp").rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_without_file_descriptors_an_entry_is_missed_not_lost(root: Path) -> None:
     DiskStore(root).put(key_of(1), kv_of(1))
     assert workers.call(workers.without_file_descriptors, root) == 0
@@ -109,6 +110,7 @@ def test_a_log_that_is_kept_does_not_keep_a_damaged_entrys_file_open(
     assert not [link for link in links if link.startswith(str(root / "kv")) and ".safetensors" in link]
 
 
+@pytest.mark.slow
 def test_a_read_only_store_reads_and_refuses_to_write(root: Path) -> None:
     path = root / "store"
     store = DiskStore(path)
@@ -134,6 +136,7 @@ def test_a_read_only_store_reads_and_refuses_to_write(root: Path) -> None:
     assert {entry.key for entry in DiskStore(path).entries()} == {key_of(1), key_of(2)}
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) -> None:
     DiskStore(root / "store").put(key_of(1), kv_of(1))
     (root / "store" / "kv").chmod(0)
