@@ -13,7 +13,14 @@ import typer
 
 from cacheblend_rag.cli import INTERRUPTED_EXIT_CODE
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import model_for, open_inventory, open_pipeline, with_model
+from cacheblend_rag.console.engines import (
+    index_directory,
+    model_for,
+    open_inventory,
+    open_pipeline,
+    store_directory,
+    with_model,
+)
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
 from cacheblend_rag.console.output import counted, echo, print_json, progress, seconds, size
 from cacheblend_rag.engines.models import BUNDLED_MODEL
@@ -71,9 +78,9 @@ def index(
 
     # Raises: a mistyped path should not cost the loading of a model.
     found = find_documents(paths, include or (), exclude or ())
-    home = options.index_directory(store, namespace)
+    home = index_directory(store, namespace)
     chosen = _with_model(model, home, found)
-    root = options.store_directory(store)
+    root = store_directory(store)
     if root.is_dir():
         with suppress(OSError):  # which is told below
             make_home(root, namespace)
@@ -107,7 +114,7 @@ def _unchanged(
 
     if budgets.given or chosen != EngineOptions(chosen.model, threads=chosen.threads, writer=chosen.writer):
         return None
-    if not ChunkIndex.exists(options.index_directory(root, namespace)):
+    if not ChunkIndex.exists(index_directory(root, namespace)):
         return nothing_to_read(found, {})
     with open_inventory(root, namespace) as inventory:
         return inventory.unchanged(found, chosen.model, writer=chosen.writer, **cut)

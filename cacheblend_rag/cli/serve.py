@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import with_model
+from cacheblend_rag.console.engines import store_directory, with_model
 from cacheblend_rag.console.groups import BudgetOptions, ModelOptions, takes_groups
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.server.options import ServeFlags, ServeOptions, tell
@@ -53,7 +52,7 @@ def _serve(
     short, flags = _take_short(context.args)
     if "--model" in short:
         how = replace(how, model=short["--model"])
-    directory = options.store_directory(Path(short["--store"]) if "--store" in short else store)
+    directory = store_directory(Path(short["--store"]) if "--store" in short else store)
     chosen = with_model(ModelOptions(how.model, writer=how.writer), directory)
     how = replace(how, model=chosen.model, writer=chosen.writer)
     ram, disk = budgets.nbytes()

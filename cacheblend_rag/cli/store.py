@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from cacheblend_rag.cli import Commands
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_inventory
+from cacheblend_rag.console.engines import index_directory, open_inventory, store_directory
 from cacheblend_rag.console.output import by_steps, echo, print_json, progress, size, status, table
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def stats(
     """Show what the store holds, tier by tier. What a process has found and read, its answers and a server's metrics say."""
     from cacheblend_rag.store import recorded_tiers
 
-    place = options.store_directory(directory)
+    place = store_directory(directory)
     with open_inventory(place, namespace) as inventory:
         kv, index = inventory.stats()
         pins = len(inventory.store.pins())
@@ -157,7 +157,7 @@ def reembed(
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
 
-    with ChunkIndex.open(options.index_directory(directory, namespace)) as index, progress("Embedding") as show:
+    with ChunkIndex.open(index_directory(directory, namespace)) as index, progress("Embedding") as show:
         before = index.stats().embedding
         index.rebuild(embedding, by_steps(show, index.count(), "chunks"))
         after = index.stats()
@@ -201,7 +201,9 @@ def evict(
     as_json: options.AsJSON = False,
 ) -> None:
     """Remove the least recently used KV until no tier of the store is larger than a size."""
-    limit = options.nbytes(to)
+    from cacheblend_rag.store.opening import parse_size
+
+    limit = parse_size(to)
     with open_inventory(directory) as inventory:
         freed = inventory.evict(limit, tier)
         left = inventory.store.stats()

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_any_engine, with_model
+from cacheblend_rag.console.engines import open_any_engine, store_directory, with_model
 from cacheblend_rag.console.groups import CONVERSATION, QuestionOptions, takes_groups
 from cacheblend_rag.console.output import echo
 from cacheblend_rag.demo.bundle import demo_store_name
@@ -31,10 +30,10 @@ def ui(
     from cacheblend_rag.ui.workspace import Choices
 
     example = how.store is None and how.model.model == BUNDLED_MODEL and how.model.server is None
-    default = options.store_directory(None)
+    default = store_directory(None)
 
     def first() -> Path:
-        return default.parent / demo_store_name(how.model.device) if example else options.store_directory(how.store)
+        return default.parent / demo_store_name(how.model.device) if example else store_directory(how.store)
 
     def load(directory: Path) -> BlendEngine:
         return open_any_engine(with_model(how.model, directory), directory, how.budgets)

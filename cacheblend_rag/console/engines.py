@@ -14,6 +14,7 @@ from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.console.output import echo, status
 from cacheblend_rag.engines.models import BUNDLED_MODEL, NO_WRITER, SMOLLM2, is_named
+from cacheblend_rag.errors import InputError, StoreError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -28,11 +29,27 @@ if TYPE_CHECKING:
 _Options = TypeVar("_Options", bound=ModelOptions)
 
 
+def store_directory(given: Path | None) -> Path:
+    """Return the store's directory: the given one, else one in the user's cache directory (or ``CACHEBLEND_HOME``)."""
+    if given is not None:
+        return given.expanduser()
+    from cacheblend_rag.blending.profile import user_folder
+
+    return user_folder("cache") / "store"
+
+
+def index_directory(directory: Path | None, namespace: str) -> Path:
+    """Return the directory of a namespace's index in a command's store."""
+    from cacheblend_rag.store.files import home_of
+
+    return home_of(store_directory(directory), namespace)
+
+
 def open_inventory(directory: Path | None, namespace: str = "default") -> Inventory:
     """Open what a command's store and index hold, without a model."""
     from cacheblend_rag.rag.inventory import Inventory
 
-    return Inventory(options.store_directory(directory), namespace)
+    return Inventory(store_directory(directory), namespace)
 
 
 def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:
@@ -62,8 +79,6 @@ def open_vllm(
         InputError: An option that vLLM has no use for.
         ModelError: vLLM is missing, or does not start; the message says why in a few lines.
     """
-    from cacheblend_rag.errors import InputError
-
     for name, value in (("--device", chosen.device), ("--threads", chosen.threads)):
         if value is not None:
             raise InputError(f"{name} does not go with --engine vllm, which chooses for itself.")
@@ -97,8 +112,6 @@ def open_server(chosen: EngineOptions) -> RemoteEngine:
     Raises:
         InputError: An option that only a model loaded here has.
     """
-    from cacheblend_rag.errors import InputError
-
     assert chosen.server is not None
     if chosen.engine != "transformers":
         raise InputError("--engine does not go with --server: the model runs there.")
@@ -129,7 +142,6 @@ def open_any_engine(chosen: EngineOptions, store: Path, budgets: BudgetOptions) 
     Raises:
         InputError: Options that do not go together.
     """
-    from cacheblend_rag.errors import InputError
     from cacheblend_rag.store import open_store
 
     ram, disk = budgets.nbytes()
@@ -157,12 +169,11 @@ def open_pipeline(
 
     With a server the directory holds the index alone; the KV is in the server's store.
     """
-    from cacheblend_rag.errors import StoreError
     from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store.files import DEFAULT_NAME
 
-    path = options.store_directory(directory)
-    home = options.index_directory(directory, namespace)
+    path = store_directory(directory)
+    home = index_directory(directory, namespace)
     if must_exist and not ChunkIndex.exists(home):
         # Said at once: a wrong path should not cost the loading of a model.
         named = "" if namespace == DEFAULT_NAME else f" {options.NAMESPACE_FLAG} {namespace}"

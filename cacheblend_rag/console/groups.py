@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from cacheblend_rag.console import options
 from cacheblend_rag.console.output import echo
+from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings
@@ -106,7 +107,7 @@ class BlendOptions:
         """
         from cacheblend_rag.blending.settings import BlendSettings
 
-        return BlendSettings(options.ratio(self.ratio), self.policy, options.layers(self.check_layers), self.quality)
+        return BlendSettings(_ratio(self.ratio), self.policy, _layers(self.check_layers), self.quality)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ class BudgetOptions:
         Raises:
             InputError: One is no size.
         """
-        ram, disk = (None if text is None else options.nbytes(text) for text in (self.ram_budget, self.disk_budget))
+        from cacheblend_rag.store.opening import parse_size
+
+        ram, disk = (None if text is None else parse_size(text) for text in (self.ram_budget, self.disk_budget))
         return ram, disk
 
     @property
@@ -141,7 +144,6 @@ class BudgetOptions:
             InputError: It cannot be used, or does not go with the other options.
             StoreError: It cannot be noted, or the KV that is there is not encrypted with these keys.
         """
-        from cacheblend_rag.errors import InputError
         from cacheblend_rag.store import record_tiers, recorded_tiers
 
         others = [name for name in self.given if name not in ("--kv", "--encrypt")]
@@ -191,3 +193,19 @@ class QuestionOptions:
 
 CONVERSATION = QuestionOptions(sampling=SamplingOptions(max_tokens=256))
 """The same for a conversation, whose answers are read and not processed."""
+
+
+def _ratio(text: str | None) -> float | Literal["auto"] | None:
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--ratio {text!r} is no number; give one from 0 to 1, or auto.") from None
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if text is None else tuple(map(int, text.split(",")))
+    except ValueError:
+        raise InputError(f"--check-layers {text!r} is not an ascending list of layers; write 1 or 1,3.") from None

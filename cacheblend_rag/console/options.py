@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import typer
 
 from cacheblend_rag.blending.policies import POLICIES
-from cacheblend_rag.errors import InputError
 
 _of_model = partial(typer.Option, rich_help_panel="Model")
 _of_blending = partial(typer.Option, rich_help_panel="Blending")
@@ -158,61 +157,3 @@ Embedding = Annotated[
         help="sentence-transformers model for retrieval, or its directory (default: the index's own, else all-MiniLM-L6-v2).",
     ),
 ]
-
-
-def store_directory(given: Path | None) -> Path:
-    """Return the store's directory: the given one, else one in the user's cache directory (or ``CACHEBLEND_HOME``)."""
-    if given is not None:
-        return given.expanduser()
-    from cacheblend_rag.blending.profile import user_folder
-
-    return user_folder("cache") / "store"
-
-
-def index_directory(directory: Path | None, namespace: str) -> Path:
-    """Return the directory of a namespace's index in a command's store."""
-    from cacheblend_rag.store.files import home_of
-
-    return home_of(store_directory(directory), namespace)
-
-
-def nbytes(text: str) -> int:
-    """Parse a size; see :func:`parse_size`.
-
-    Raises:
-        InputError: It is no size.
-    """
-    from cacheblend_rag.store.opening import parse_size
-
-    return parse_size(text)
-
-
-def ratio(text: str | None) -> float | Literal["auto"] | None:
-    """Parse ``--ratio`` where it may be ``auto``.
-
-    Raises:
-        InputError: It is no number. Its range is checked with the other blend options.
-    """
-    if text is None or text == "auto":
-        return None if text is None else "auto"
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"--ratio {text!r} is no number; give one from 0 to 1, or auto.") from None
-
-
-def layers(text: str | None) -> tuple[int, ...] | None:
-    """Parse ``--check-layers``.
-
-    Raises:
-        InputError: It is not an ascending list of layers.
-    """
-    if text is None:
-        return None
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or list(found) != sorted(set(found)) or found[0] < 1:
-        raise InputError(f"--check-layers {text!r} is not an ascending list of layers from 1 on; write 1 or 1,3.")
-    return found

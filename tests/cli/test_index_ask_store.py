@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.console.options import nbytes
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.opening import parse_size
 from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
@@ -261,13 +261,13 @@ def test_store_commands_name_a_directory_without_a_store_and_make_none(run, tmp_
     ],
 )
 def test_sizes_are_read_as_written(text, value):
-    assert nbytes(text) == value
+    assert parse_size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "2 apples", "1e9"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(InputError, match="not a size"):
-        nbytes(text)
+        parse_size(text)
 
 
 def test_in_a_process_of_its_own_json_is_all_that_stdout_holds(model_dir, store):

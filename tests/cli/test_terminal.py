@@ -59,7 +59,7 @@ def test_an_error_a_warning_and_a_log_line_steer_no_terminal(run, monkeypatch):
         raise ServerError(f"The server says: {HOSTILE}")
 
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr("cacheblend_rag.console.options.store_directory", fails)
+    monkeypatch.setattr("cacheblend_rag.console.engines.store_directory", fails)
     failed = run("documents", "ls")
     assert failed.exit_code == ServerError.exit_code
     assert not STEERING.search(failed.stderr) and failed.stderr.count("\\u001b]0;owned\\u0007") == 3

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_engine, open_pipeline, with_model
+from cacheblend_rag.console.engines import open_engine, open_pipeline, store_directory, with_model
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
 from cacheblend_rag.console.output import echo, print_json, progress, seconds, size, status, table
 from cacheblend_rag.demo.bundle import demo_store_name
@@ -58,7 +58,7 @@ def demo(
         return
     if (model.model, model.dtype, model.writer) != (None, None, None):
         raise InputError("The bundled corpus is for the bundled model; give --documents DIR for another one.")
-    directory = store or options.store_directory(None).parent / demo_store_name(model.device)
+    directory = store or store_directory(None).parent / demo_store_name(model.device)
     bundled = EngineOptions(BUNDLED_MODEL, device=model.device, threads=model.threads)
     with open_pipeline(bundled, directory, BudgetOptions(), must_exist=False) as pipeline:
         from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions

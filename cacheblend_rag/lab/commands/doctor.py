@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_engine, open_vllm, with_model
+from cacheblend_rag.console.engines import index_directory, open_engine, open_vllm, with_model
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
 from cacheblend_rag.console.output import echo, print_json, progress, status
 from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
@@ -119,7 +119,7 @@ def doctor(
 ) -> None:
     """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
     generated = calibrate and not (store or wanted.prompts or wanted.documents)  # of the bundled model's world
-    home = None if store is None else options.index_directory(store, "default")
+    home = None if store is None else index_directory(store, "default")
     model = with_model(model, home, BUNDLED_MODEL if generated else SMOLLM2)
     if engine == "vllm":
         _diagnose_vllm(model, store, calibrate, as_json)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_engine, open_vllm, with_model
+from cacheblend_rag.console.engines import index_directory, open_engine, open_vllm, store_directory, with_model
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
 from cacheblend_rag.console.output import echo, print_json, seconds, size, status, table
 
@@ -37,8 +37,8 @@ def calibrate(
     from cacheblend_rag.lab.doctor.storage import plan_storage
     from cacheblend_rag.lab.doctor.workbench import Workbench
 
-    place = options.store_directory(directory)
-    model = with_model(model, options.index_directory(directory, "default"))
+    place = store_directory(directory)
+    model = with_model(model, index_directory(directory, "default"))
     # The KV that is measured with goes when the engine is closed; only the store's tiers are looked at.
     opened = open_vllm(model, None, None, None) if engine == "vllm" else open_engine(model)
     with opened, status("Measuring") as say:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_pipeline, with_model
+from cacheblend_rag.console.engines import open_pipeline, store_directory, with_model
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_groups
 from cacheblend_rag.console.output import echo, print_json, progress, table
 from cacheblend_rag.demo.bundle import demo_store_name
@@ -89,7 +89,7 @@ def tune_retriever(
 
     if [questions is not None, generate is not None, demo].count(True) != 1:
         raise InputError("Give one of --questions FILE, --generate N and --demo.")
-    directory = _demo_directory(store, model.device, how.seed) if demo else options.store_directory(store)
+    directory = _demo_directory(store, model.device, how.seed) if demo else store_directory(store)
     target = (output or directory.with_name(f"{directory.name}-retriever")).expanduser()
     if demo and output is None and store is None:
         shutil.rmtree(target, ignore_errors=True)  # an earlier demonstration's
@@ -118,7 +118,7 @@ def tune_retriever(
 
 def _demo_directory(store: Path | None, device: str | None, seed: int) -> Path:
     name = f"{demo_store_name(device)}-tuning"
-    return store or options.store_directory(None).parent / (f"{name}-{seed}" if seed else name)
+    return store or store_directory(None).parent / (f"{name}-{seed}" if seed else name)
 
 
 def _questions(
