@@ -2,7 +2,6 @@
 
 Chunks of 2,000 characters are registered in the file that a server keeps them in. Then a process of its own opens it, as a
 server does when it starts, and is measured: its memory by what the operating system counts, with the file's pages left out.
-With `--search` they are put in an index instead, with two vectors each, and searched.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +22,11 @@ import numpy as np
 from cacheblend_rag import Chunk, chunk_id
 from cacheblend_rag.prompts.chunk import pack_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.retrieval.database import IndexDatabase
-from cacheblend_rag.retrieval.embedding import Vectors
-from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
 from cacheblend_rag.retrieval.registered import RegisteredChunks
-from cacheblend_rag.store.kv import ModelFingerprint
 
 MODEL = "a model"
 HEADER = "Copyright (c) 2026 by the harbour office. All rights reserved.\n\n"
 CHARACTERS, TOKENS = 2_000, 512
-DIMENSION = 384
 BATCH = 5_000
 
 
@@ -59,75 +52,6 @@ def fill(directory: Path, count: int) -> None:
             kept.add(batch)
             batch = []
     kept.close()
-
-
-def vectors_near_topics(count: int, seed: int) -> Vectors:
-    """Return unit vectors ``[count, 384]`` scattered around 5,000 topics, themselves around 100 subjects."""
-    topics = np.random.default_rng(0).normal(size=(5_000, DIMENSION)).astype(np.float32)
-    topics += 1.5 * topics[np.arange(5_000) % 100]
-    draw = np.random.default_rng(seed)
-    vectors = topics[draw.integers(len(topics), size=count)]
-    vectors += 1.5 * draw.standard_normal(vectors.shape, np.float32)
-    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True), np.float32)
-
-
-def fill_index(directory: Path, count: int) -> float:
-    """Index ``count`` chunks in ``directory``, and pack their vectors; return the seconds of the latter."""
-    ids = pack_ids(np.random.default_rng(0).integers(0, 100_000, TOKENS).tolist())
-    database = IndexDatabase(directory, IndexConfig(ModelFingerprint("ab" * 16, MODEL), (1,), TOKENS, 0, "vectors"))
-    source = texts(count)
-    for number in range(0, count, BATCH):
-        chunks = [Chunk(chunk_id(text), text, ids, {"page": n}) for n, text in enumerate(islice(source, BATCH))]
-        vectors = vectors_near_topics(2 * len(chunks), 1 + number).reshape(len(chunks), 2, DIMENSION)
-        with database.transaction():
-            database.replace_document(
-                f"/book{number}", "d", chunks, {c.id: v for c, v in zip(chunks, vectors, strict=True)}
-            )
-    database.close()
-    with ChunkIndex.open(directory) as index:
-        begin = time.perf_counter()
-        index.pack()
-        return time.perf_counter() - begin
-
-
-def measure_search(directory: Path) -> dict[str, float]:
-    """Open what :func:`fill_index` wrote, and measure."""
-    before = resident_bytes()
-    index = ChunkIndex.open(directory)
-    questions = vectors_near_topics(50, 0)
-    begin = time.perf_counter()
-    index.nearest(questions[0], 10)
-    start = time.perf_counter() - begin
-    count, after = index.count(), resident_bytes()
-    found: list[list[tuple[str, float]]] = []
-    asked = iter(questions)
-    search_ms = median_ms(lambda: found.append(index.nearest(next(asked), 10)), len(questions))
-    index.close()
-    return {
-        "chunks": count,
-        "search_bytes_per_chunk": round((after - before) / count, 1),
-        "search_start_s": round(start, 3),
-        "search_ms": round(search_ms, 2),
-        "recall_at_10": recall(directory, questions, [[score for _, score in each] for each in found]),
-    }
-
-
-def recall(directory: Path, questions: Vectors, found: list[list[float]]) -> float:
-    """Return the share of the ten chunks nearest to each question that were found, by their similarities."""
-    database = IndexDatabase(directory, None)
-    best = np.full((len(questions), 20), -1.0, np.float32)  # of two vectors of a chunk either may be the nearer one
-    chunk = np.full(best.shape, -1, np.int64)
-    for ids, vectors in database.vectors.between(0):
-        scores = np.concatenate([best, questions @ vectors.T], 1)
-        chunks = np.concatenate([chunk, np.broadcast_to((ids + 1) // 2, (len(questions), len(ids)))], 1)
-        top = np.argsort(-scores, axis=1)[:, :20]
-        best, chunk = np.take_along_axis(scores, top, 1), np.take_along_axis(chunks, top, 1)
-    database.close()
-    shares = []
-    for scores, chunks, got in zip(best, chunk, found, strict=True):
-        tenth = scores[np.sort(np.unique(chunks, return_index=True)[1])[9]]
-        shares.append(sum(score >= tenth - 1e-5 for score in got) / 10)
-    return round(float(np.mean(shares)), 3)
 
 
 def resident_bytes() -> int:
@@ -186,24 +110,19 @@ def main() -> None:
     """Fill a directory, and measure in a fresh process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chunks", type=int, default=100_000)
-    parser.add_argument("--search", action="store_true", help="an index and its search, in place of registered chunks")
     parser.add_argument("--directory", type=Path, help="kept and used again (default: a temporary one)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        print(json.dumps((measure_search if given.search else measure)(given.directory)))
+        print(json.dumps(measure(given.directory)))
         return
-    result: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = given.directory or Path(temporary)
-        if given.search:
-            if not ChunkIndex.exists(directory):
-                result["pack_s"] = round(fill_index(directory, given.chunks), 1)
-        elif RegisteredChunks(directory, MODEL).count() != given.chunks:
+        if RegisteredChunks(directory, MODEL).count() != given.chunks:
             fill(directory, given.chunks)
-        command = [sys.executable, __file__, "--measure", "--directory", str(directory), *["--search"] * given.search]
-        result |= json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        command = [sys.executable, __file__, "--measure", "--directory", str(directory)]
+        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     print(json.dumps(result) if given.json else "\n".join(f"{name:>22}  {value:,}" for name, value in result.items()))
 
 

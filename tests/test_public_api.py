@@ -33,7 +33,6 @@ _MEASURES = (
     "attention_tiles.py",
     "framework_overhead.py",
     "hybrid_blend.py",
-    "packed_recall.py",
     "plot_policies.py",
     "plot_retriever.py",
     "pooled_quality.py",

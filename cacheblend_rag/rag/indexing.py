@@ -185,7 +185,6 @@ class _IndexRun:
         self._look_back()
         if self.engine.writer is not None and self.rewrites:
             self.index.note_writer(self.engine.writer)
-        self.index.pack()
         self.report.seconds = time.perf_counter() - begin
         return self.report
 

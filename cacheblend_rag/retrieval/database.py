@@ -18,7 +18,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.config import IndexConfig
-from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, PACKED_TABLE, VECTOR_TABLES, Vectors, VectorTable
+from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, VECTOR_TABLES, Vectors, VectorTable
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, is_network, row_chunk
 from cacheblend_rag.store.files import file_mode, make_root
 
@@ -66,7 +66,7 @@ class IndexDatabase(SQLiteFile):
         f"Delete {FILE_NAME}* in that directory and index the documents again; the stored KV is kept and reused."
     )
     format = 2
-    schema = _SCHEMA + VECTOR_TABLES + PACKED_TABLE
+    schema = _SCHEMA + VECTOR_TABLES
 
     def __init__(self, directory: Path, config: IndexConfig | None, check: bool = True):
         """Open the file in ``directory``; create it for ``config`` where there is none, else ``check`` that it was made for it.
@@ -182,10 +182,8 @@ class IndexDatabase(SQLiteFile):
             return self._snapshot or (self.others_commits(), self.db.total_changes)
 
     def nbytes(self) -> int:
-        """Return the size of the file, its log and its packed vectors."""
-        packed = self.vectors.packed()
-        files = [self.path, self._wal(), *([self.path.with_name(packed.file)] if packed is not None else [])]
-        return sum(file.stat().st_size for file in files if file.exists())
+        """Return the size of the file and its log."""
+        return sum(file.stat().st_size for file in (self.path, self._wal()) if file.exists())
 
     def _wal(self) -> Path:
         return self.path.with_name(FILE_NAME + "-wal")

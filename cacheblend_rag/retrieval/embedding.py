@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +160,6 @@ def _same(name: str, directory: Path) -> bool:
 
 
 _PAGE = 1 << 15
-_HIGHEST = (1 << 63) - 1
 
 VECTOR_TABLES = """
 CREATE TABLE vectors (
@@ -172,19 +170,6 @@ CREATE TABLE vectors (
 );
 CREATE INDEX vectors_of_chunk ON vectors (chunk);
 """
-PACKED_TABLE = (
-    "CREATE TABLE packed (file TEXT NOT NULL, checksum BLOB NOT NULL, last INTEGER NOT NULL, vectors INTEGER NOT NULL)"
-)
-
-
-@dataclass(frozen=True)
-class PackedVectors:
-    """Describes a file of packed vectors in the index's directory (``search.py``): the highest id in it, and how many it has."""
-
-    file: str
-    checksum: bytes
-    last: int
-    vectors: int
 
 
 class VectorTable:
@@ -201,7 +186,6 @@ class VectorTable:
 
     def replace(self, vectors: Iterable[tuple[int, Vectors]]) -> None:
         """Remove all vectors and enter those of these chunks (by row), ``[windows, dimension]`` each."""
-        self._file.db.execute("DELETE FROM packed")
         self._file.db.execute("DELETE FROM vectors")
         for row, windows in vectors:
             self.put(row, windows)
@@ -230,21 +214,16 @@ class VectorTable:
             found.setdefault(name, []).append(self._decoded([(data, stored)])[0])
         return {name: np.stack(windows) for name, windows in found.items()}
 
-    def between(self, after: int, last: int = _HIGHEST) -> Iterator[tuple[npt.NDArray[np.int64], Vectors]]:
-        """Yield ids and vectors ``[vectors, dimension]`` behind the id ``after``, up to ``last``, in the order of the ids.
+    def after(self, last: int) -> Iterator[tuple[npt.NDArray[np.int64], Vectors]]:
+        """Yield ids and vectors ``[vectors, dimension]`` behind the id ``last``, in the order of the ids.
 
         Raises:
             StoreError: One does not match its checksum or those around it.
         """
-        query = "SELECT id, vector, checksum FROM vectors WHERE id > ? AND id <= ? ORDER BY id LIMIT ?"
-        while rows := self._file.rows(query, after, last, _PAGE):
-            after = rows[-1][0]
+        query = "SELECT id, vector, checksum FROM vectors WHERE id > ? ORDER BY id LIMIT ?"
+        while rows := self._file.rows(query, last, _PAGE):
+            last = rows[-1][0]
             yield np.array([row[0] for row in rows], np.int64), self._decoded([row[1:] for row in rows])
-
-    def sample(self, most: int, last: int) -> Vectors:
-        """Return up to ``most`` vectors with ids up to ``last``, chosen evenly: ``[vectors, dimension]``."""
-        query = "SELECT vector, checksum FROM vectors WHERE id <= ? AND id % ? = 0 ORDER BY id LIMIT ?"
-        return self._decoded(self._file.rows(query, last, max(self.count(last=last) // most, 1), most))
 
     def nearest(self, ids: Iterable[int], question: Vectors) -> list[tuple[int, float]]:
         """Return row and cosine similarity of the chunks of these vectors, best first; vectors that are gone are left out.
@@ -261,23 +240,9 @@ class VectorTable:
             best.setdefault(rows[place][0], float(scores[place]))
         return list(best.items())
 
-    def count(self, after: int = 0, last: int = _HIGHEST) -> int:
-        """Return the number of vectors with ids behind ``after``, up to ``last``."""
-        return int(self._file.rows("SELECT count(*) FROM vectors WHERE id > ? AND id <= ?", after, last)[0][0])
-
-    def last(self) -> int:
-        """Return the highest id, 0 where there is no vector."""
-        return int(self._file.rows("SELECT ifnull(max(id), 0) FROM vectors")[0][0])
-
-    def packed(self) -> PackedVectors | None:
-        """Return the file of packed vectors that belongs to the table as it is."""
-        return next((PackedVectors(*row) for row in self._file.rows("SELECT * FROM packed")), None)
-
-    def put_packed(self, packed: PackedVectors) -> None:
-        """Note the file of packed vectors, in place of an earlier one."""
-        self._file.db.execute("DELETE FROM packed")
-        query = "INSERT INTO packed (file, checksum, last, vectors) VALUES (?, ?, ?, ?)"
-        self._file.db.execute(query, (packed.file, packed.checksum, packed.last, packed.vectors))
+    def count(self) -> int:
+        """Return the number of vectors."""
+        return int(self._file.rows("SELECT count(*) FROM vectors")[0][0])
 
     def _decoded(self, rows: Sequence[tuple[bytes, bytes]]) -> Vectors:
         length = len(rows[0][0]) if rows else 0

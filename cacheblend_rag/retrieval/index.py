@@ -300,20 +300,6 @@ class ChunkIndex(ChunkSource):
         with self._database.transaction():
             self._database.put_config(replace(self.config, writer=writer))
 
-    def pack(self) -> int:
-        """Prepare the search in a large index: from 100,000 vectors on, put them into a file that is mapped, not read.
-
-        Does nothing where few vectors are new since. Other processes go on meanwhile. An index that was never packed, or grew
-        since, is searched as well, with the rest of its vectors in memory.
-
-        Returns:
-            The number of vectors packed.
-
-        Raises:
-            StoreError: The index is damaged, or cannot be written.
-        """
-        return self._search.pack()
-
     def stats(self) -> IndexStats:
         """Count what is in the index."""
         with self._database.transaction(write=False):
