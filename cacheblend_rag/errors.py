@@ -28,12 +28,11 @@ class AlteredChunkError(InputError):
 
     Attributes:
         chunk_id: The chunk.
-        at: The first character of its text that differs from the prompt.
     """
 
-    def __init__(self, message: str, chunk_id: str, at: int):
+    def __init__(self, message: str, chunk_id: str):
         super().__init__(message)
-        self.chunk_id, self.at = chunk_id, at
+        self.chunk_id = chunk_id
 
 
 class StoreError(CacheBlendError):

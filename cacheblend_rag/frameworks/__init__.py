@@ -26,7 +26,6 @@ from cacheblend_rag.frameworks.existing import precompute_existing as precompute
 from cacheblend_rag.frameworks.existing import text_vectors as text_vectors
 from cacheblend_rag.frameworks.retrieved import OnMiss as OnMiss
 from cacheblend_rag.frameworks.retrieved import RetrievalLog as RetrievalLog
-from cacheblend_rag.frameworks.retrieved import explain_miss as explain_miss
 from cacheblend_rag.frameworks.sharing import EngineName as EngineName
 from cacheblend_rag.frameworks.sharing import shared_engine as shared_engine
 from cacheblend_rag.frameworks.uses import StoreChunks as StoreChunks

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, get_args
@@ -105,15 +104,9 @@ class RetrievalLog:
 RetrievedStatus = Literal["matched", "not_stored", "altered", "absent", "skipped"]
 STATUSES: tuple[RetrievedStatus, ...] = ("matched", "not_stored", "altered", "absent", "skipped")
 
-_RUN = 4  # neighbouring words that are compared as one
-_FEWEST = 8
-_SHARE = 10
 _SAMPLE, _SAMPLES = 16, 24
-_CONTEXT = 32
+_SHARE = 0.1  # of a text's samples, above which it stands in the prompt in part
 _CUT = "\n[...]\n"  # in place of a chunk
-# Scripts without spaces are compared by characters.
-_APART = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_WORD = re.compile(rf"[{_APART}]|[^\W{_APART}]+")
 
 
 @dataclass(frozen=True)
@@ -125,16 +118,14 @@ class RetrievedFate:
         status: ``"matched"``: it stands in the prompt whole, or in a rendition of it, and is a chunk there. ``"not_stored"``: the
             same, but its KV was not stored, and was computed in place. ``"altered"``: it stands there changed or in part, as
             text. ``"absent"``: nothing of it is there. ``"skipped"``: it stands there whole, as text (see ``detail``).
-        detail: Where it differs from the prompt, or why it was skipped.
+        detail: Why it was skipped.
         chunk: The id of the chunk in the prompt that it is, or is part of.
-        at: Where it differs from the prompt: the first such character of its text.
     """
 
     id: str
     status: RetrievedStatus
     detail: str = ""
     chunk: str | None = None
-    at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -187,13 +178,12 @@ def fates_of(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> RetrievalRe
     plain = _CUT.join(text_of(piece) for piece in prompt if not isinstance(piece, Chunk))
     named = {chunk_id(texts[0]): texts for texts in items if texts and texts[0]}
     fates = {name: _whole(name, texts, chunks, plain) for name, texts in named.items()}
-    lost = {name: named[name] for name, fate in fates.items() if fate is None and _hinted(named[name], plain)}
-    partings = _Words(plain).partings(lost) if lost else {}
-    for name in lost:
-        if name in partings:
-            text, at, there = partings[name]
-            fates[name] = RetrievedFate(name, "altered", _view(text, plain, at, there), at=at)
-    return RetrievalReport(tuple(fate or RetrievedFate(name, "absent") for name, fate in fates.items()))
+    for name, texts in named.items():
+        if fates[name] is None:
+            others = _CUT.join(text for other in named if other != name for text in named[other])
+            found = any(_in_part(text, plain, others) for text in texts)
+            fates[name] = RetrievedFate(name, "altered" if found else "absent")
+    return RetrievalReport(tuple(fate for fate in fates.values() if fate is not None))
 
 
 def renditions_in(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> list[str]:
@@ -202,15 +192,6 @@ def renditions_in(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> list[s
     others = (form for texts in items for form in texts[1:])
     forms = chain(others, (form for texts in items for text in texts for form in renditions(text)))
     return [form for form in forms if any(form in text for text in plain)]
-
-
-def explain_miss(text: str, prompt: str) -> str:
-    """Show where a chunk's text and a prompt part: the first character that differs, with some of both around it."""
-    body = text.strip()
-    if body in prompt:
-        return "The text stands in the prompt whole."
-    found = _Words(prompt).partings({"": (body,)}).get("")
-    return "Nothing of the text stands in the prompt." if found is None else _view(body, prompt, *found[1:])
 
 
 def _whole(name: str, texts: Retrieved, chunks: Sequence[Chunk], plain: str) -> RetrievedFate | None:
@@ -226,81 +207,18 @@ def _whole(name: str, texts: Retrieved, chunks: Sequence[Chunk], plain: str) -> 
     return None if skipped is None else RetrievedFate(name, "skipped", _why_skipped(skipped))
 
 
-def _hinted(texts: Retrieved, plain: str) -> bool:
-    """Say whether something of a text stands there: a few samples of it, as comparing words takes longer than all the rest."""
-    for text in texts:
-        step = max(1, (len(text) - _SAMPLE) // _SAMPLES)
-        if any(text[at : at + _SAMPLE] in plain for at in range(0, max(1, len(text) - _SAMPLE + 1), step)):
-            return True
-    return False
+def _in_part(text: str, plain: str, others: str) -> bool:
+    """Say whether a text stands there changed or cut, by samples of it that no other retrieved text has: many begin alike."""
+    step = max(1, (len(text) - _SAMPLE) // _SAMPLES)
+    samples = [text[at : at + _SAMPLE] for at in range(0, max(1, len(text) - _SAMPLE + 1), step)]
+    own = [sample for sample in samples if sample not in others]
+    return sum(sample in plain for sample in own) > _SHARE * len(own)
 
 
 def _why_skipped(text: str) -> str:
     if len(text) < MATCH_WINDOW:
         return f"it is shorter than {MATCH_WINDOW} characters, and not looked for"
     return "the engine does not know it, or it spells a special token; wrap the retriever that found it"
-
-
-class _Words:
-    """The words of a text, and where four of them stand together."""
-
-    def __init__(self, text: str):
-        self._text = text
-        self._at: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-        self._free: Counter[tuple[str, ...]] = Counter()
-        for words, at in _runs(text):
-            self._at[words].append(at)
-            self._free[words] += 1
-
-    def partings(self, wanted: Mapping[str, Retrieved]) -> dict[str, tuple[str, int, int]]:
-        """Return which of the texts are here in part: the form that is, and where it and this text part, in characters of each.
-
-        The texts of which most is here come first, and words that one has are not another's: documents begin and end alike.
-        """
-        shares = [(name, text, _runs(text)) for name, texts in wanted.items() for text in texts]
-        shares.sort(key=lambda share: -sum(words in self._at for words, _ in share[2]) / max(1, len(share[2])))
-        found: dict[str, tuple[str, int, int]] = {}
-        for name, text, runs in shares:
-            shared = [(words, at) for words, at in runs if self._free[words] > 0]
-            if name in found or not shared or len(shared) < min(len(runs), max(_FEWEST, len(runs) // _SHARE)):
-                continue
-            self._free.subtract(words for words, _ in shared)
-            found[name] = text, *self._parting(text, shared)
-        return found
-
-    def _parting(self, body: str, shared: Sequence[tuple[tuple[str, ...], int]]) -> tuple[int, int]:
-        (first, at), *_ = shared
-        # Where the first words stand more than once, those that stand once say which of them are meant.
-        rare, rare_at = next((each for each in shared if len(self._at[each[0]]) == 1), shared[0])
-        expected = self._at[rare][0] - (rare_at - at)
-        there = min(self._at[first], key=lambda place: abs(place - expected))
-        while at and there and body[at - 1] == self._text[there - 1]:
-            at, there = at - 1, there - 1
-        if at:
-            return at - 1, max(there - 1, 0)
-        while at < len(body) and there < len(self._text) and body[at] == self._text[there]:
-            at, there = at + 1, there + 1
-        return at, there
-
-
-def _runs(text: str) -> list[tuple[tuple[str, ...], int]]:
-    """Return every four neighbouring words, and where they begin."""
-    found = [(match.group().lower(), match.start()) for match in _WORD.finditer(text)]
-    words = [word for word, _ in found]
-    neighbours = zip(*(words[n:] for n in range(_RUN)), strict=False)
-    return [(run, at) for run, (_, at) in zip(neighbours, found, strict=False)]
-
-
-def _view(text: str, prompt: str, at: int, there: int) -> str:
-    lines = []
-    for label, body, place in (("chunk ", text, at), ("prompt", prompt, there)):
-        before, behind = _shown(body[max(0, place - _CONTEXT) : place]), _shown(body[place : place + _CONTEXT])
-        lines += [f"  {label}: {before}{behind}", " " * (len(label) + 4 + len(before)) + "^"]
-    return "\n".join([f"they part at character {at} of the chunk's {len(text)}:", *lines])
-
-
-def _shown(text: str) -> str:
-    return repr(text)[1:-1]
 
 
 OnMiss = Literal["ignore", "warn", "error"]
@@ -367,10 +285,10 @@ def _pieces(prompt: BlendPrompt) -> list[Piece]:
 def _tell(report: RetrievalReport, on_miss: OnMiss) -> None:
     if on_miss == "ignore" or not report.altered:
         return
-    first = report.altered[0]
-    said = f"{report.summary}. The stored KV of chunk {first.id} cannot be used: {first.detail}"
+    first = report.altered[0].id
+    said = (
+        f"{report.summary}. The stored KV of chunk {first} cannot be used: it stands in the prompt changed, or in part."
+    )
     if on_miss == "error":
-        raise AlteredChunkError(
-            f"{said}\nHand chunks over as they are, or set on_miss='warn'.", first.id, first.at or 0
-        )
+        raise AlteredChunkError(f"{said} Hand chunks over as they are, or set on_miss='warn'.", first)
     _log.warning("%s", said)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.frameworks import retrieved
-from cacheblend_rag.frameworks.retrieved import RetrievalLog, explain_miss, fates_of, renditions_in
+from cacheblend_rag.frameworks.retrieved import RetrievalLog, fates_of, renditions_in
 from cacheblend_rag.frameworks.uses import renditions
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 
@@ -98,25 +97,6 @@ class TestFates:
     def test_what_stands_whole_and_is_no_chunk_is_skipped(self) -> None:
         assert statuses(f"Notes: {BELL} Yes, it is.", of=(BELL, "Yes, it is.")) == ["skipped", "skipped"]
 
-    def test_the_place_is_the_first_character_that_differs(self) -> None:
-        escaped = json.dumps(BELL)[1:-1]
-        (fate,) = fates_of([(BELL,)], [f"Notes: {escaped}"]).fates
-        assert fate.at == BELL.index('"')
-        assert 'prompt: Notes: The \\\\"bell' in fate.detail
-
-    def test_of_texts_that_begin_alike_each_is_compared_with_its_own_place(self) -> None:
-        texts = [
-            f"Report number {n}. By order of the harbour master of this town, {n} ships were sold." for n in range(3)
-        ]
-        prompt = " ".join(text.replace("ships", "SHIPS of the line") for text in texts)
-        fates = fates_of([(text,) for text in texts], [prompt]).fates
-        assert [fate.at for fate in fates] == [text.index("ships") for text in texts]
-
-    def test_a_view_for_the_eye(self) -> None:
-        assert explain_miss(BELL, f"Notes: {BELL}") == "The text stands in the prompt whole."
-        assert explain_miss(BELL, SHIP) == "Nothing of the text stands in the prompt."
-        assert "they part at character 4 " in explain_miss(BELL, BELL.replace('"', "'"))
-
 
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_a_chunk_that_stands_there_is_matched_whatever_surrounds_it(before: str, behind: str) -> None:
@@ -134,5 +114,5 @@ def test_renditions_are_made_from_the_text_alone_and_differ_from_it(text: str) -
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
-def test_any_two_texts_can_be_compared(text: str, prompt: str) -> None:
-    assert explain_miss(text, prompt)
+def test_any_text_can_be_looked_for_in_any_prompt(text: str, prompt: str) -> None:
+    assert statuses(prompt, of=(text,)) in (["skipped"], ["altered"], ["absent"], [])

@@ -87,7 +87,7 @@ def test_chunks_that_stand_whole_are_matched(scripted: ScriptedEngine) -> None:
     assert [each["id"] for each in report(again)["chunks"]] == [chunk_id(text) for text in texts]
 
 
-def test_an_altered_chunk_is_told_of_with_the_place(scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_altered_chunk_is_told_of(scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
     texts = [note(n) for n in range(4)]
     retriever = of(scripted, texts)
 
@@ -98,12 +98,10 @@ def test_an_altered_chunk_is_told_of_with_the_place(scripted: ScriptedEngine, ca
     assert statuses(answer) == ["not_stored", "altered", "altered", "absent"]
     said = answer.response_metadata["cacheblend"]
     assert said["reason"].endswith("4 retrieved, 1 not stored yet, 2 altered between retriever and model, 1 absent")
-    at = texts[1].index(" the ")
-    assert f"they part at character {at} " in report(answer)["chunks"][1]["detail"]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert chunk_id(texts[1]) in record.getMessage()
-    assert "prompt:" in record.getMessage()
+    assert "\n" not in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_on_miss_decides_between_silence_and_an_error(
     assert not caplog.records
     with pytest.raises(AlteredChunkError, match=chunk_id(text)) as error:
         chain(scripted, retriever, re_flowed, on_miss="error").invoke("When?")
-    assert (error.value.chunk_id, error.value.at) == (chunk_id(text), text.index(" the "))
+    assert error.value.chunk_id == chunk_id(text)
     asked = len(scripted.requests)
     strict = ChatCacheBlend(engine=scripted, on_miss="error")
     with pytest.raises(AlteredChunkError):
