@@ -78,7 +78,7 @@ def measure(questions: list[str]) -> dict[str, float]:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         home = Path(folder)
-        url, workspace = serve(Choices(load, lambda: home / "store", home, bundled_corpus()), port, False, False)
+        url, workspace = serve(Choices(load, lambda: home / "store", bundled_corpus()), port, False, False)
         page = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
         page.goto(url)
         page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")

@@ -30,18 +30,17 @@ def ui(
     from cacheblend_rag.ui.workspace import Choices
 
     example = how.store is None and how.model.model == BUNDLED_MODEL and how.model.server is None
-    default = store_directory(None)
 
-    def first() -> Path:
-        return default.parent / demo_store_name(how.model.device) if example else store_directory(how.store)
+    def store() -> Path:
+        own = store_directory(how.store)
+        return own.parent / demo_store_name(how.model.device) if example else own
 
     def load(directory: Path) -> BlendEngine:
         return open_any_engine(with_model(how.model, directory), directory, how.budgets)
 
     chosen = Choices(
         load_engine=load,
-        first=first,
-        home=default.parent / "collections",
+        store=store,
         seed=bundled_corpus() if example else None,
         k=how.k,
         sampling=how.sampling.params(),

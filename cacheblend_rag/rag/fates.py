@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,14 +9,13 @@ import torch
 
 from cacheblend_rag.blending.fusor import FuseResult, fuse
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.policies import Candidates, policy
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions, Reuse
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 Fate = Literal["exact", "reused", "recomputed", "missing"]
 
@@ -33,14 +31,12 @@ class ChunkFate:
             ``missing``: nothing was stored, so it was computed.
         start: Its first position in the prompt.
         tokens: How many tokens it has.
-        recomputed: Ascending positions in the prompt that were recomputed; None where the engine does not tell which.
     """
 
     id: str
     fate: Fate
     start: int
     tokens: int
-    recomputed: tuple[int, ...] | None = ()
 
 
 @dataclass(frozen=True)
@@ -69,9 +65,6 @@ def prompt_fate(
 ) -> PromptFate:
     """Say what became of ``prompt``, which ``engine`` answered with ``done``.
 
-    Which tokens were recomputed is known where the policy was `static` and this process can see the store: then the choice is
-    made once more from the ranks that are stored. Call it right after the answer: what is stored may change.
-
     Args:
         engine: The engine.
         prompt: The prompt, tokenised by the engine.
@@ -85,18 +78,12 @@ def prompt_fate(
     exact = _exact_prefix(engine, prompt, done, reuse)
     behind = max(exact, kept)
     stale = [span for span in prompt.spans if span.end > behind and span.chunk.id not in missing and reuse == "chunks"]
-    chosen = _chosen(engine, stale, done)
     chunks = []
     for span in prompt.spans:
-        every = tuple(range(span.start, span.end))
         fate: Fate = "missing" if span.chunk.id in missing else "exact" if span.end <= exact else "recomputed"
-        tokens: tuple[int, ...] | None = () if fate == "exact" else every
-        if span in stale:
+        if span in stale or exact < span.end <= kept:  # the latter as an earlier turn has left it
             fate = "reused"
-            tokens = None if chosen is None else tuple(at for at in chosen if span.start <= at < span.end)
-        elif exact < span.end <= kept:
-            fate, tokens = "reused", ()  # as an earlier turn has left it
-        chunks.append(ChunkFate(span.chunk.id, fate, span.start, len(every), tokens))
+        chunks.append(ChunkFate(span.chunk.id, fate, span.start, span.end - span.start))
     computed = {c.start: min(c.tokens, c.start + c.tokens - kept) for c in chunks}
     counts = {
         name: sum(max(0, computed[c.start]) for c in chunks if c.fate == name) for name in ("missing", "recomputed")
@@ -119,31 +106,6 @@ def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation
     first = prompt.spans[0]
     behind_header = first.start == header and first.chunk.id not in done.missing
     return min(first.end if behind_header else header, done.usage.reused_tokens)
-
-
-def _chosen(engine: BlendEngine, stale: Sequence[ChunkSpan], done: Generation) -> list[int] | None:
-    """Return the positions that were recomputed; None where they are not known."""
-    wanted, kept = done.usage.recomputed_tokens, done.usage.kept_tokens
-    candidates = [at for span in stale for at in range(max(span.start, kept), span.end)]
-    if wanted in (0, len(candidates)):
-        return candidates[:wanted]
-    entries = engine.entries
-    if done.policy != "static" or entries is None:
-        return None
-    found = [entries.get(span.chunk.token_ids, engine.num_layers) for span in stale]
-    static = [None if kv is None else kv.static_deviation() for kv in found]
-    for kv in found:
-        if kv is not None:
-            kv.finish()
-    known = [each for each in static if each is not None]
-    if len(known) < len(stale):
-        return None
-    every = torch.cat([torch.arange(span.start, span.end) for span in stale])
-    positions, ranks = every[every >= kept], torch.cat(known)[every >= kept]
-    nowhere = torch.zeros_like(positions)
-    keep = policy("static").select(Candidates(positions, nowhere, nowhere, static=ranks), wanted)
-    chosen: list[int] = positions[keep].tolist()
-    return chosen
 
 
 class PromptInspector:

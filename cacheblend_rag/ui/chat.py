@@ -10,8 +10,7 @@ import gradio as gr
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ui.answers import AnswerPanel
 from cacheblend_rag.ui.conversation import Conversation, Tabs
-from cacheblend_rag.ui.documents import DocumentsPanel
-from cacheblend_rag.ui.render import QUIET, Updates, asset
+from cacheblend_rag.ui.render import QUIET, Updates
 from cacheblend_rag.ui.workspace import Workspace, explain
 
 _ASKING = {"submit_btn": False, "stop_btn": "Stop"}
@@ -33,7 +32,7 @@ class ChatPanel:
             feedback_options=None,
             latex_delimiters=[],
             group_consecutive_messages=False,
-            placeholder="Ask something about the documents of the collection.",
+            placeholder="Ask something about your documents.",
             examples=[{"text": question} for question in examples] or None,
             elem_id="cb-chat",
         )
@@ -46,15 +45,12 @@ class ChatPanel:
             elem_id="cb-question",
             submit_btn="Ask",
         )
-        with gr.Row():
-            self.new = gr.Button("New conversation", size="sm", elem_id="cb-new")
-            self.export = gr.Button("Save as Markdown", size="sm", interactive=False, elem_id="cb-export")
-        self._markdown = gr.Textbox(visible="hidden", label="Markdown")
+        self.new = gr.Button("New conversation", size="sm", elem_id="cb-new")
 
-    def connect(self, answers: AnswerPanel, documents: DocumentsPanel) -> None:
-        """Connect the panel with the ones it changes."""
-        self._answers, self._documents = answers, documents
-        self.changed = [self.chatbot, self.question, self.export, *answers.changed]
+    def connect(self, answers: AnswerPanel) -> None:
+        """Connect the panel with the one it changes."""
+        self._answers = answers
+        self.changed = [self.chatbot, self.question, *answers.changed]
         for event, function, inputs in (
             (self.question.submit, self.ask, [self.question, self._tab]),
             (self.chatbot.example_select, self.example, [self._tab]),
@@ -66,10 +62,6 @@ class ChatPanel:
         ):
             # By default a question is dropped while the one before runs, and that runs on behind Stop to its next token.
             event(function, inputs, self.changed, **QUIET, trigger_mode="multiple")
-        # The browser makes the file: none is left lying here.
-        self.export.click(self.save, [self._tab], [self._markdown], **QUIET).then(
-            None, [self._markdown], None, js=asset("save.js")
-        )
         self.chatbot.select(self.pick, [self._tab], answers.changed, **QUIET)
 
     def view(self, conversation: Conversation) -> Updates:
@@ -77,7 +69,6 @@ class ChatPanel:
         return {
             self.chatbot: messages(conversation),
             self.question: gr.update(**_IDLE, autofocus=True),
-            self.export: gr.update(interactive=bool(conversation.exchanges)),
             **self._answers.view(conversation),
         }
 
@@ -94,9 +85,7 @@ class ChatPanel:
         waiting = [*messages(conversation)[:-1], _message("assistant", "Waiting for the model…")]
         yield {self.question: gr.update(value="", **_ASKING), self.chatbot: waiting}
         try:
-            collections = self._workspace.collections()
-            conversation.collection = conversation.collection or collections.first.name
-            collection = collections.get(conversation.collection)
+            collection = self._workspace.collection()
         except CacheBlendError as error:
             exchange.outcome, exchange.text = "failed", explain(error)
             yield self.view(conversation)
@@ -150,10 +139,6 @@ class ChatPanel:
         conversation.stop()
         conversation.exchanges.clear()
         return self.view(conversation)
-
-    def save(self, tab: str) -> str:
-        """Return the conversation as a document."""
-        return self._tabs.get(tab).to_markdown()
 
     def pick(self, tab: str, chosen: gr.SelectData) -> Updates:
         """Show what the chosen answer rests on."""

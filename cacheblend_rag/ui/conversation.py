@@ -6,13 +6,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.ui.collections import Collection
-from cacheblend_rag.ui.workspace import Choices, explain, nothing_indexed
+from cacheblend_rag.ui.collection import Collection
+from cacheblend_rag.ui.workspace import Choices, explain
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -33,7 +31,6 @@ class Exchange:
 
     Attributes:
         question: The question.
-        collection: Name of the collection it was asked of.
         text: The answer so far; the error's words where there was one.
         outcome: How it stands.
         hits: The chunks in the prompt, in its order.
@@ -46,7 +43,6 @@ class Exchange:
     """
 
     question: str
-    collection: str
     text: str = ""
     outcome: Outcome = "answering"
     hits: tuple[Hit, ...] = ()
@@ -67,21 +63,20 @@ class Exchange:
 
 @dataclass
 class Conversation:
-    """One tab's conversation: questions and answers in order, and the name of the collection that it asks."""
+    """One tab's conversation: questions and answers in order."""
 
     exchanges: list[Exchange] = field(default_factory=list)
-    collection: str = ""
     _current: Exchange | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def turns(self) -> list[Turn]:
-        """Return what the next question is answered in the context of: answers to the collection it is asked of."""
+        """Return what the next question is answered in the context of."""
         from cacheblend_rag.rag.results import Turn
 
         return [
             Turn(each.question, each.text.strip(), each.hits)
             for each in self.exchanges
-            if each.outcome in ("done", "stopped") and each.text.strip() and each.collection == self.collection
+            if each.outcome in ("done", "stopped") and each.text.strip()
         ]
 
     def begin(self, question: str) -> Exchange | None:
@@ -91,7 +86,7 @@ class Conversation:
             if running is not None and running.question == question.strip():
                 return None
             self.stop()
-            exchange = self._current = Exchange(question.strip(), self.collection)
+            exchange = self._current = Exchange(question.strip())
             self.exchanges.append(exchange)
             return exchange
 
@@ -101,7 +96,6 @@ class Conversation:
         Yields:
             The exchange, whenever something of it has changed. What goes wrong is said in it, never raised.
         """
-        exchange.collection = collection.name
         if self._current is exchange:
             try:
                 yield from self._answer(exchange, collection, choices, self.turns())
@@ -118,7 +112,7 @@ class Conversation:
         engine = exchange.engine = pipeline.engine
         found = pipeline.retrieve(exchange.question, turns)
         if not found.hits:
-            raise nothing_indexed(collection.name)
+            raise InputError("Nothing is indexed yet. Drop files under “Documents” first.")
         asked = pipeline.prompt(exchange.question, found.hits, choices.sampling, turns)
         exchange.prompt, exchange.hits, exchange.notes = asked
         exchange.retrieve_s = found.seconds
@@ -164,18 +158,6 @@ class Conversation:
         question = self.exchanges[number].question
         del self.exchanges[number:]
         return question
-
-    def to_markdown(self) -> str:
-        """Return the conversation as a Markdown document: questions, answers and their sources."""
-        lines = [f"# Conversation of {datetime.now():%Y-%m-%d %H:%M}", ""]
-        for each in self.exchanges:
-            lines += [f"## {each.question}", "", each.text.strip() or "(no answer)", ""]
-            if each.outcome == "stopped":
-                lines += ["*(stopped)*", ""]
-            for number, source in enumerate(each.sources, 1):
-                lines.append(f"{number}. {Path(source.path).name}, {source.place}")
-            lines += [""] if each.hits else []
-        return "\n".join(lines)
 
 
 class Tabs:

@@ -35,7 +35,7 @@ class Page:
             wide = gr.Checkbox(visible="hidden", label="wide", elem_id="cb-wide")
             # Closed until the window is known to be wide: on a phone it would lie over the conversation.
             with gr.Sidebar(open=False, width=320, elem_id="cb-side") as self._side:
-                documents = DocumentsPanel(workspace, self._tabs, tab)
+                documents = DocumentsPanel(workspace)
             with gr.Row(elem_id="cb-head"):
                 self._status = gr.HTML(_status(workspace), elem_id="cb-status")
                 self._retry = gr.Button("Try again", visible=False, size="sm", scale=0, elem_id="cb-try-again")
@@ -44,36 +44,28 @@ class Page:
                     self._chat = ChatPanel(workspace, self._tabs, tab, examples)
                 with gr.Column(scale=2, min_width=320, elem_id="cb-panel"):
                     answers = AnswerPanel(workspace, self._tabs, tab)
-            self._chat.connect(answers, documents)
+            self._chat.connect(answers)
             self._documents = documents
-            changed = [
-                tab,
-                self._side,
-                self._status,
-                self._retry,
-                documents.collection,
-                documents.documents,
-                *self._chat.changed,
-            ]
+            changed = [tab, self._side, self._status, self._retry, documents.documents, *self._chat.changed]
             self._tab = tab
             self.blocks.load(self.begin, [tab, wide], changed, js=asset("tab.js"), **QUIET)
-            self._retry.click(self.try_again, tab, changed, **QUIET)
+            self._retry.click(self.try_again, None, changed, **QUIET)
 
     async def begin(self, tab: str, wide: bool) -> AsyncIterator[Updates]:
         """Show a tab its conversation, and what the model is doing until it is loaded."""
         conversation = self._tabs.get(tab)
         conversation.stop()  # a tab that is loaded again reads no more of what was being written
         yield {self._tab: tab, self._side: gr.update(open=wide), **self._chat.view(conversation)}
-        async for updates in self._wait(tab):
+        async for updates in self._wait():
             yield updates
 
-    async def try_again(self, tab: str) -> AsyncIterator[Updates]:
+    async def try_again(self) -> AsyncIterator[Updates]:
         """Load the model once more."""
         self._workspace.start()
-        async for updates in self._wait(tab):
+        async for updates in self._wait():
             yield updates
 
-    async def _wait(self, tab: str) -> AsyncIterator[Updates]:
+    async def _wait(self) -> AsyncIterator[Updates]:
         said = ""
         while not (self._workspace.ready or self._workspace.failed):
             if said != self._workspace.status:
@@ -83,7 +75,7 @@ class Page:
         yield self._told()
         if self._workspace.ready:
             try:
-                yield await asyncio.to_thread(self._documents.shown, tab)
+                yield await asyncio.to_thread(self._documents.shown)
             except CacheBlendError as error:
                 yield {self._status: render.error(str(error))}
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.fates import ChunkFate, PromptFate
     from cacheblend_rag.rag.results import Source
     from cacheblend_rag.retrieval.index import IndexedDocument
-    from cacheblend_rag.ui.collections import FileState
+    from cacheblend_rag.ui.collection import FileState
     from cacheblend_rag.ui.conversation import Exchange
 
 Updates = dict[Any, Any]
@@ -114,10 +114,7 @@ def _card(number: int, source: Source, fate: ChunkFate | None) -> str:
     said = ""
     if fate is not None:
         said = f'<span class="cb-tag cb-{fate.fate}">{fate.fate}</span>'
-        if fate.fate == "reused" and fate.recomputed is not None:
-            said += f"<small>{len(fate.recomputed):,} of {fate.tokens:,} tokens recomputed</small>"
-        else:
-            said += f"<small>{fate.tokens:,} tokens</small>"
+        said += f"<small>{fate.tokens:,} tokens</small>"
     name = escape(Path(source.path).name)
     return (
         f'<details class="cb-card"><summary><b>{number}</b> {name} <small>{source.place}, {score}</small> '

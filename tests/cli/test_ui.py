@@ -32,8 +32,7 @@ def test_the_bundled_model_comes_with_example_documents(
     choices, port, browser = served[0]
     assert (port, browser) == (7860, True)
     assert choices.seed is not None and (choices.seed / "ship-logs.md").is_file()
-    assert choices.first().parent == home and choices.first().name.startswith("demo-")
-    assert choices.home == home / "collections"
+    assert choices.store().parent == home and choices.store().name.startswith("demo-")
 
 
 def test_without_options_it_is_the_store_of_all_commands_without_examples(
@@ -43,8 +42,8 @@ def test_without_options_it_is_the_store_of_all_commands_without_examples(
     monkeypatch.setattr("cacheblend_rag.cli.ui.open_any_engine", lambda chosen, *rest: loaded.append(chosen.model))
     run("ui")
     choices = served[0][0]
-    assert (choices.first(), choices.seed) == (home / "store", None)
-    choices.load_engine(choices.first())
+    assert (choices.store(), choices.seed) == (home / "store", None)
+    choices.load_engine(choices.store())
     assert loaded == ["smollm2"]
 
 
@@ -54,7 +53,7 @@ def test_options_mean_what_they_mean_everywhere(
     result = run("ui", "--store", tmp_path, "--port", 8123, "--no-browser", "--k", 3, "--ratio", 0.2, "--max-tokens", 9)
     assert result.exit_code == 0, result.stderr
     choices, port, browser = served[0]
-    assert (choices.first(), choices.seed, port, browser) == (tmp_path, None, 8123, False)
+    assert (choices.store(), choices.seed, port, browser) == (tmp_path, None, 8123, False)
     assert "The page is at http://127.0.0.1:8123" in result.stderr and "Opening" not in result.stderr
     assert (choices.k, choices.settings.ratio, choices.sampling.max_tokens) == (3, 0.2, 9)
 

@@ -94,19 +94,3 @@ def test_an_answer_says_how_many_bytes_were_stored_of_what_it_loaded(model: Any,
             loaded[codec] = sum(load.nbytes for load in loads)
             assert 0.9 * stored <= loaded[codec] <= stored
     assert loaded["int8"] < loaded["none"]
-
-
-def test_an_engine_beside_another_is_judged_in_front_of_its_own_store(model: Any, tmp_path: Path) -> None:
-    with engine_for(model, SCENE, store=MemoryStore(1 << 20)) as engine:
-        same = engine.beside(DiskStore(tmp_path / "as it is"))
-        assert same.gate is engine.gate and same.runner is engine.runner and same.registry is not engine.registry
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cacheblend_rag.blending.gate.CODEC_LIMIT", 0.0)
-            with pytest.warns(UserWarning, match="fp8"):
-                other = engine.beside(DiskStore(tmp_path / "lossy", format=EntryFormat("fp8")))
-        assert engine.gate.passed and not other.gate.passed
-        assert other.generate(SCENE.prompt, ONE).mode == "prefill"
-        assert engine.generate(SCENE.prompt, ONE).mode == "prefill"  # which stores the chunks
-        assert engine.generate(SCENE.prompt, ONE).mode == "blend"
-        same.store.close()
-        other.store.close()

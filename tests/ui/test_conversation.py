@@ -12,7 +12,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.ui import render
-from cacheblend_rag.ui.collections import Collection, FileState
+from cacheblend_rag.ui.collection import Collection, FileState
 from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
 from cacheblend_rag.ui.why import token_texts
 from cacheblend_rag.ui.workspace import Choices, Workspace
@@ -32,7 +32,7 @@ def collection(tmp_path: Path) -> Collection:
 
 @pytest.fixture
 def choices(tmp_path: Path) -> Choices:
-    return Choices(lambda _: ScriptedEngine(), lambda: tmp_path, tmp_path, sampling=SamplingParams(8))
+    return Choices(lambda _: ScriptedEngine(), lambda: tmp_path, sampling=SamplingParams(8))
 
 
 def ask(conversation: Conversation, question: str, collection: Collection, choices: Choices) -> Iterator[Exchange]:
@@ -42,7 +42,7 @@ def ask(conversation: Conversation, question: str, collection: Collection, choic
 
 
 def test_a_failed_answer_is_no_turn_and_a_stopped_one_is(collection: Collection, choices: Choices) -> None:
-    conversation = Conversation(collection=collection.name)
+    conversation = Conversation()
     engine = collection.pipeline.engine
     assert isinstance(engine, ScriptedEngine)
     engine.failure = ValueError("odd")
@@ -56,12 +56,10 @@ def test_a_failed_answer_is_no_turn_and_a_stopped_one_is(collection: Collection,
     done = list(ask(conversation, "Three?", collection, choices))[-1]
     assert done.outcome == "done" and done.fate is not None
     assert [turn.question for turn in conversation.turns()] == ["Two?", "Three?"]
-    conversation.collection = "another"
-    assert conversation.turns() == []
 
 
 def test_a_new_question_ends_the_answer_before_it(collection: Collection, choices: Choices) -> None:
-    conversation = Conversation(collection=collection.name)
+    conversation = Conversation()
     first = ask(conversation, "One?", collection, choices)
     next(first), next(first)
     list(ask(conversation, "Two?", collection, choices))
@@ -75,7 +73,7 @@ def test_a_new_question_ends_the_answer_before_it(collection: Collection, choice
 def test_a_question_asked_twice_is_asked_once_from_the_moment_it_is_noted(
     collection: Collection, choices: Choices
 ) -> None:
-    conversation = Conversation(collection=collection.name)
+    conversation = Conversation()
     exchange = conversation.begin("One? ")
     assert exchange is not None
     assert conversation.begin("One?") is None  # before anything of its answer is there
@@ -87,7 +85,7 @@ def test_a_question_asked_twice_is_asked_once_from_the_moment_it_is_noted(
     assert conversation.begin("One?") is not None
 
 
-def test_enter_pressed_twice_asks_once_though_no_collection_is_open_yet(choices: Choices) -> None:
+def test_enter_pressed_twice_asks_once_though_no_model_is_loaded_yet(choices: Choices) -> None:
     gr = pytest.importorskip("gradio")
     from cacheblend_rag.ui.chat import ChatPanel
 
@@ -101,7 +99,7 @@ def test_enter_pressed_twice_asks_once_though_no_collection_is_open_yet(choices:
 
 
 def test_nothing_from_documents_models_or_files_is_html_of_its_own(collection: Collection, choices: Choices) -> None:
-    conversation = Conversation(collection=collection.name)
+    conversation = Conversation()
     done = list(ask(conversation, "<i>Who?", collection, choices))[-1]
     assert done.generation is not None and done.fate is not None
     shown = (
@@ -118,7 +116,7 @@ def test_nothing_from_documents_models_or_files_is_html_of_its_own(collection: C
 def test_tabs_forget_those_not_seen_for_longest_and_keep_none_without_a_name() -> None:
     tabs = Tabs()
     first = tabs.get("first")
-    first.exchanges.append(Exchange("Who?", "store"))
+    first.exchanges.append(Exchange("Who?"))
     for number in range(199):
         tabs.get(str(number))
     assert tabs.get("first") is first

@@ -50,7 +50,7 @@ def choices(tmp_path: Path, engine: ScriptedEngine, notes: Path) -> Choices:
 
 
 def choices_for(engine: BlendEngine, store: Path, load: Callable[[Path], BlendEngine] | None = None) -> Choices:
-    return Choices(load or (lambda _: engine), lambda: store, store.parent / "collections", sampling=SamplingParams(32))
+    return Choices(load or (lambda _: engine), lambda: store, sampling=SamplingParams(32))
 
 
 def test_the_page_is_there_before_the_model_is_and_a_question_waits_for_it(
@@ -62,7 +62,7 @@ def test_the_page_is_there_before_the_model_is_and_a_question_waits_for_it(
         loaded.wait()
         return engine
 
-    url, _ = serve(choices_for(engine, choices.first(), load))
+    url, _ = serve(choices_for(engine, choices.store(), load))
     tab: Tab = open_tab(url)
     expect(tab.page.locator("#cb-status")).to_contain_text("Loading the model")
     tab.begin("Who is the director?")
@@ -198,17 +198,6 @@ def test_retry_asks_again_and_an_edited_question_replaces_what_followed(
     expect(tab.answers).to_have_count(1)
 
 
-def test_the_conversation_is_saved_as_markdown(serve: Any, open_tab: Any, choices: Choices) -> None:
-    url, _ = serve(choices)
-    tab: Tab = open_tab(url).ready()
-    tab.ask("Who is the director?")
-    with tab.page.expect_download() as saved:
-        tab.page.locator("#cb-export").click()
-    text = Path(saved.value.path()).read_text()
-    assert "## Who is the director?\n\nAbout Who is the director? word1" in text
-    assert "1. notes.md, chunk 0" in text
-
-
 def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     serve: Any, open_tab: Any, tmp_path: Path, choices: Choices
 ) -> None:
@@ -224,7 +213,7 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     expect(progress.nth(1)).to_contain_text("it is empty")
     expect(progress.nth(2)).to_contain_text("its type (.png) is not among")
     expect(tab.documents()).to_have_count(2)
-    kept = workspace.collections().first / "documents"
+    kept = workspace.collection().directory / "documents"
     assert [file.name for file in kept.iterdir()] == ["ships.txt"]
     tab.ask("What does the Ivory Anchor carry?")
     expect(tab.page.locator("#cb-sources")).to_contain_text("ships.txt")
@@ -238,32 +227,6 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     assert list(kept.iterdir()) == []
 
 
-def test_collections_are_made_and_chosen_each_with_its_own_documents(
-    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
-) -> None:
-    url, _ = serve(choices)
-    tab: Tab = open_tab(url).ready()
-    tab.page.get_by_role("button", name="New collection").click()
-    name = tab.page.locator("#cb-new-collection").get_by_role("textbox")
-    name.fill("../ships")
-    name.press("Enter")
-    expect(tab.page.locator("#cb-progress")).to_contain_text("without /")
-    name.fill("ships")
-    name.press("Enter")
-    collection = tab.page.locator("#cb-collection input")
-    expect(collection).to_have_value("ships")
-    expect(tab.documents()).to_have_count(0)
-    answer = tab.ask("What does she carry?")
-    assert "Nothing is indexed in the collection 'ships' yet. Drop files" in answer
-    other: Tab = open_tab(url).ready()  # another tab stays where it is, and can go there
-    expect(other.page.locator("#cb-collection input")).to_have_value("store")
-    collection.click()
-    tab.page.get_by_role("option", name="store").click()
-    expect(tab.documents()).to_have_count(1)
-    assert tab.ask("Who?").startswith("About Who?")
-    assert len(engine.asked) == 1
-
-
 def test_a_server_that_is_down_is_named_and_tried_again(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
@@ -274,7 +237,7 @@ def test_a_server_that_is_down_is_named_and_tried_again(
             raise ServerError("No server answers at http://localhost:8000/v1. Start one with `cacheblend serve`.")
         return engine
 
-    url, _ = serve(choices_for(engine, choices.first(), load))
+    url, _ = serve(choices_for(engine, choices.store(), load))
     tab: Tab = open_tab(url)
     expect(tab.page.get_by_role("alert")).to_contain_text("Start one with `cacheblend serve`")
     assert "No server answers" in tab.ask("Who?")
@@ -288,18 +251,15 @@ def test_a_server_that_is_down_is_named_and_tried_again(
     assert tab.ask("Who?").startswith("About Who?")
 
 
-def test_a_collection_of_another_model_says_which_model_it_wants(
-    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices, notes: Path
+def test_a_store_of_another_model_says_which_model_it_wants_and_an_empty_one_that_it_is(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, tmp_path: Path, notes: Path
 ) -> None:
-    with RagPipeline(ScriptedEngine(name="other"), choices.home / "theirs", chunk_tokens=24) as pipeline:
+    with RagPipeline(ScriptedEngine(name="other"), tmp_path / "theirs", chunk_tokens=24) as pipeline:
         pipeline.index([notes])
-    url, _ = serve(choices)
-    tab: Tab = open_tab(url).ready()
-    tab.page.locator("#cb-collection input").click()
-    tab.page.get_by_role("option", name="theirs").click()
-    expect(tab.page.locator("#cb-progress")).to_contain_text("was made for the model other")
-    expect(tab.page.locator("#cb-collection input")).to_have_value("store")
-    assert tab.ask("Who?").startswith("About Who?")
+    url, _ = serve(choices_for(engine, tmp_path / "theirs"))
+    expect(open_tab(url).page.get_by_role("alert")).to_contain_text("was made for the model other")
+    url, _ = serve(choices_for(engine, tmp_path / "empty"))
+    assert "Nothing is indexed yet. Drop files" in open_tab(url).ready().ask("Who?")
 
 
 @pytest.mark.parametrize("width", [360, 768, 1400])

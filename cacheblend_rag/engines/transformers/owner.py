@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -261,16 +260,6 @@ class ModelOwner(BlendEngine):
     def stores(self) -> bool:
         """Return whether anything of this model is kept in a store."""
         return self.gate.passed or self.snapshots is not None
-
-    def beside(self, store: KVStore) -> Self:
-        """Return an engine in front of another store; they share the model, and the lock that lets requests take turns."""
-        sibling = copy.copy(self)
-        sibling.store, sibling.registry, sibling._views = store, ChunkRegistry(), {}
-        sibling.conversations = Conversations(self.conversations.budget)
-        page_lock_for(store, self.device)
-        if set(store.codecs) != set(self.store.codecs):
-            sibling._judge()
-        return sibling
 
     @property
     def entries(self) -> Entries:

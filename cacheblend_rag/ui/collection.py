@@ -1,4 +1,4 @@
-"""Keeps collections: store directories whose documents are asked about, one at a time."""
+"""Keeps the documents that are asked about: adds, reads again and removes them, and tells how far it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 from cacheblend_rag.console.output import counted
-from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.errors import CacheBlendError
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
@@ -37,7 +37,7 @@ class Collection:
     """A store directory, opened, and the pipeline over it. Files that are dropped in are kept in its folder ``documents``."""
 
     def __init__(self, directory: Path, pipeline: RagPipeline):
-        self.name, self.directory, self.pipeline = directory.name, directory, pipeline
+        self.directory, self.pipeline = directory, pipeline
         self._changing = threading.Lock()
 
     def documents(self) -> list[IndexedDocument]:
@@ -96,7 +96,7 @@ class Collection:
                     tell(number, self._index_one(file, partial(tell, number)))
             told.put(None)
 
-        threading.Thread(target=work, name=f"index {self.name}", daemon=True).start()
+        threading.Thread(target=work, name="index documents", daemon=True).start()
         while (news := told.get()) is not None:
             states[news[0]] = news[1]
             yield list(states)
@@ -119,8 +119,9 @@ class Collection:
             return FileState(file.name, "failed", f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Close the index; the engine may be another collection's, too."""
+        """Close the index and the model."""
         self.pipeline.close()
+        self.pipeline.engine.close()
 
 
 def _outcome(name: str, report: IndexReport) -> FileState:
@@ -135,60 +136,3 @@ def _outcome(name: str, report: IndexReport) -> FileState:
         reason = next(iter(report.without_kv.values()))
         note += f", {len(report.without_kv)} of them without stored KV: {reason}"
     return FileState(name, "done", note)
-
-
-class Collections:
-    """The collections of a page: the store it was started on, and those made beside it."""
-
-    def __init__(self, first: Path, home: Path, open_pipeline: Callable[[Path], RagPipeline]):
-        """Open nothing yet; ``open_pipeline`` opens a store directory, which is made where there is none."""
-        self.first, self.home, self._open = first, home, open_pipeline
-        self._opened: dict[Path, Collection] = {}
-        self._lock = threading.Lock()
-
-    def names(self) -> list[str]:
-        """List the collections, the first one first."""
-        made = sorted(entry.name for entry in self.home.glob("*/") if entry != self.first and entry.is_dir())
-        return [self.first.name, *(name for name in made if name != self.first.name)]
-
-    def get(self, name: str) -> Collection:
-        """Return a collection, opened.
-
-        Raises:
-            InputError: There is none of that name.
-            StoreMismatchError: It was made for another model.
-            StoreError: It cannot be opened.
-        """
-        if name not in self.names():
-            raise InputError(f"There is no collection {name!r} any more. Choose another one.")
-        directory = self.first if name == self.first.name else self.home / name
-        with self._lock:
-            if directory not in self._opened:
-                self._opened[directory] = Collection(directory, self._open(directory))
-            return self._opened[directory]
-
-    def make(self, name: str) -> Collection:
-        """Make a collection, in a directory of that name.
-
-        Raises:
-            InputError: The name is taken, or is none for a directory.
-        """
-        name = name.strip()
-        if not name or name.startswith(".") or any(c in name for c in '/\\:*?"<>|\0') or len(name) > 80:
-            raise InputError('Give the collection a name of at most 80 characters, without / \\ : * ? " < > |.')
-        if name in self.names():
-            raise InputError(f"There is a collection {name!r} already.")
-        (self.home / name).mkdir(parents=True)
-        return self.get(name)
-
-    def close(self) -> None:
-        """Close every collection."""
-        with self._lock:
-            engines = {
-                id(collection.pipeline.engine): collection.pipeline.engine for collection in self._opened.values()
-            }
-            for collection in self._opened.values():
-                collection.close()
-            for engine in engines.values():
-                engine.close()
-            self._opened.clear()
