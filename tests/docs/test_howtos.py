@@ -31,7 +31,7 @@ RULE = "Travel above 500 euros is approved by the head of finance."
 MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL", "M")
 # Tested elsewhere, since they take a browser, a server or minutes: tests/ui, tests/server and test_snippets.py, tests/lab,
 # tests/cli/test_demo_calibrate.py.
-LEFT_OUT = ("ui", "serve", "bench ttft", "bench controller", "figures")
+LEFT_OUT = ("demo", "ui", "serve", "bench ttft", "bench controller", "figures")
 # The same of whole pages: tests/lab/realm, and tests/lab/commands/test_tune.py with tests/lab/tuning.
 PAGES_LEFT_OUT = {"docs/howto/realm.md", "docs/howto/retriever.md"}
 PAGES = (
