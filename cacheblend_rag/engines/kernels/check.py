@@ -141,8 +141,7 @@ def _attention_differs(trial: _Trial, heads: int, with_sinks: bool) -> str | Non
 
 
 def _shares_differ(trial: _Trial, heads: int) -> str | None:
-    from cacheblend_rag.engines.kernels.attention import attend
-    from cacheblend_rag.engines.kernels.shares import add_shares
+    from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
     query, positions = trial.queries(heads)
     k, v = trial.kv

@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from cacheblend_rag.blending.bulk import Arrivals, StoredLayers, bring
 from cacheblend_rag.blending.rope import Move
+from cacheblend_rag.blending.transfer import Transfer, sent
 from cacheblend_rag.store.kv import LayerKV
 
 # Tokens of one head that one program moves, and its threads in units of 32: few enough numbers for each to stay in registers.
@@ -153,6 +155,35 @@ def place(kv: LayerKV, move: Move | None, slots: torch.Tensor, keys: torch.Tenso
         PAGE=keys.shape[2] if keys.shape[0] > 1 else 0,
         **_constants(move, dim),
     )
+
+
+def place_in_bulk(
+    stored: StoredLayers,
+    slots: torch.Tensor,
+    layers: Layers,
+    transfer: Transfer,
+    arrivals: Arrivals,
+    *memory: torch.Tensor,
+) -> None:
+    """Begin to place ``stored``.
+
+    Args:
+        stored: What; in the caches' dtype.
+        slots: ``[tokens]``, int64, on the device: where its tokens belong in a cache.
+        layers: The caches of all layers.
+        transfer: To their device.
+        arrivals: Will tell when it has been placed.
+        memory: The caches, where they may be freed before.
+    """
+    before, within, length = sent(stored.table(), slots.device)
+    table = TokenTable(before, within, length, slots)
+
+    def some(copied: torch.Tensor, begin: int, end: int) -> None:
+        place_layers(copied, table, stored.moves[begin], layers._replace(offsets=layers.offsets[begin:end]))
+
+    moves = {id(move): move for move in stored.moves if move is not None}.values()
+    turned = [tensor for move in moves for tensor in (move.rotation.cos, move.rotation.sin)]
+    bring(stored, transfer, arrivals, some, (*memory, *table, *turned, layers.offsets))
 
 
 @triton.jit(do_not_specialize=["tokens", "first"])

@@ -168,7 +168,7 @@ class Queries:
         window: int | None,
         looks: Looks | None,
     ) -> torch.Tensor:
-        from cacheblend_rag.engines.kernels.attention import attend
+        from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
         query = query.transpose(0, 1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -178,8 +178,6 @@ class Queries:
         # A cache without pages is one page.
         attend(query, key[None], value[None], self._positions, None, out, scale, window=window, lse=lse)
         if looks is not None and lse is not None:
-            from cacheblend_rag.engines.kernels.shares import add_shares
-
             add_shares(query, key, self._positions, looks.shares, lse, looks.begin_layer(key), scale, window)
         elif looks is not None:
             self._look(looks, query.transpose(0, 1), key, scale, window)

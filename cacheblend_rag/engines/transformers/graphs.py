@@ -19,7 +19,6 @@ import torch
 
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.transfer import transfer_to
-from cacheblend_rag.engines.kernels.bulk import place_in_bulk
 from cacheblend_rag.engines.kernels.check import placing_works
 from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking
 from cacheblend_rag.engines.transformers.cache import PositionedCache
@@ -153,7 +152,7 @@ class Graphs:
             return None
         if any(span.kv.layer(0).k.dtype != block.dtype for span in stored.spans):
             return None
-        from cacheblend_rag.engines.kernels.place import Layers
+        from cacheblend_rag.engines.kernels.place import Layers, place_in_bulk
 
         layers = self._layers if block is self._block else None
         if layers is None:

@@ -17,7 +17,6 @@ import torch
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.rope import Move
 from cacheblend_rag.blending.transfer import transfer_to
-from cacheblend_rag.engines.kernels.bulk import place_in_bulk
 from cacheblend_rag.engines.kernels.check import attention_works, placing_works, shares_work
 from cacheblend_rag.store.kv import LayerKV
 
@@ -133,11 +132,10 @@ class Kernels:
             kv: ``[kv_heads, keys, head_dim]``, not in pages.
             positions: ``[tokens]``, ascending, on the device.
             shares: ``[tokens]``, fp32: how much each token's weights count.
-            sums: ``[kv_heads, keys]``, fp32; see :func:`~cacheblend_rag.engines.kernels.shares.add_shares`.
+            sums: ``[kv_heads, keys]``, fp32; see :func:`~cacheblend_rag.engines.kernels.attention.add_shares`.
             output: Shaped like ``query``.
         """
-        from cacheblend_rag.engines.kernels.attention import attend
-        from cacheblend_rag.engines.kernels.shares import add_shares
+        from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
         scale, window = layer.impl.scale, layer.sliding_window
         lse = torch.empty(query.shape[:2], device=query.device)
@@ -160,6 +158,8 @@ class Kernels:
             return None
         if self._arrivals is None:
             self._arrivals = Arrivals(slots.device, len(self._pages))
+        from cacheblend_rag.engines.kernels.place import place_in_bulk
+
         place_in_bulk(stored, slots, layers, transfer, self._arrivals)
         return self._arrivals.wait
 

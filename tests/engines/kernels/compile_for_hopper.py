@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from cacheblend_rag.engines.kernels import attention, place, shares
+from cacheblend_rag.engines.kernels import attention, place
 
 GROUP, DIM = 4, 128
 
@@ -49,8 +49,8 @@ def added(dtype: str, torch_dtype: Any) -> Any:
     types |= {"positions": "*i64", "scale": "fp32", "factor": "fp32"}
     constants = {"DIM": DIM, "DIM_UP": DIM, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "WINDOW": 0, "keys_dim": 1}
     constants["PRECISION"] = "ieee" if dtype == "fp32" else "tf32"
-    aligned = set(shares._add_shares.arg_names) - set(constants) - {"count", "length", "scale", "factor"}
-    return compiled(shares._add_shares, types, constants, aligned, num_warps=warps, num_stages=2)
+    aligned = set(attention._add_shares.arg_names) - set(constants) - {"count", "length", "scale", "factor"}
+    return compiled(attention._add_shares, types, constants, aligned, num_warps=warps, num_stages=2)
 
 
 def placed(dtype: str) -> Any:

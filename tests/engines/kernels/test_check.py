@@ -58,15 +58,15 @@ def test_a_kernel_that_is_wrong_is_not_used_and_the_log_says_so(
 def test_sums_of_weights_that_are_wrong_are_not_used_and_the_log_says_so(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cacheblend_rag.engines.kernels import shares
+    from cacheblend_rag.engines.kernels import attention
 
-    right = shares.add_shares
+    right = attention.add_shares
 
     def wrong(*args: Any) -> None:
         right(*args)
         args[5].mul_(1.5)
 
-    monkeypatch.setattr(shares, "add_shares", wrong)
+    monkeypatch.setattr(attention, "add_shares", wrong)
     with caplog.at_level(logging.WARNING):
         assert not shares_work(torch.device(device), torch.float32, 4, 2, 32)
     assert both_work(device) == (True, True)

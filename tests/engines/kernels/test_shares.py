@@ -16,8 +16,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-5, torch.bfloat16: 1e-5}
 def test_weights_are_added_up_by_each_querys_share(
     device: str, dtype: torch.dtype, kv_heads: int, groups: int, dim: int, window: int | None
 ) -> None:
-    from cacheblend_rag.engines.kernels.attention import attend
-    from cacheblend_rag.engines.kernels.shares import add_shares
+    from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
     generator = torch.Generator().manual_seed(dim)
     heads, room, tokens = kv_heads * groups, 190, 150
