@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sqlite3
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, VECTOR_TABLES, Vectors, VectorTable
-from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, is_network, row_chunk
+from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, row_chunk
 from cacheblend_rag.store.files import file_mode, make_root
 
 FILE_NAME = "index.sqlite3"
-_log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE config (json TEXT NOT NULL, checksum BLOB NOT NULL);
@@ -57,7 +55,8 @@ _METADATA_OF_CHUNK = (
 class IndexDatabase(SQLiteFile):
     """Keeps :class:`~cacheblend_rag.retrieval.index.ChunkIndex` in rows; "row" is a chunk's number in its table.
 
-    Methods that change something need a transaction around them.
+    Methods that change something need a transaction around them. Like all our SQLite files it has a rollback journal, which works
+    on a network file system with locks, as WAL does not.
     """
 
     name = "the index"
@@ -77,7 +76,6 @@ class IndexDatabase(SQLiteFile):
         """
         super().__init__(directory / FILE_NAME)
         self.vectors = VectorTable(self)
-        self._snapshot: tuple[int, int] | None = None  # of a file read without locks
         with self.explained("open"):
             if config is not None and not self.path.exists():
                 make_root(directory)
@@ -109,88 +107,46 @@ class IndexDatabase(SQLiteFile):
             return self.connect("rwc" if create else "rw")
         if not self.path.exists():
             raise StoreError(f"Cannot make an index in {directory}: no permission. Use another store directory.")
-        wal = self._wal()
-        before = self._stamp()
+        db = self.connect("ro")
         try:
-            db = self.connect("ro")
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.OperationalError as error:
+            db.close()
             if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 raise
-            # Without permission to write, SQLite reads a file with a log only beside a process that has it open.
-            if any(log.exists() and log.stat().st_size for log in (wal, self.path.with_name(FILE_NAME + "-journal"))):
-                raise StoreError(
-                    f"The index {self.path} was not closed properly and cannot be read without write permission. "
-                    "Open it once as a user who has it."
-                ) from None
-            self._snapshot = before
-            return self.connect("ro&immutable=1")
-        self._snapshot = None
+            raise StoreError(
+                f"The index {self.path} was not closed properly and cannot be read without write permission. "
+                "Open it once as a user who has it."
+            ) from None
         return db
 
     def _prepare(self, config: IndexConfig | None, check: bool) -> None:
         if config is not None and self.stored_format() == 0:
             lock = f"{self.path}.lock"
-            with FileLock(lock, timeout=self.busy_timeout_s, mode=file_mode(self.path.parent)):
-                if self._journal() != "wal" and not is_network(self.path):
-                    self.db.execute("PRAGMA journal_mode = WAL")
-                with self.transaction():
-                    if self.make_tables():
-                        self.put_config(replace(config, embedding=config.embedding or DEFAULT_EMBEDDING))
+            with FileLock(lock, timeout=self.busy_timeout_s, mode=file_mode(self.path.parent)), self.transaction():
+                if self.make_tables():
+                    self.put_config(replace(config, embedding=config.embedding or DEFAULT_EMBEDDING))
         if self.stored_format() == 0:
             raise self._absent()
         self.check_format()
-        self._leave_wal()
+        # What is not committed stays in memory: in the file it would hold up those who read until it is.
+        self.db.execute("PRAGMA cache_spill = OFF")
         if config is not None and check:
             self.config().check(config, self.path.parent)
-
-    def _journal(self) -> str:
-        return str(self.db.execute("PRAGMA journal_mode").fetchone()[0])
-
-    def _leave_wal(self) -> None:
-        """Bring an index on a network file system to a rollback journal: WAL is memory that other machines do not share."""
-        if self._journal() != "wal" or not is_network(self.path):
-            return
-        self.db.execute("PRAGMA busy_timeout = 1000")
-        with suppress(sqlite3.OperationalError):  # another process has it open, or this one may only read it
-            self.db.execute("PRAGMA journal_mode = DELETE")
-        self.db.execute(f"PRAGMA busy_timeout = {self.busy_timeout_s * 1000:.0f}")
-        if self._journal() == "wal":
-            _log.warning(
-                "The index %s lies on a network file system and is still in WAL mode, which several machines must not use. "
-                "Stop what has it open, then open it once as a user who may write it.",
-                self.path,
-            )
 
     def _absent(self) -> StoreError:
         return StoreError(
             f"There is no index in {self.path.parent}. Make one with: cacheblend index FILES --store DIRECTORY"
         )
 
-    @contextmanager
-    def access(self) -> Iterator[None]:
-        """See :meth:`SQLiteFile.access`; a file that is read without locks and has changed is reopened first."""
-        with super().access():
-            if self._snapshot is not None and not self.db.in_transaction and self._snapshot != self._stamp():
-                self.db.close()
-                self.db = self._connect(create=False)
-            yield
-
     def generation(self) -> Hashable:
         """Return a value that is another one after every change of the contents, by this process or by others."""
         with self.access():
-            return self._snapshot or (self.others_commits(), self.db.total_changes)
+            return self.others_commits(), self.db.total_changes
 
     def nbytes(self) -> int:
-        """Return the size of the file and its log."""
-        return sum(file.stat().st_size for file in (self.path, self._wal()) if file.exists())
-
-    def _wal(self) -> Path:
-        return self.path.with_name(FILE_NAME + "-wal")
-
-    def _stamp(self) -> tuple[int, int]:
-        status = self.path.stat()
-        return status.st_mtime_ns, status.st_size
+        """Return the size of the file."""
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def config(self) -> IndexConfig:
         """Return what the index was made with."""

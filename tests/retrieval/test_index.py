@@ -23,7 +23,7 @@ from cacheblend_rag.store.kv import ModelFingerprint
 from tests.retrieval import index_workers
 from tests.retrieval.index_workers import CONFIG, chunk, chunks
 from tests.store.samples import memory_directory
-from tests.store.workers import call, start
+from tests.store.workers import start
 
 pytestmark = pytest.mark.slow
 
@@ -431,19 +431,6 @@ def test_an_index_that_cannot_be_written_can_be_searched(words: None, directory:
     assert connection.recv() == ["green bottle"]
     process.join()
     assert process.exitcode == 0
-
-
-def test_an_index_left_open_by_a_dead_process_is_not_read_without_its_log(words: None, directory: Path) -> None:
-    with memory_directory() as copy:
-        writer = ChunkIndex.open(directory, CONFIG)
-        writer.add("/a", "d", chunks("blue anchor"))
-        for name in (FILE_NAME, FILE_NAME + "-wal"):
-            (copy / name).write_bytes((directory / name).read_bytes())
-        writer.close()
-        copy.chmod(0o555)
-        found, refusal = call(index_workers.read_only, copy)
-        copy.chmod(0o755)
-        assert found == [] and "not closed properly" in refusal
 
 
 _texts = st.sampled_from(["alpha", "beta", "gamma", "delta", "alpha beta", "gamma | delta"])
