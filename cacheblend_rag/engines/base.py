@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +17,14 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.engines.entries import Entries, Ranking
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, Score, StreamEvent, iterate_in_thread
+from cacheblend_rag.engines.results import (
+    Generation,
+    PrecomputeReport,
+    Score,
+    StreamEvent,
+    iterate_in_thread,
+    last_generation,
+)
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -239,8 +245,8 @@ class BlendEngine(ABC):
     async def agenerate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
-        """Async twin of :meth:`generate`, off the event loop; the pool of threads bounds how many hold KV at once."""
-        return await asyncio.to_thread(self.generate, prompt, sampling, settings)
+        """Async twin of :meth:`generate`."""
+        return await last_generation(self.astream(prompt, sampling, settings))
 
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

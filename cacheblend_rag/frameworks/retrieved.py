@@ -85,10 +85,6 @@ class RetrievalLog:
         with self._lock:
             return list(dict.fromkeys(self._loose))
 
-    def __len__(self) -> int:
-        """Count the open runs."""
-        return len(self._parents)
-
     def _end(self, run: Hashable) -> None:
         parent = self._parents.pop(run, None)
         if items := self._held.pop(run, None):

@@ -275,7 +275,7 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
                 runner.graphs.ran(cache, ids[positions], positions, logits)
             found.append(logits)
             del cache
-        assert runner.graphs.widths == [32]
+        assert [width for width, _ in runner.graphs._passes] == [32]
         for got in found:
             assert (got - found[0]).abs().max() < 1e-4
 
@@ -325,7 +325,7 @@ def test_a_graph_of_a_few_more_tokens_serves_too(
             logits = runner.scatter(ids[positions], positions, cache, lambda layer: None, None)
             runner.graphs.ran(cache, ids[positions], positions, logits)
         del cache
-    assert runner.graphs.widths == [60]
+    assert [width for width, _ in runner.graphs._passes] == [60]
     assert [found[count] is None for count in (60, 55, 40)] == [True, False, True]
 
 
@@ -337,7 +337,7 @@ def test_an_answer_that_outgrows_the_graphs_memory_goes_on_without_them(replayed
     runner.append(torch.tensor([[7, 8, 9, 10]]), cache)
     for _ in range(3):
         runner.append(token, cache)
-    assert runner.graphs.widths == [1]
+    assert [width for width, _ in runner.graphs._passes] == [1]
     room = cache.block.shape[3]
     cache.filled(room - 1)
     runner.append(token, cache)
@@ -352,7 +352,7 @@ def test_a_model_whose_layers_differ_answers_without_graphs(replayed: Callable[[
     want = engine_for(model, scene).generate(scene.prompt, ANSWER).token_ids
     engine = replayed(engine_for(model, scene))
     assert engine.generate(scene.prompt, ANSWER).token_ids == want
-    assert engine.runner.graphs.widths == []
+    assert engine.runner.graphs._passes == {}
 
 
 @pytest.mark.slow
@@ -412,7 +412,7 @@ def test_on_a_gpu_a_replayed_blend_answers_as_on_the_cpu(family: str, policy: st
             engine.reset_prefix_cache()
             answers.append(engine.generate(scene.prompt, ANSWER, how))
         assert {answer.mode for answer in answers} == {"blend"}
-    assert there.runner.graphs.widths, "nothing was captured"
+    assert there.runner.graphs._passes, "nothing was captured"
     for logits in found["there"]:
         assert (logits - found["here"][0]).abs().max() < 1e-2
 

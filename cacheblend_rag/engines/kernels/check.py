@@ -35,11 +35,6 @@ def shares_work(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: 
     return _at_home(device, dtype) and _passes(_shares_differ, device, dtype, kv_heads, head_dim, heads)
 
 
-def forget_trials() -> None:
-    """Try again when asked next."""
-    _passes.cache_clear()
-
-
 def _at_home(device: torch.device, dtype: torch.dtype) -> bool:
     # Triton's interpreter runs them on a CPU, for tests.
     where = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -27,7 +27,7 @@ from cacheblend_rag.engines.remote.wire import (
     weight_of,
     with_version,
 )
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, last_generation
+from cacheblend_rag.engines.results import PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.errors import InputError, ModelError, ServerError
@@ -227,12 +227,6 @@ class RemoteEngine(BlendEngine):
                         if text:
                             yield StreamEvent(text)
             yield _told(answer.end(), spans)
-
-    async def agenerate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
-    ) -> Generation:
-        """Async twin of :meth:`generate`."""
-        return await last_generation(self.astream(prompt, sampling, settings))
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """See :class:`BlendEngine`; a plain string is searched by the server, and unknown chunks are fetched from it."""

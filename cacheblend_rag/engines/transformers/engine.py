@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -268,6 +269,12 @@ class TransformersEngine(ModelOwner):
         if schema is not None:
             guide = Guide(schema, self.tokenizer, self.subject().vocab_size, self.end_tokens)
         return self._stream(request, guide, begin)
+
+    async def agenerate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> Generation:
+        """See :class:`BlendEngine`; the pool of threads bounds how many hold KV at once."""
+        return await asyncio.to_thread(self.generate, prompt, sampling, settings)
 
     def _stream(self, request: Request, guide: Guide | None, begin: float) -> Iterator[StreamEvent]:
         # What is written back once the answer is there belongs to no span of the request.

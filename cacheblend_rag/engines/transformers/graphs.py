@@ -113,11 +113,6 @@ class Graphs:
         except TypeError:  # torch before 2.8: a graph cannot wait for another stream's work
             self._placed, self._refused = Arrivals(runner.device, runner.num_layers), True
 
-    @property
-    def widths(self) -> list[int]:
-        """Return of how many tokens the captured passes are, of both kinds."""
-        return sorted(width for width, _ in self._passes)
-
     def lend(self, tokens: int) -> PositionedCache | None:
         """Return an empty cache with room for ``tokens``, all layers in one block; None for a model whose layers differ.
 

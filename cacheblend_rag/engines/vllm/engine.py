@@ -22,12 +22,10 @@ from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
 from cacheblend_rag.engines.entries import Ranking
 from cacheblend_rag.engines.results import (
     EventQueue,
-    Generation,
     Item,
     PrecomputeReport,
     Score,
     StreamEvent,
-    last_generation,
 )
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
@@ -164,12 +162,6 @@ class VLLMEngine(BlendClient, BlendEngine):
                 yield event
         finally:
             work.cancel()
-
-    async def agenerate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
-    ) -> Generation:
-        """Async twin of :meth:`generate`; no thread waits for it, so vLLM's scheduler sees all requests at once."""
-        return await last_generation(self.astream(prompt, sampling, settings))
 
     def score(
         self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.engines.kernels.check import attention_works, forget_trials, placing_works, shares_work
+from cacheblend_rag.engines.kernels.check import _passes, attention_works, placing_works, shares_work
 
 
 @pytest.fixture(autouse=True)
 def _afresh() -> Iterator[None]:
-    forget_trials()
+    _passes.cache_clear()
     yield
-    forget_trials()
+    _passes.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
