@@ -9,7 +9,7 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.printable import size
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.retrieval.chunking import iter_chunks
+from cacheblend_rag.retrieval.chunking import split_text
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
 from cacheblend_rag.store.base import stats_of
@@ -130,7 +130,7 @@ class Planner:
 
     def _cut(self, document: Document) -> list[Chunk]:
         size, overlap = self.config.chunk_tokens, self.config.overlap
-        chunks = iter_chunks(document.text, self.engine.tokenizer, size, overlap, document.metadata)
+        chunks = split_text(document.text, self.engine.tokenizer, size, overlap, document.metadata)
         return [self._placed(document, chunk) for chunk in chunks]
 
     @staticmethod

@@ -35,17 +35,6 @@ def split_text(
     overlap: int = 0,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[Chunk]:
-    """Split ``text`` into chunks; see :func:`iter_chunks`."""
-    return list(iter_chunks(text, tokenizer, max_tokens, overlap, metadata))
-
-
-def iter_chunks(
-    text: str,
-    tokenizer: Any,
-    max_tokens: int = DEFAULT_CHUNK_TOKENS,
-    overlap: int = 0,
-    metadata: Mapping[str, Any] | None = None,
-) -> Iterator[Chunk]:
     """Split ``text`` into chunks of at most ``max_tokens`` tokens, in time linear in its length.
 
     A chunk ends at the last paragraph edge in its second half, else the last sentence edge there, else the last of
@@ -63,10 +52,11 @@ def iter_chunks(
         InputError: ``max_tokens`` or ``overlap`` out of range, or text that is not valid Unicode.
     """
     check_sizes(max_tokens, overlap)
-    splitter = _Splitter(text, encoder_for(tokenizer), max_tokens, overlap)
-    for start, end, token_ids in splitter.pieces():
+    chunks = []
+    for start, end, token_ids in _Splitter(text, encoder_for(tokenizer), max_tokens, overlap).pieces():
         body = text[start:end]
-        yield Chunk(chunk_id(body), body, token_ids, {**(metadata or {}), "start": start, "end": end})
+        chunks.append(Chunk(chunk_id(body), body, token_ids, {**(metadata or {}), "start": start, "end": end}))
+    return chunks
 
 
 class _Splitter:

@@ -27,7 +27,6 @@ class ChatPanel:
             label="Conversation",
             show_label=False,
             height="62vh",
-            editable="user",
             buttons=["copy"],
             feedback_options=None,
             latex_delimiters=[],
@@ -54,8 +53,6 @@ class ChatPanel:
         for event, function, inputs in (
             (self.question.submit, self.ask, [self.question, self._tab]),
             (self.chatbot.example_select, self.example, [self._tab]),
-            (self.chatbot.retry, self.retry, [self._tab]),
-            (self.chatbot.edit, self.edit, [self._tab]),
             (self.question.stop, self.stop, [self._tab]),
             (self.new.click, self.clear, [self._tab]),
             (self.chatbot.clear, self.clear, [self._tab]),
@@ -107,25 +104,6 @@ class ChatPanel:
     def example(self, tab: str, chosen: gr.SelectData) -> Iterator[Updates]:
         """Ask one of the example questions."""
         yield from self.ask(chosen.value["text"], tab)
-
-    def retry(self, tab: str, at: gr.RetryData) -> Iterator[Updates]:
-        """Answer a question again; what followed it is forgotten."""
-        yield from self._again(tab, at.index, None)
-
-    def edit(self, tab: str, at: gr.EditData) -> Iterator[Updates]:
-        """Ask a question in other words; what followed it is forgotten."""
-        yield from self._again(tab, at.index, str(at.value))
-
-    def _again(self, tab: str, index: Any, wording: str | None) -> Iterator[Updates]:
-        number = (index[0] if isinstance(index, (list, tuple)) else index) // 2  # question and answer are two messages
-        conversation = self._tabs.get(tab)
-        try:
-            question = conversation.back_to(number)
-        except CacheBlendError as error:
-            gr.Warning(str(error))
-            yield self.view(conversation)
-            return
-        yield from self.ask(wording or question, tab)
 
     def stop(self, tab: str) -> Updates:
         """End the answer that is being written."""

@@ -57,17 +57,6 @@ class Collection:
             shutil.copyfile(file, kept / file.name)
         yield from self._index(copies)
 
-    def reindex(self) -> Iterator[list[FileState]]:
-        """Index anew what has changed on disk since; documents whose files are gone leave."""
-        indexed = [Path(document.path) for document in self.documents()]
-        there = [path for path in indexed if path.is_file()]
-        gone = [path for path in indexed if path not in there]
-        self.remove([str(path) for path in gone])
-        left = [FileState(path.name, "removed", "its file is gone") for path in gone]
-        yield left
-        for states in self._index(there):
-            yield [*left, *states]
-
     def remove(self, paths: Sequence[str]) -> None:
         """Take documents out of the index, and delete the copies kept of them.
 

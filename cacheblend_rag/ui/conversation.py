@@ -146,19 +146,6 @@ class Conversation:
             running.outcome = "stopped"
         self._current = None
 
-    def back_to(self, number: int) -> str:
-        """Forget exchange ``number`` and what followed it; return its question.
-
-        Raises:
-            InputError: There is no such exchange.
-        """
-        if not 0 <= number < len(self.exchanges):
-            raise InputError("That question is not in this conversation any more. Load the page again.")
-        self.stop()
-        question = self.exchanges[number].question
-        del self.exchanges[number:]
-        return question
-
 
 class Tabs:
     """Each tab's conversation, by an id that the tab has made up and keeps when it is loaded again."""

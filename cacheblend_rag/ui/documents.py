@@ -27,14 +27,11 @@ class DocumentsPanel:
         )
         self.progress = gr.HTML(elem_id="cb-progress")
         self.documents = gr.CheckboxGroup([], label="Documents", elem_id="cb-documents")
-        with gr.Row():
-            delete = gr.Button("Delete chosen", size="sm", min_width=110, elem_id="cb-delete")
-            reindex = gr.Button("Index again", size="sm", min_width=110, elem_id="cb-reindex")
+        delete = gr.Button("Delete chosen", size="sm", elem_id="cb-delete")
         changed = [self.files, self.progress, self.documents]
         # Not "once": a second drop while the first is indexed must not be lost.
         self.files.upload(self.add, [self.files], changed, **QUIET, trigger_mode="multiple")
         delete.click(self.delete, [self.documents], changed, **QUIET)
-        reindex.click(self.reindex, None, changed, **QUIET)
 
     def shown(self, keep_chosen: bool = False) -> Updates:
         """Return the panel as it should be; only once the model is loaded."""
@@ -45,10 +42,6 @@ class DocumentsPanel:
         """Index files that were dropped."""
         yield {self.files: None, self.progress: render.hint("Waiting for the model…")}
         yield from self._changing(lambda collection: collection.add([Path(file) for file in files or ()]))
-
-    def reindex(self) -> Iterator[Updates]:
-        """Index what has changed on disk."""
-        yield from self._changing(Collection.reindex)
 
     def delete(self, paths: list[str]) -> Iterator[Updates]:
         """Delete the chosen documents."""

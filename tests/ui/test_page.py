@@ -177,27 +177,6 @@ def test_a_follow_up_is_answered_in_the_context_of_what_was_said(
     )
 
 
-def test_retry_asks_again_and_an_edited_question_replaces_what_followed(
-    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
-) -> None:
-    url, _ = serve(choices)
-    tab: Tab = open_tab(url).ready()
-    tab.ask("One")
-    tab.ask("Two")
-    engine.words = 3
-    tab.page.get_by_role("button", name="Retry").last.click()
-    expect(tab.answers.last).to_have_text(re.compile(r"^\s*About Two word1 word2 word3\s*$"))
-    tab.idle()
-    expect(tab.answers).to_have_count(2)
-    assert [text.count("Question: Two") for text in engine.asked] == [0, 1, 1]
-    tab.page.get_by_role("button", name="Edit").first.click()
-    box = tab.chat.locator("textarea")
-    box.fill("Three")
-    tab.page.get_by_role("button", name="Submit").first.click()
-    expect(tab.answers.last).to_contain_text("About Three")
-    expect(tab.answers).to_have_count(1)
-
-
 def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     serve: Any, open_tab: Any, tmp_path: Path, choices: Choices
 ) -> None:
@@ -217,10 +196,8 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     assert [file.name for file in kept.iterdir()] == ["ships.txt"]
     tab.ask("What does the Ivory Anchor carry?")
     expect(tab.page.locator("#cb-sources")).to_contain_text("ships.txt")
-    (kept / "ships.txt").write_text("The Ivory Anchor has been sold.")
-    tab.page.locator("#cb-reindex").click()
-    expect(progress.filter(has_text="ships.txt")).to_contain_text("indexed")
-    expect(progress.filter(has_text="notes.md")).to_contain_text("unchanged")
+    tab.drop(ships)
+    expect(progress.filter(has_text="ships.txt")).to_contain_text("unchanged")
     tab.documents().filter(has_text="ships.txt").locator("input").check()
     tab.page.locator("#cb-delete").click()
     expect(tab.documents()).to_have_count(1)
