@@ -213,7 +213,8 @@ class _Screen:
             f"{full.ttft_s / blend.ttft_s:.1f} times as soon. "
             "What full recompute gets wrong was not retrieved, or is too hard for the small bundled model.\n\n"
             f"Go on asking:  [bold]cacheblend chat --store {directory}[/]\n"
-            "Your own:      [bold]cacheblend index FILES --store DIR --model MODEL[/]"
+            "Your own:      [bold]cacheblend index FILES --store DIR --model MODEL[/]\n"
+            "Real text:     [bold]cacheblend demo --documents DIR[/]"
         )
 
     def _say(self, text: str) -> None:
