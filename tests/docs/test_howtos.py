@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from cacheblend_rag import TransformersEngine
 from cacheblend_rag.cli import app
 from cacheblend_rag.demo.bundle import bundled_corpus
-from cacheblend_rag.engines.models import bundled_model_directory
+from cacheblend_rag.engines.models import SMOLLM2, bundled_model_directory, model_directory, smollm2_file
 from tests.docs.test_pages import PARSER, ROOT, commands
 from tests.forking import TRACED
 from tests.recorded_spans import exporter
@@ -70,7 +70,11 @@ def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     for folder in ("docs", "site/guides"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "travel.md").write_text(f"{RULE}\n\nBelow that, any manager does.\n")
-    shutil.copy(bundled_corpus() / "handbook.md", tmp_path / "docs")  # long enough to calibrate on
+    handbook = (bundled_corpus() / "handbook.md").read_text("utf-8")
+    (tmp_path / "docs" / "handbook.md").write_text(handbook[:8000])  # long enough to calibrate on
+    if smollm2_file() is not None:  # what is made of it once need not be made for each page
+        (tmp_path / "cacheblend").mkdir()
+        (tmp_path / "cacheblend" / "models").symlink_to(model_directory(SMOLLM2).parent)
     for name in ("handbook.pdf", "docs/old-handbook.pdf"):
         write_pdf(tmp_path / name, [f"As {name} says, offices open at nine."])
     (tmp_path / "notes.md").write_text("The canteen is closed on Fridays.\n")
