@@ -36,7 +36,7 @@ class _How:
     check_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.ratio is not None and self.ratio != "auto" and not (_is_number(self.ratio) and 0 <= self.ratio <= 1):
+        if self.ratio is not None and self.ratio != "auto" and not (is_number(self.ratio) and 0 <= self.ratio <= 1):
             raise InputError(
                 f"ratio is {self.ratio!r}; give a value from 0 (full KV reuse) to 1 (full recompute), or 'auto'."
             )
@@ -155,14 +155,20 @@ HOW_NAMES = tuple(option.name for option in fields(_How))
 OPTION_NAMES = tuple(option.name for option in fields(BlendSettings))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_whole(value: Any) -> bool:
+    """Say whether an option's value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Say whether it is a number."""
+    return is_whole(value) or isinstance(value, float)
 
 
 def _ascending_layers(layers: Any) -> tuple[int, ...]:
     """Return ``layers`` as a tuple; raise unless they are ascending whole numbers from 1 on."""
     found = tuple(layers) if isinstance(layers, (list, tuple)) else ()
-    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in found)
+    whole = all(map(is_whole, found))
     if not found or not whole or found[0] < 1 or any(a >= b for a, b in pairwise(found)):
         raise InputError(f"check_layers is {layers!r:.200}; give ascending layers from 1 on, such as (1,) or (1, 3).")
     return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend_rag.blending.settings import is_number, is_whole
 from cacheblend_rag.errors import InputError
 
 # What vLLM returns unless it is started with another `max_logprobs`.
@@ -46,25 +47,25 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.max_tokens) or self.max_tokens < 1:
+        if not is_whole(self.max_tokens) or self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens!r:.200}; give a whole number from 1 on.")
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= _HOTTEST:
+        if not is_number(self.temperature) or not 0 <= self.temperature <= _HOTTEST:
             raise InputError(f"temperature is {self.temperature!r:.200}; give 0 (greedy) to {_HOTTEST}.")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p!r:.200}; give a value in (0, 1].")
-        if self.seed is not None and not _is_whole(self.seed):
+        if self.seed is not None and not is_whole(self.seed):
             raise InputError(f"seed is {self.seed!r:.200}; give a whole number.")
         if not isinstance(self.stop, (tuple, list)) or not all(isinstance(s, str) for s in self.stop):
             raise InputError(f"stop is {self.stop!r:.200}; give strings in a tuple or list.")
         if any(not s for s in self.stop):
             raise InputError("A stop string is empty; leave it out.")
-        if self.logprobs is not None and not (_is_whole(self.logprobs) and 0 <= self.logprobs <= _MOST_LOGPROBS):
+        if self.logprobs is not None and not (is_whole(self.logprobs) and 0 <= self.logprobs <= _MOST_LOGPROBS):
             raise InputError(f"logprobs is {self.logprobs!r:.200}; give 0 to {_MOST_LOGPROBS}.")
-        if not _is_whole(self.top_k) or self.top_k < 0:
+        if not is_whole(self.top_k) or self.top_k < 0:
             raise InputError(f"top_k is {self.top_k!r:.200}; give a whole number, 0 for all tokens.")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if not _is_number(value) or not -_PENALTY <= value <= _PENALTY:
+            if not is_number(value) or not -_PENALTY <= value <= _PENALTY:
                 raise InputError(f"{name} is {value!r:.200}; give -{_PENALTY} to {_PENALTY}.")
 
     def schema(self) -> dict[str, Any] | None:
@@ -80,14 +81,6 @@ class SamplingParams:
         except ValueError as error:
             raise InputError(f"json_schema is not JSON: {error}") from error
         return found
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def begun_at_end(text: str, mark: str) -> int:
