@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import cast, get_args, overload
+from typing import cast, get_args
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from cacheblend_rag.errors import CacheBlendError, InputError, StoreError
@@ -220,28 +220,12 @@ def default_ram_budget(processes: int = 1) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // processes
 
 
-@overload
-def open_store(where: None = None, ram_budget: int | None = None, *, processes: int = 1) -> MemoryStore: ...
-
-
-@overload
-def open_store(
-    where: Path | str, ram_budget: int | None = None, disk_budget: int | None = None, processes: int = 1
-) -> TieredStore: ...
-
-
-@overload
-def open_store(
-    where: Path | str | None, ram_budget: int | None = None, disk_budget: int | None = None, processes: int = 1
-) -> KVStore: ...
-
-
 def open_store(
     where: Path | str | None = None,
     ram_budget: int | None = None,
     disk_budget: int | None = None,
     processes: int = 1,
-) -> KVStore:
+) -> TieredStore:
     """Open a store.
 
     Args:
@@ -258,7 +242,7 @@ def open_store(
         StoreError: A directory cannot be used.
     """
     if where is None:
-        return MemoryStore(default_ram_budget(processes) if ram_budget is None else ram_budget)
+        return TieredStore([MemoryStore(default_ram_budget(processes) if ram_budget is None else ram_budget)])
     urls = where if isinstance(where, str) and is_urls(where) else None
     home = None if urls is not None else Path(where).expanduser()
     tiers = _opened(urls or (home and recorded_tiers(home)) or _USUAL, home, ram_budget, disk_budget, processes)

@@ -403,9 +403,8 @@ def test_one_handle_serves_many_threads(store: KVStore) -> None:
 
 
 def test_open_store_without_a_path_is_memory_alone() -> None:
-    store = open_store()
-    assert isinstance(store, MemoryStore)
-    assert store.budget is not None
+    (ram,) = open_store().tiers
+    assert isinstance(ram, MemoryStore) and ram.budget is not None
 
 
 def test_open_store_keeps_entries_on_disk_within_its_budgets(tmp_path: Path) -> None:

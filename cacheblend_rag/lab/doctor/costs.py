@@ -24,7 +24,7 @@ from cacheblend_rag.lab.doctor.bandwidth import (
 from cacheblend_rag.lab.doctor.compute import measure_compute
 from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, KVStore, LayerKV, TieredStore, open_store
+from cacheblend_rag.store import ChunkKV, DiskStore, KVKey, KVStore, LayerKV, open_store
 from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.kv import StoredKV, read_whole
 
@@ -48,7 +48,7 @@ def measure_costs(place: Workbench, store: Path, progress: Callable[[str], None]
     ram = measure_ram_copy() if place.device.type == "cpu" else measure_device_copy(place.device)
     tiers = {"ram": TierCost(0.0, ram)}
     with open_store(store, ram_budget=0) as kv:
-        for tier in kv.tiers if isinstance(kv, TieredStore) else (kv,):
+        for tier in kv.tiers:
             if isinstance(tier, DiskStore):
                 say(tier.tier)
                 if (rate := measure_disk_read(tier.root, cold=True)) is not None:
