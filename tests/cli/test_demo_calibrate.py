@@ -96,6 +96,8 @@ def test_on_documents_a_default_model_that_is_not_there_is_one_line_and_another_
         raise ModelError("it is not installed")
 
     monkeypatch.setattr("cacheblend_rag.lab.commands.demo.open_engine", missing)
+    assert run("demo", "--documents", tmp_path / "none").exit_code == InputError.exit_code  # before a model is loaded
+    (tmp_path / "note.md").touch()
     result = run("demo", "--documents", tmp_path)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (0, "Nothing is compared: it is not installed")
     assert run("demo", "--documents", tmp_path, "--model", "other").exit_code == ModelError.exit_code

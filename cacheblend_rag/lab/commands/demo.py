@@ -16,7 +16,7 @@ from cacheblend_rag.console.engines import open_engine, open_pipeline, store_dir
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions, takes_groups
 from cacheblend_rag.console.output import echo, print_json, progress, seconds, size, status, table
 from cacheblend_rag.demo.bundle import demo_store_name
-from cacheblend_rag.engines.models import BUNDLED_MODEL
+from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled
 from cacheblend_rag.errors import InputError, ModelError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def demo(
     if documents is not None:
         _on_documents(model, documents, as_json)
         return
-    if (model.model, model.dtype, model.writer) != (None, None, None):
+    if not is_bundled(model.model) or model.dtype or model.writer:
         raise InputError("The bundled corpus is for the bundled model; give --documents DIR for another one.")
     directory = store or store_directory(None).parent / demo_store_name(model.device)
     bundled = EngineOptions(BUNDLED_MODEL, device=model.device, threads=model.threads)
@@ -90,7 +90,9 @@ def _on_documents(chosen: ModelOptions, documents: Path, as_json: bool) -> None:
     """Compare on a user's documents; where nobody has named a model and smollm2 is not there, say so."""
     from cacheblend_rag.lab.calibration_prompts import collect_prompts
     from cacheblend_rag.lab.on_documents import compare_on_documents
+    from cacheblend_rag.retrieval.documents import find_documents
 
+    find_documents([documents])  # raises: a mistyped path should not cost the loading of a model
     if not as_json:
         echo(
             f"{_PASSAGES} passages of {documents}, each behind four others: about three minutes of two cores by smollm2."
@@ -118,8 +120,9 @@ def _on_documents(chosen: ModelOptions, documents: Path, as_json: bool) -> None:
         rows.append([f"{key} {row.how}".rstrip(), f"{row.sooner:.1f}x", f"{row.compute:.0%}", *near])
     tokens = fmean(len(each.prompt.token_ids) for each in prompts)
     echo(
-        f"\n{table(rows)}\n\n{name}{', chunks by its KV writer' if writer else ''}; prompts of {tokens:,.0f} tokens, medians of "
-        "how many times as soon;\nKL and agreement with full recompute over the text that goes on there, with 95% intervals.\n"
+        f"\n{table(rows)}\n\n{name}{', chunks by its KV writer' if writer else ''}; prompts of {tokens:,.0f} tokens. "
+        "First token: how many times as soon, median.\n"
+        "KL and agreement: with full recompute, over the text that goes on there, 95% intervals.\n"
         "What weights of few bits cost beside it: docs/results.md, On a real model.\nHow much your model needs on your text: "
         f"cacheblend doctor --calibrate --documents {documents}"
     )
