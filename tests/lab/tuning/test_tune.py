@@ -140,7 +140,8 @@ def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_ag
     monkeypatch.setattr(
         "cacheblend_rag.lab.tuning.tune.MOST_LOST", 0.5
     )  # one of forty passages is two points and a half
-    settings = replace(FAST, training=TrainSettings(part="both", epochs=1), candidates=5)  # all of them are embedded
+    monkeypatch.setattr("cacheblend_rag.lab.tuning.candidates.EMBEDDED", 2)  # a step takes half as long
+    settings = replace(FAST, training=TrainSettings(part="both", epochs=1), candidates=3)
     generation = whole.chunks.generation
     result = tune(whole, questions, tmp_path / "out", settings)
     found = result.held_out["recall_at_5"]
