@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.client import BlendClient
 
 DEFAULT_SHUTDOWN_S = 30
+SHARED_PREFILL = 64
+"""How many tokens of a prompt a step computes on a CPU while there are other requests: those wait for no more."""
 
 # Flags of vLLM that decide how large its paged KV cache and its steps are.
 _SIZES = (
@@ -64,6 +66,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
     check_version()
 
     from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from cacheblend_rag.engines.vllm.arguments import prepare
@@ -76,6 +79,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         enable_prompt_tokens_details=True,
         host=_LOOPBACK,
         h11_max_incomplete_event_size=_MOST_HEADERS,
+        long_prefill_token_threshold=SHARED_PREFILL if current_platform.is_cpu() else 0,
         allowed_origins=[],  # as since vLLM 0.33: any page in a browser on this machine could ask otherwise
     )
     args = parser.parse_args(list(flags))

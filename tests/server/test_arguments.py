@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.engines.models import bundled_model_directory
+from cacheblend_rag.engines.vllm.arguments import Launch
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
@@ -83,6 +84,21 @@ def test_on_a_cpu_the_kv_cache_is_as_large_as_the_model_needs_and_no_larger_than
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=200 << 20))
     args, _ = parsed(tmp_path, "--max-model-len", "8192")
     assert args.kv_cache_memory_bytes == 100 << 20
+
+
+@pytest.mark.parametrize(
+    ("cpu", "flags", "tokens"), [(True, [], 64), (True, ["0"], 0), (False, [], 0), (False, ["9"], 9)]
+)
+def test_on_a_cpu_a_long_prompt_takes_a_small_part_of_a_step_that_others_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool, flags: list[str], tokens: int
+) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: cpu)
+    monkeypatch.setattr(
+        "cacheblend_rag.engines.vllm.arguments.prepare", lambda *_, **__: Launch({}, tmp_path, *[None] * 6)
+    )
+    monkeypatch.setattr("cacheblend_rag.server.arguments._chat_template", lambda *_: None)
+    given = [f"--long-prefill-token-threshold={value}" for value in flags]
+    assert parsed(tmp_path, *given)[0].long_prefill_token_threshold == tokens
 
 
 @pytest.mark.slow

@@ -70,11 +70,13 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             # Every rank holds its own heads; the machine's memory is theirs together.
             self._store = open_store(where, extra("ram_budget", None), extra("disk_budget", None), processes=ranks)
             rank = get_tensor_model_parallel_rank()
+            steps = vllm_config.scheduler_config
+            step_tokens = extra("step_tokens", 0) or steps.long_prefill_token_threshold or steps.max_num_batched_tokens
             self._worker = WorkerSide(
                 Entries(self._store, fingerprint, header, rank, ranks, writer=written_by),
                 vllm_config,
                 kv_cache_config,
-                float(extra("step_tokens", 0) or vllm_config.scheduler_config.max_num_batched_tokens),
+                float(step_tokens),
                 None if rank else RAMLog(self._store),
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,18 @@ def test_a_blend_holds_up_no_token_of_its_step_and_is_reported_with_it(engine: E
     assert second.finished_recving == {"a"}
     assert not second.failed_recving
     assert engine.finish(request)["recomputed_tokens"] == 1
+
+
+def test_beside_streams_a_blend_takes_as_much_of_a_step_as_a_prefill_would(engine: Engine) -> None:
+    steps = engine.config.scheduler_config
+    for threshold, tokens in ((0, steps.max_num_batched_tokens), (96, 96)):
+        steps.long_prefill_token_threshold = threshold
+        worker = engine.connector(engine.config, KVConnectorRole.WORKER).worker
+        allowed = list[Any]()
+        worker._blends = SimpleNamespace(advance=allowed.append)
+        worker._step = SimpleNamespace(idle=False, pace={})
+        worker.blend()
+        assert allowed[0].tokens("prefill", 1.0) == tokens
 
 
 def test_where_nothing_is_computed_a_blend_is_done_whole(engine: Engine) -> None:
