@@ -196,13 +196,13 @@ def test_no_run_is_kept_when_it_has_ended(scripted: ScriptedEngine) -> None:
     def broken(documents: list[Document]) -> str:
         raise RuntimeError("no")
 
-    open_before = len(RETRIEVALS)
+    open_before = len(RETRIEVALS._parents)
     for _ in range(3):
         chain(scripted, of(scripted, [note(1)]), joined).invoke("When?")
         list(chain(scripted, of(scripted, [note(1)]), joined).stream("When?"))
         with pytest.raises(RuntimeError):
             chain(scripted, of(scripted, [note(1)]), broken).invoke("When?")
-    assert len(RETRIEVALS) == open_before
+    assert len(RETRIEVALS._parents) == open_before
 
 
 def test_streams_texts_and_callbacks_carry_the_report(scripted: ScriptedEngine) -> None:
