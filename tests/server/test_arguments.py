@@ -40,6 +40,7 @@ def test_without_a_model_it_is_the_bundled_one_on_our_connector_and_worker(tmp_p
     assert args.shutdown_timeout > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smollm2")
 def test_all_processes_are_told_of_the_kv_writer_that_a_model_comes_with_unless_it_is_to_be_none(
     tmp_path: Path,

@@ -254,6 +254,7 @@ def read_at_random(store: ObjectStore, read: list[int], seed: int) -> None:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tried_again_at_once")
 @pytest.mark.parametrize("mode", ["503", "silent", "stalls"])
 def test_a_sick_bucket_is_a_miss_and_deletes_nothing(s3: FaultyS3, mode) -> None:
@@ -275,6 +276,7 @@ def test_a_sick_bucket_is_a_miss_and_deletes_nothing(s3: FaultyS3, mode) -> None
     assert store.stats().damaged == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tried_again_at_once")
 def test_what_may_take_long_finds_out_soon_that_nobody_answers() -> None:
     with HalfOpen() as server:
