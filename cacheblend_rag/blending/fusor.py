@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -28,7 +27,7 @@ from cacheblend_rag.blending.policies import Candidates, gave_way, possible
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, TextRatio
 from cacheblend_rag.blending.target import BlendTarget
-from cacheblend_rag.blending.trace import Trace
+from cacheblend_rag.blending.trace import Trace, computing
 from cacheblend_rag.blending.transfer import Fetch, sent
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
@@ -191,11 +190,7 @@ class _Fusor:
             segment = Segment(kind, len(positions), share)
             most = yield segment
             part = self._target.segment(positions, most)
-            with (
-                nullcontext()
-                if self._trace is None
-                else self._trace.during("computing", f"{kind} pass", tokens=len(part))
-            ):
+            with computing(self._trace, f"{kind} pass", len(part)):
                 run(part)
             segment.done = len(part)
             if kind != "sparse":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -68,3 +68,8 @@ class Trace:
         """Return what was recorded so far."""
         with self._lock:
             return tuple(self._events)
+
+
+def computing(trace: Trace | None, name: str, tokens: int) -> AbstractContextManager[None]:
+    """Return what records the computation inside it, where there is a trace."""
+    return nullcontext() if trace is None else trace.during("computing", name, tokens=tokens)

@@ -19,8 +19,6 @@ from cacheblend_rag.prompts.prompt import ChunkSpan
 from cacheblend_rag.rag.fates import PromptInspector
 from cacheblend_rag.ui.conversation import Exchange
 
-_LEVELS = 5
-
 
 @dataclass(frozen=True)
 class Deviations:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -18,7 +17,7 @@ from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSettings, blend_terms
-from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace
+from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, computing
 from cacheblend_rag.engines.base import Prompt, Request
 from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.results import Generation, Score, StreamEvent, Timings
@@ -135,7 +134,7 @@ class PromptRun:
             cache = model.snapshots.resume(self.plan.exact)
             load_s = time.perf_counter() - self._began
         ids = torch.tensor([self._request.prompt.token_ids[cache.length :]], device=model.device)
-        with self._traced(REST if stored else PREFILL, ids.shape[1]):
+        with computing(self._trace, REST if stored else PREFILL, ids.shape[1]):
             self.logits = model.runner.append(ids, cache)[0]
         return replace(self.plan.outcome(ids.shape[1]), load_s=load_s), cache
 
@@ -205,7 +204,7 @@ class PromptRun:
         """Run a token of the answer."""
         assert self._cache is not None
         ids = torch.tensor([[token]], device=self._model.device)
-        with self._model.lock, self._traced(DECODE, 1):
+        with self._model.lock, computing(self._trace, DECODE, 1):
             self.logits = self._model.runner.append(ids, self._cache)[0]
 
     def _learn(self) -> None:
@@ -221,9 +220,6 @@ class PromptRun:
         assert self._cache is not None
         with self._model.lock:
             return score_behind(self._model.runner, self._cache, self.logits, completions)
-
-    def _traced(self, name: str, tokens: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._trace is None else self._trace.during("computing", name, tokens=tokens)
 
 
 def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:

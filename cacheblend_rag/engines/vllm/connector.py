@@ -22,7 +22,7 @@ from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 from cacheblend_rag.engines.vllm.starting import end_at_once, end_with_parent, log_as_vllm
 from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.engines.vllm.worker_side import RAMLog, WorkerSide
-from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store import open_store
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._worker_steps = False
         if role is KVConnectorRole.SCHEDULER:
-            self._store: KVStore = open_store(where, ram_budget=0)
+            self._store = open_store(where, ram_budget=0)
             self._scheduler = SchedulerSide(
                 Entries(self._store, fingerprint, header, 0, ranks, writer=written_by),
                 page_groups(kv_cache_config),

@@ -25,7 +25,7 @@ from cacheblend_rag.engines.vllm.pages import page_groups, unknown_kinds
 from cacheblend_rag.engines.vllm.saving import Saver
 from cacheblend_rag.engines.vllm.target import PagedSubject, all_ranks
 from cacheblend_rag.engines.vllm.writing import writing_on
-from cacheblend_rag.store import KVStore, MemoryStore, TieredStore
+from cacheblend_rag.store import MemoryStore, TieredStore
 from cacheblend_rag.store.base import page_lock_for
 from cacheblend_rag.store.kv import KVKey
 
@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 class RAMLog:
     """Records in the first rank's worker what came into its RAM and what left it, until it is reported."""
 
-    def __init__(self, store: KVStore):
+    def __init__(self, store: TieredStore):
         """Take note of what changes in the RAM tiers of ``store``."""
         self._lock = threading.Lock()
         self._changes: dict[KVKey, int] = {}
-        for tier in store.tiers if isinstance(store, TieredStore) else (store,):
+        for tier in store.tiers:
             if isinstance(tier, MemoryStore):
                 tier.tell_changes(self._note)
 

@@ -114,8 +114,8 @@ class Scheduler:
 
 def test_what_a_worker_holds_in_ram_is_known_from_its_report_on_until_it_leaves(tmp_path: Path) -> None:
     known = entries(tmp_path)
-    worker = Entries(TieredStore([MemoryStore(kv().nbytes), DiskStore(tmp_path)]), MODEL, ())
-    log, where = RAMLog(worker.store), Whereabouts()
+    store = TieredStore([MemoryStore(kv().nbytes), DiskStore(tmp_path)])
+    worker, log, where = Entries(store, MODEL, ()), RAMLog(store), Whereabouts()
     assert where.find(known, ids(0)) is None
     worker.put(ids(0), kv())
     found = where.find(known, ids(0))
