@@ -31,7 +31,7 @@ from cacheblend_rag.engines.vllm.blends import BlendQueue
 from cacheblend_rag.engines.vllm.messages import BlendJob, SaveJob, read_report, to_params
 from cacheblend_rag.engines.vllm.pace import StepClock
 from cacheblend_rag.engines.vllm.versions import connector_output
-from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store import MemoryStore, TieredStore
 
 PROMPT, CHUNK_END = 40, 30
 
@@ -126,7 +126,7 @@ class Engine:
     def __init__(self, runner: type, monkeypatch: pytest.MonkeyPatch, through_worker: bool = True):
         self.events: list[Any] = []
         monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: 0)
-        monkeypatch.setattr(connector, "open_store", lambda *_, **__: MemoryStore())
+        monkeypatch.setattr(connector, "open_store", lambda *_, **__: TieredStore([MemoryStore()]))
         monkeypatch.setattr(connector.Entries, "contains", lambda *_: True)
         monkeypatch.setattr(blends, "_Blend", type("Blend", (FakeBlend,), {"events": self.events}))
         extra = _connect(store="/nowhere", fingerprint="0" * 32, header_ids=[])

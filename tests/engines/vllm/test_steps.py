@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from cacheblend_rag.engines.vllm import connector
 from cacheblend_rag.engines.vllm.messages import SaveJob, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Stopwatch
-from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store import MemoryStore, TieredStore
 from tests.engines.vllm.stepping import CHUNK_END, Engine, RunnerV1, RunnerV2
 
 Start = Callable[..., Engine]
@@ -190,7 +190,7 @@ def test_the_stores_of_all_ranks_together_keep_to_the_machines_memory(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: dict[str, Any] = {}
-    monkeypatch.setattr(connector, "open_store", lambda *_, **how: opened.update(how) or MemoryStore())
+    monkeypatch.setattr(connector, "open_store", lambda *_, **how: opened.update(how) or TieredStore([MemoryStore()]))
     engine.config.parallel_config.tensor_parallel_size = 3
     engine.connector(engine.config, KVConnectorRole.WORKER)
     assert opened["processes"] == 3
