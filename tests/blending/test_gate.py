@@ -16,7 +16,6 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import Queries
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.store import codec
-from cacheblend_rag.store.codec import EightBits
 from tests.blending.families import _BASE, BLENDED, make_model
 
 PAST = "exact KV from other positions, past a window"
@@ -79,31 +78,26 @@ def test_where_there_is_no_room_the_gate_does_not_look_past_a_window() -> None:
     assert PAST not in report.errors
 
 
-def four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let values, but not keys, lose far more than a codec may."""
-    monkeypatch.setitem(codec._KINDS, "k16v8", (None, EightBits(torch.int8, 3.0, (2,))))
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "deepseek_v2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codecs_of_tiers_pass_the_gate_with_a_model(family: str, dtype: torch.dtype) -> None:
     subject = TransformersSubject(ModelRunner(make_model(BLENDED[family](), dtype)))
-    report = run_gate(subject, ("raw", "none+zstd", "k16v8", "int8+zstd", "fp8"))[0]
+    report = run_gate(subject, ("raw", "none+zstd", "int8", "int8+zstd"))[0]
     assert report.passed, report.reason
-    assert list(report.codecs) == ["k16v8", "int8+zstd", "fp8"]
+    assert list(report.codecs) == ["int8", "int8+zstd"]
     assert all(0 < kl < CODEC_LIMIT for kl in report.codecs.values())
 
 
 def test_a_codec_that_changes_what_a_model_predicts_fails_its_gate_and_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    four_bits(monkeypatch)
-    with pytest.warns(UserWarning, match=r"the KV codec k16v8 of its store moves .* choose another one, or none"):
+    monkeypatch.setattr(codec, "_LARGEST", 3.0)  # numbers of three bits
+    with pytest.warns(UserWarning, match=r"the KV codec int8 of its store moves .* choose another one, or none"):
         engine = TransformersEngine(
-            make_model(hf.LlamaConfig(**_BASE)), header=(), store=f"ram://,file://{tmp_path}?codec=k16v8"
+            make_model(hf.LlamaConfig(**_BASE)), header=(), store=f"ram://,file://{tmp_path}?codec=int8"
         )
     assert not engine.gate.passed
-    assert engine.gate.codecs["k16v8"] > CODEC_LIMIT
+    assert engine.gate.codecs["int8"] > CODEC_LIMIT
     engine.close()
     with TransformersEngine(make_model(hf.LlamaConfig(**_BASE)), header=(), store=tmp_path) as other:
         assert other.gate.passed

@@ -16,7 +16,7 @@ def test_doctor_reports_gate_rotation_profile_bandwidth_and_an_estimate(run, mod
     assert found["blended"] is True
     assert max(found["gate_errors"].values()) < found["gate_limit"]
     assert found["rotation"] == [{"layers": [0, 1, 2, 3], "layout": "half", "table": 0}]
-    assert list(found["codecs"]) == ["fp8", "int8", "k16v8"]
+    assert list(found["codecs"]) == ["int8"]
     assert all(0 < kl < found["codec_limit"] for kl in found["codecs"].values())
     assert found["profile_origin"].startswith("defaults")
     assert {"ram copy", "disk read, cold", "disk read, warm"} <= found["bandwidth"].keys()

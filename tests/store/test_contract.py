@@ -39,7 +39,7 @@ class Settled(TieredStore):
 PLAIN = ["memory", "disk", "tiered", "tiered_disk_only", "tiered_behind", "redis", "objects", "s3", "tiered_redis"]
 SIX = ["sqlite", "tiered_sqlite"]
 """Of these every test runs that asks for no more than what any tier must do."""
-ENCODED = ["disk:int8", "disk:fp8", "tiered:int8", "redis:k16v8", "objects:int8", "tiered_redis:fp8", "sqlite:fp8"]
+ENCODED = ["disk:int8", "tiered:int8", "redis:int8", "objects:int8", "tiered_redis:int8", "sqlite:int8"]
 ENCRYPTED = [
     f"{kind}@keys" for kind in ("disk", "disk:int8", "tiered", "redis", "objects", "s3", "tiered_redis", "sqlite")
 ]

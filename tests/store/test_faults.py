@@ -203,7 +203,7 @@ def test_a_clock_that_was_set_back_evicts_what_was_used_least_recently_all_the_s
 
 
 def test_an_unknown_codec_is_refused(root: Path) -> None:
-    with pytest.raises(InputError, match="unknown KV codec 'zip': use one of none, fp8, int8, k16v8"):
+    with pytest.raises(InputError, match="unknown KV codec 'zip': use none or int8"):
         DiskStore(root, format=EntryFormat("zip"))
 
 

@@ -128,7 +128,7 @@ def diagnose(
         gate_errors=engine.gate.errors,
         gate_limit=engine.gate.limit,
         first_token_kl=engine.gate.first_token_kl,
-        codecs=check_codecs(engine.subject(), engine.rope, LOSSY) if engine.rope is not None and blended else {},
+        codecs=check_codecs(engine.subject(), engine.rope, [LOSSY]) if engine.rope is not None and blended else {},
         codec_limit=CODEC_LIMIT,
         rotation=rotation_groups(engine.rope) if engine.rope is not None else [],
         policy=engine.profile.policy,

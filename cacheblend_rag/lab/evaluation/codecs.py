@@ -21,12 +21,12 @@ from cacheblend_rag.lab.doctor.workbench import BenchModel, Workbench
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.lab.samples import Sample
 from cacheblend_rag.lab.stats.intervals import share_interval
-from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.codec import LOSSY, through
 from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV
 
-ALL: Final = tuple(name + zstd for name in ("none", "k16v8", "int8", "fp8") for zstd in ("", "+zstd"))
+ALL: Final = tuple(name + zstd for name in ("none", LOSSY) for zstd in ("", "+zstd"))
 Say = Callable[[str], object]
 
 
@@ -34,12 +34,12 @@ def measure_agreement(engine: TransformersEngine, samples: Sequence[Sample], chu
     """Answer questions by blends of exact KV and of KV that each codec gives back.
 
     Returns:
-        Of each codec ``bytes_per_token``, and of the lossy ones ``agreement``: the share of answers that are the same token for
+        Of each codec ``bytes_per_token``, and of the lossy one ``agreement``: the share of answers that are the same token for
         token, with the ends of its 95% interval, ``low`` and ``high``.
     """
     set_header(engine, samples)
     preparer = Preparer(engine, Preparation(k=chunks))
-    same: dict[str, list[float]] = {name: [] for name in LOSSY}
+    same: list[float] = []
     sizes, tokens, answered = dict.fromkeys(ALL, 0), 0, 0
     for _, group in groupby(samples, lambda sample: sample.group):
         cases = [preparer.case(sample) for sample in group]
@@ -50,24 +50,21 @@ def measure_agreement(engine: TransformersEngine, samples: Sequence[Sample], chu
         for name in ALL:
             written = EntryFormat(name)
             sizes[name] += sum(len(written.serialized(written.encode(key, kv))) for key, kv in entries)
-        stores: dict[str, KVStore] = {name: MemoryStore() for name in LOSSY}
-        for name, store in stores.items():
-            for key, kv in entries:
-                decoded = [through(name, layer) for layer in kv.layers]
-                store.put(key, ChunkKV(decoded, kv.start, static=kv.static_deviation()))
+        lossy = MemoryStore()
+        for key, kv in entries:
+            decoded = [through(LOSSY, layer) for layer in kv.layers]
+            lossy.put(key, ChunkKV(decoded, kv.start, static=kv.static_deviation()))
         for case in cases:
-            answers = {}
-            for name, engine.store in {"none": exact, **stores}.items():
-                answers[name] = engine.generate(case.prompt, SamplingParams(case.max_tokens)).token_ids
-            for name in LOSSY:
-                same[name].append(float(answers[name] == answers["none"]))
+            answers = []
+            for engine.store in (exact, lossy):
+                answers.append(engine.generate(case.prompt, SamplingParams(case.max_tokens)).token_ids)
+            same.append(float(answers[0] == answers[1]))
         answered += len(cases)
         say(f"{answered} of {len(samples)} questions answered")
     groups = [sample.group for sample in samples]
     found: dict[str, Any] = {name: {"bytes_per_token": sizes[name] / tokens} for name in ALL}
-    for name, values in same.items():
-        low, high = share_interval(values, groups)
-        found[name] |= {"agreement": sum(values) / len(values), "low": low, "high": high}
+    low, high = share_interval(same, groups)
+    found[LOSSY] |= {"agreement": sum(same) / len(same), "low": low, "high": high}
     return found
 
 
