@@ -2,8 +2,8 @@
 
 from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, TierOptions, VerifyReport
 from cacheblend_rag.store.disk import DiskStore
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
+from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.opening import TierURL, open_store, record_tiers, recorded_tiers
 from cacheblend_rag.store.source import BytesSource, Keyring, make_key

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Literal, Self, TypedDict
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
 from cacheblend_rag.store.events import Events, TierReads
-from cacheblend_rag.store.format import PLAIN, EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KeyName, KVKey, StoredKV
-from cacheblend_rag.store.kvfile import KVFile
+from cacheblend_rag.store.kvfile import PLAIN, EntryFormat, KVFile
 from cacheblend_rag.store.source import LayerSource
 
 if TYPE_CHECKING:

@@ -14,8 +14,19 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
-from cacheblend_rag.store.files import create_file, file_mode, make_inside, open_file, write_text
+from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.store.files import (
+    DEFAULT_NAME,
+    create_file,
+    explained,
+    file_mode,
+    make_inside,
+    open_file,
+    read_text,
+    write_text,
+)
 from cacheblend_rag.store.kv import KVKey, checked_key, is_key
+from cacheblend_rag.store.source import Keyring
 
 LOCK_TIMEOUT_S = 60.0
 _USAGE = struct.Struct("<qq")
@@ -61,26 +72,41 @@ class EntryDirectory:
     def _lock(self) -> FileLock:
         return FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_S, mode=file_mode(self.path), poll_interval=0.005)
 
-    def noted_key(self) -> str | None:
-        """Return the id of the key that :meth:`note_key` has noted; None where entries are not encrypted.
+    def claim(self, keys: Keyring | None) -> None:
+        """See that the entries are encrypted by these keys, and note in an empty directory that they are from now on.
 
         Raises:
-            OSError: It cannot be read.
+            InputError: The keys lie in the store.
+            StoreError: Entries are encrypted with others, or not at all, or are and there are no keys; or it cannot be noted.
         """
-        try:
-            fd = open_file(self._encrypted, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        with os.fdopen(fd, encoding="ascii", errors="replace") as file:
-            return file.read(100).strip()
-
-    def note_key(self, key_id: str) -> None:
-        """Note which key the entries are encrypted by. Locked.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        write_text(self._encrypted, f"{key_id}\n")
+        with explained(self.path.parent, LOCK_TIMEOUT_S):
+            noted = (read_text(self._encrypted) or "").strip()
+            if keys is None:
+                if noted:
+                    raise StoreError(
+                        f"The KV in {self.path} is encrypted: name the directory of its keys, by --encrypt KEYS or in the "
+                        "address, as file:///kv?encrypt=KEYS."
+                    )
+                return
+            place, own = keys.directory, keys.name(DEFAULT_NAME).id
+            if place.resolve().is_relative_to(self.path.parent.resolve()):
+                raise InputError(
+                    f"The keys in {place} would lie in the store that they encrypt, and who has it would have them. "
+                    "Move them elsewhere."
+                )
+            if not noted:
+                with self.exclusive():
+                    if self.scan():
+                        raise StoreError(
+                            f"{self.path} holds KV that is not encrypted, and would stay so. Delete that directory (KV is "
+                            "computed anew, documents stay indexed), or give another one."
+                        )
+                    write_text(self._encrypted, f"{own}\n")
+            elif noted != own:
+                raise StoreError(
+                    f"The KV in {self.path} is encrypted by the key {noted}, and {place} holds the key {own}. Name the "
+                    "directory with the right one; if it is lost, delete the KV, which is computed anew."
+                )
 
     def file(self, key: KVKey) -> Path:
         """Return the path of ``key``'s file, whether or not it exists.
@@ -183,12 +209,7 @@ class EntryDirectory:
         Raises:
             OSError: They cannot be read.
         """
-        try:
-            fd = open_file(self._pins, os.O_RDONLY)
-        except FileNotFoundError:
-            return frozenset()
-        with os.fdopen(fd, encoding="ascii", errors="replace") as file:
-            return frozenset(KVKey(line) for line in file.read().splitlines() if is_key(line))
+        return frozenset(KVKey(line) for line in (read_text(self._pins) or "").splitlines() if is_key(line))
 
     def write_pins(self, keys: Iterable[KVKey]) -> None:
         """Make these the keys that eviction passes over. Locked.

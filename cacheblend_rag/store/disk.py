@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack
+
+import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
 from cacheblend_rag.store.base import (
@@ -24,13 +28,47 @@ from cacheblend_rag.store.base import (
     VerifyReport,
 )
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
-from cacheblend_rag.store.files import Spool, explain, explained, file_mode, make_inside, make_root
+from cacheblend_rag.store.files import Spool, explain, explained, file_mode, make_inside, make_root, open_file
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.kvfile import KVFile
-from cacheblend_rag.store.source import FileSource
 
 _log = logging.getLogger(__name__)
 _SILENT_S = 60
+
+
+class FileSource:
+    """Keeps a file open, so that its bytes can be read when the entry is evicted meanwhile; no other one has its inode then.
+
+    Read with ``preadv`` into memory that the reader gives: a mapped file would turn an unreadable sector or a truncation into a
+    crash, and could change after it was checked.
+    """
+
+    def __init__(self, path: Path):
+        """Open ``path``.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            OSError: It cannot be opened, or is no regular file.
+        """
+        self.path, self.place = path, str(path)
+        self._fd = open_file(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        status = os.fstat(self._fd)
+        self.inode, self.nbytes = status.st_ino, status.st_size
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """See :meth:`LayerSource.read`."""
+        view = into.numpy().data
+        done = 0
+        while done < len(view):
+            try:
+                size = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                # EIO too: a network file system reports it for a server that is away.
+                raise StoreUnavailableError(f"{self.path} cannot be read now: {error}; check the disk.") from error
+            if not size:
+                raise ValueError("the file ends too early")
+            done += size
 
 
 class DiskStore(KVStore, Listing, Evicting, Reporting):
@@ -180,7 +218,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
                 next(entries.iterdir(), None)  # a store that cannot be read must not look like an empty one
         except OSError as error:
             raise explain(error, self.root, "open") from error
-        self.format.claim(self._directory)
+        self._directory.claim(self.format.keys)
         with suppress(OSError), self._directory.exclusive():
             self._spool.sweep()
             self._directory.recount()

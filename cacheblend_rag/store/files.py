@@ -92,6 +92,20 @@ def open_file(path: Path, flags: int) -> int:
     return fd
 
 
+def read_text(path: Path) -> str | None:
+    """Return what a small file of ASCII text holds; None where there is none.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        fd = open_file(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, encoding="ascii", errors="replace") as file:
+        return file.read()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file, created as by :func:`create_file` where it is missing.
 

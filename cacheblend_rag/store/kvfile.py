@@ -1,6 +1,6 @@
-"""Encodes and reads one KV entry: a safetensors file, on a disk or elsewhere, whose every byte is checked before it is believed.
+"""Turns KV entries into bytes and back: safetensors files, encrypted or not, whose every byte is checked before it is believed.
 
-``docs/store.md`` describes the format. Nothing here knows of budgets, locks or directories.
+``docs/store.md`` describes the format. Nothing here knows of budgets, locks or directories, and nothing else of codecs.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from safetensors.torch import save, save_file
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
-from cacheblend_rag.store.codec import Codec, get_codec
+from cacheblend_rag.store.codec import RAW, Codec, get_codec
 from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, Take, plain
-from cacheblend_rag.store.source import SEALED, LayerSource
+from cacheblend_rag.store.source import SEALED, Keyring, LayerSource, SealedSource, seal
 
 _log = logging.getLogger(__name__)
 
@@ -319,3 +322,68 @@ def _update(state: xxhash.xxh3_128, name: str, dtype: str, shape: list[int], dat
 
 def _metadata_checksum(metadata: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(metadata, sort_keys=True).encode())
+
+
+class EntryFormat:
+    """Writes entries by a codec, encrypted or not, and reads those of any codec.
+
+    A tier is given one and hands it bytes; it need not know what they mean. Encryption is no wrapper of tiers, because each
+    layer must stay one read: the parts of a file are encrypted one by one.
+
+    Attributes:
+        codec: How new entries are encoded.
+        keys: What entries are encrypted with; None for not at all. Others are not read.
+    """
+
+    def __init__(self, codec: str = RAW, keys: Keyring | None = None):
+        """Write by the codec called ``codec`` (:func:`~cacheblend_rag.store.codec.get_codec`).
+
+        Raises:
+            InputError: There is no such codec, or the package that it takes is missing.
+        """
+        self.codec, self.keys = get_codec(codec), keys
+
+    def encode(self, key: KVKey, kv: ChunkKV) -> EncodedKV:
+        """Encode an entry, not encrypted yet; raises as :func:`encode`."""
+        return encode(key, kv, self.codec)
+
+    def write(self, encoded: EncodedKV, path: Path) -> None:
+        """Write an entry to ``path``; neither atomic nor synced.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if self.keys is None:
+            save_file(encoded.tensors, path, encoded.metadata)
+        else:
+            with path.open("wb") as file:
+                for piece in _sealed(encoded, self.keys):
+                    file.write(piece)
+
+    def serialized(self, encoded: EncodedKV) -> bytes:
+        """Return the bytes that :meth:`write` would write."""
+        if self.keys is None:
+            return save(encoded.tensors, encoded.metadata)
+        return b"".join(map(bytes, _sealed(encoded, self.keys)))
+
+    def open(
+        self,
+        source: LayerSource,
+        key: KVKey,
+        tier: str,
+        on_damage: Callable[[KVFile, DamagedKVError], object],
+        events: Events | None = None,
+        at_once: int = 1,
+    ) -> KVFile:
+        """Return the entry whose bytes ``source`` has; see :class:`KVFile`."""
+        unseal = None if self.keys is None else partial(SealedSource, source, key, self.keys)
+        return KVFile(source, key, tier, on_damage, events, at_once, unseal)
+
+
+def _sealed(encoded: EncodedKV, keys: Keyring) -> Iterator[memoryview]:
+    data = save(encoded.tensors, encoded.metadata)
+    return seal(data, parts_of(data), KVKey(encoded.metadata["key"]), keys)
+
+
+PLAIN = EntryFormat()
+"""Entries as they are, not encrypted."""

@@ -20,7 +20,7 @@ from cacheblend_rag.store.base import TIMEOUT_S, KVStore, TierOptions, Writes
 from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.files import make_root, write_text
-from cacheblend_rag.store.format import EntryFormat
+from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.source import Keyring
 from cacheblend_rag.store.tiered import TieredStore

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import struct
 import threading
-import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,8 +19,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from cacheblend_rag.errors import InputError, StoreUnavailableError, UnknownKeyError
-from cacheblend_rag.store.files import DEFAULT_NAME, Namespace, make_root, open_file
+from cacheblend_rag.errors import InputError, UnknownKeyError
+from cacheblend_rag.store.files import DEFAULT_NAME, Namespace, make_root
 from cacheblend_rag.store.kv import KeyName, KVKey, plain
 
 
@@ -58,41 +56,6 @@ class BytesSource:
         if offset + len(into) > self.nbytes:
             raise ValueError("the entry ends too early")
         into.numpy()[:] = self._data[offset : offset + len(into)]
-
-
-class FileSource:
-    """Keeps a file open, so that its bytes can be read when the entry is evicted meanwhile; no other one has its inode then.
-
-    Read with ``preadv`` into memory that the reader gives: a mapped file would turn an unreadable sector or a truncation into a
-    crash, and could change after it was checked.
-    """
-
-    def __init__(self, path: Path):
-        """Open ``path``.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            OSError: It cannot be opened, or is no regular file.
-        """
-        self.path, self.place = path, str(path)
-        self._fd = open_file(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._fd)
-        status = os.fstat(self._fd)
-        self.inode, self.nbytes = status.st_ino, status.st_size
-
-    def read(self, offset: int, into: torch.Tensor) -> None:
-        """See :meth:`LayerSource.read`."""
-        view = into.numpy().data
-        done = 0
-        while done < len(view):
-            try:
-                size = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                # EIO too: a network file system reports it for a server that is away.
-                raise StoreUnavailableError(f"{self.path} cannot be read now: {error}; check the disk.") from error
-            if not size:
-                raise ValueError("the file ends too early")
-            done += size
 
 
 _ENDING: Final = ".key"

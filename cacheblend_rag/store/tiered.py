@@ -26,8 +26,8 @@ from cacheblend_rag.store.base import (
     room_in,
     stats_of,
 )
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
+from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.moving import Promotion, WriteQueue
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from cacheblend_rag.store.codec import through
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV
+from cacheblend_rag.store.kvfile import EntryFormat
 from tests.blending import reference
 from tests.blending.families import _BASE, make_model
 from tests.blending.prompts import Scene, engine_for, entries_of

@@ -18,8 +18,8 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import FILE_NAME as REGISTERED
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from cacheblend_rag.store import DiskStore
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import KVKey
+from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.source import Keyring
 from tests.fuzz import examples
 from tests.retrieval.index_workers import CONFIG, chunk, load

@@ -32,8 +32,8 @@ from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.files import DEFAULT, Namespace
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
+from cacheblend_rag.store.kvfile import EntryFormat
 from tests.conftest import tokenizer_named
 from tests.store.samples import sample_keys
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from cacheblend_rag.errors import DamagedKVError, InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, kvfile, open_store
 from cacheblend_rag.store.codec import get_codec, is_lossy
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, flat, plain
+from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.opening import parse_tiers
 from tests.store.samples import key_of, kv_of, same
 

@@ -16,8 +16,8 @@ import torch
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, kvfile, open_store
 from cacheblend_rag.store.base import Evicting, Listing, Reporting, stats_of
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, flat
+from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
 from examples.third_party_tier.cacheblend_sqlite_tier import SQLiteStore

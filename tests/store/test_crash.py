@@ -18,8 +18,7 @@ import pytest
 from cacheblend_rag.store import DiskStore, disk
 from cacheblend_rag.store.directory import EntryDirectory
 from cacheblend_rag.store.files import Spool
-from cacheblend_rag.store.format import EntryFormat
-from cacheblend_rag.store.kvfile import EncodedKV
+from cacheblend_rag.store.kvfile import EncodedKV, EntryFormat
 from tests.store import workers
 from tests.store.samples import key_of, kv_of, memory_directory, same
 

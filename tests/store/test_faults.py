@@ -14,7 +14,7 @@ import pytest
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store
-from cacheblend_rag.store.format import EntryFormat
+from cacheblend_rag.store.kvfile import EntryFormat
 from tests.store import workers
 from tests.store.samples import key_of, kv_of, memory_directory, same
 

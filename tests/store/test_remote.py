@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
 from cacheblend_rag.store.codec import get_codec
-from cacheblend_rag.store.format import EntryFormat
+from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
 from cacheblend_rag.store.remote import HEAD_BYTES, RemoteStore

@@ -19,8 +19,8 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store, record_tiers, recorded_tiers
 from cacheblend_rag.store.files import Namespace
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, ModelFingerprint, kv_key
+from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.source import Keyring, make_key
 from tests.store.samples import encrypted_key_of, key_of, kv_of, memory_directory, ranked, same, sample_keys

@@ -10,9 +10,9 @@ import torch
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore
-from cacheblend_rag.store.format import EntryFormat
+from cacheblend_rag.store.disk import FileSource
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
-from cacheblend_rag.store.source import FileSource
+from cacheblend_rag.store.kvfile import EntryFormat
 
 
 class _Device:

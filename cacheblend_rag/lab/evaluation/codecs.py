@@ -23,8 +23,8 @@ from cacheblend_rag.lab.samples import Sample
 from cacheblend_rag.lab.stats.intervals import share_interval
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.codec import LOSSY, through
-from cacheblend_rag.store.format import EntryFormat
 from cacheblend_rag.store.kv import ChunkKV
+from cacheblend_rag.store.kvfile import EntryFormat
 
 ALL: Final = tuple(name + zstd for name in ("none", LOSSY) for zstd in ("", "+zstd"))
 Say = Callable[[str], object]
