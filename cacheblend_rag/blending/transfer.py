@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cacheblend_rag.store.kv import LayerKV, flat, laid_out, nbytes_of, packed, plain, unflat
-from cacheblend_rag.store.memory import PageLockedMemory, can_page_lock
+from cacheblend_rag.store.kv import LayerKV, can_page_lock, flat, laid_out, nbytes_of, packed, plain, unflat
+from cacheblend_rag.store.memory import PageLockedMemory
 
 # Buffers for what does not lie in page-locked memory: a chunk's layer of a large model in each (512 tokens of 8 KV heads of 128,
 # in 16 bits, are 2 MiB), enough of them for a few threads to read while the device copies.

@@ -37,7 +37,17 @@ def ask(
 
     check_question(question)  # before a model is loaded for it
     sampling, settings = how.sampling.params(), how.blend.settings()
-    opened = open_pipeline(how.model, how.store, how.budgets, k=how.k, query_encoder=retriever, namespace=namespace)
+    # One prompt reads each chunk's KV once: RAM would be filled with it for nobody.
+    ram_budget = 0 if answer_by == "together" else None
+    opened = open_pipeline(
+        how.model,
+        how.store,
+        how.budgets,
+        namespace=namespace,
+        ram_budget=ram_budget,
+        k=how.k,
+        query_encoder=retriever,
+    )
     with opened as pipeline:
         if answer_by == "marginal":
             from cacheblend_rag.lab.evaluation.marginal import answer_marginally

@@ -84,7 +84,7 @@ def index(
     if root.is_dir():
         with suppress(OSError):  # which is told below
             make_home(root, namespace)
-    cut = {"chunk_tokens": chunk_tokens, "overlap": overlap, "embedding": embedding}
+    cut: dict[str, Any] = {"chunk_tokens": chunk_tokens, "overlap": overlap, "embedding": embedding}
     opened = open_pipeline(chosen, store, budgets, must_exist=False, namespace=namespace, **cut)
     looks = partial(_unchanged, chosen, budgets, found, root, namespace, **cut)
     report, check = _index(found, home, opened, ranking, looks, yes)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
     from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.rag.pipeline import RagPipeline
-    from cacheblend_rag.retrieval.config import IndexConfig
+    from cacheblend_rag.retrieval.database import IndexConfig
     from cacheblend_rag.store import KVStore
 
 _Options = TypeVar("_Options", bound=ModelOptions)
@@ -134,10 +134,12 @@ def _leave_it_to_answers() -> None:
     logging.getLogger("cacheblend_rag.blending.profile").setLevel(logging.ERROR)
 
 
-def open_any_engine(chosen: EngineOptions, store: Path, budgets: BudgetOptions) -> BlendEngine:
+def open_any_engine(
+    chosen: EngineOptions, store: Path, budgets: BudgetOptions, ram_budget: int | None = None
+) -> BlendEngine:
     """Open the model of a command in front of a store directory.
 
-    With a server the KV is in the server's store.
+    With a server the KV is in the server's store. ``ram_budget`` is what RAM may hold of it where the options do not say it.
 
     Raises:
         InputError: Options that do not go together.
@@ -145,6 +147,7 @@ def open_any_engine(chosen: EngineOptions, store: Path, budgets: BudgetOptions) 
     from cacheblend_rag.store import open_store
 
     ram, disk = budgets.nbytes()
+    ram = ram_budget if ram is None else ram
     if chosen.server is not None and budgets.given:
         raise InputError(f"{', '.join(budgets.given)} does not go with --server: its store is its own.")
     if chosen.server:
@@ -163,11 +166,12 @@ def open_pipeline(
     *,
     must_exist: bool = True,
     namespace: str = "default",
+    ram_budget: int | None = None,
     **how: Any,
 ) -> Iterator[RagPipeline]:
     """Open the store of a command with its model in front, within a namespace; ``how`` is what :class:`RagPipeline` takes.
 
-    With a server the directory holds the index alone; the KV is in the server's store.
+    With a server the directory holds the index alone; the KV is in the server's store, and ``ram_budget`` as there.
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store.files import DEFAULT_NAME
@@ -178,7 +182,7 @@ def open_pipeline(
         # Said at once: a wrong path should not cost the loading of a model.
         named = "" if namespace == DEFAULT_NAME else f" {options.NAMESPACE_FLAG} {namespace}"
         raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
-    with open_any_engine(with_model(chosen, home), path, budgets) as engine:
+    with open_any_engine(with_model(chosen, home), path, budgets, ram_budget) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(engine.within(namespace), home, **how) as pipeline:

@@ -37,6 +37,6 @@ from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION as DEFAULT_INSTRUC
 from cacheblend_rag.prompts.prompt import chunk_of as chunk_of
 from cacheblend_rag.prompts.registry import ChunkRegistry as ChunkRegistry
 from cacheblend_rag.prompts.templates import reads_tools as reads_tools
-from cacheblend_rag.retrieval.config import DEFAULT_CHUNK_TOKENS as DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS as DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING as DEFAULT_EMBEDDING
 from cacheblend_rag.retrieval.embedding import Embedder as Embedder

@@ -24,8 +24,7 @@ from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, rag_header, rag_prompt, tokenize
 from cacheblend_rag.prompts.templates import SEPARATOR
 from cacheblend_rag.rag.pipeline import RagPipeline
-from cacheblend_rag.retrieval.chunking import split_text
-from cacheblend_rag.retrieval.config import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_text
 from cacheblend_rag.retrieval.documents import Document, find_documents, load_document
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex

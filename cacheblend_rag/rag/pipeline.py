@@ -14,13 +14,14 @@ from pathlib import Path
 from cacheblend_rag import spans
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.results import StreamEvent
+from cacheblend_rag.engines.results import Generation, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, rag_prompt
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, forget, index_documents
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
-from cacheblend_rag.retrieval.config import DEFAULT_CHUNK_TOKENS, IndexConfig, check_sizes
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, check_sizes
+from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.retrieval.documents import FoundDocuments, find_documents
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
 
@@ -248,11 +249,10 @@ class RagPipeline:
         history: Sequence[Turn] = (),
     ) -> RagAnswer:
         """Answer in one piece; takes and raises what :meth:`stream` does."""
-        answer = None
-        for event in self.stream(question, sampling, settings, history):
-            answer = event.answer
-        assert answer is not None
-        return answer
+        with spans.span(_SPAN):
+            shown, built, notes = self._prepare(question, sampling, history)
+            done = self.engine.generate(built, sampling, settings)
+        return _answer(done, shown, notes)
 
     async def aask(
         self,
@@ -308,11 +308,11 @@ def check_question(question: str) -> None:
 
 def _event(event: StreamEvent, shown: Retrieved, notes: tuple[str, ...]) -> RagEvent:
     done = event.generation
-    if done is None:
-        return RagEvent(event.text)
-    return RagEvent(
-        event.text, answer=RagAnswer(done.text.strip(), shown.sources, done, shown.seconds, notes, shown.hits)
-    )
+    return RagEvent(event.text, answer=None if done is None else _answer(done, shown, notes))
+
+
+def _answer(done: Generation, shown: Retrieved, notes: tuple[str, ...]) -> RagAnswer:
+    return RagAnswer(done.text.strip(), shown.sources, done, shown.seconds, notes, shown.hits)
 
 
 def _left_out(turns: int, kept_turns: int, hits: int, kept_hits: int, window: int) -> tuple[str, ...]:
@@ -337,8 +337,9 @@ def _open_index(
         embedding,
         engine.writer,
     )
-    # Half of how many tokens, where none are given, an index says that there may be.
-    check_sizes(new.chunk_tokens, min(new.overlap, new.chunk_tokens // 2) if chunk_tokens is None else new.overlap)
+    if chunk_tokens is not None or overlap is not None:
+        # Half of how many tokens, where none are given, an index says that there may be.
+        check_sizes(new.chunk_tokens, min(new.overlap, new.chunk_tokens // 2) if chunk_tokens is None else new.overlap)
     # Without asking first whether there is one: another process may be making it, and with other settings.
     index = ChunkIndex.open(directory, new, query_encoder, check=False)
     try:

@@ -10,7 +10,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.printable import size
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.chunking import split_text
-from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
 from cacheblend_rag.store.base import stats_of
 

@@ -10,7 +10,10 @@ from typing import Any
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, TextEncoder, chunk_id, encoder_for, pack_ids
-from cacheblend_rag.retrieval.config import DEFAULT_CHUNK_TOKENS, check_sizes
+
+DEFAULT_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS = 16
+"""Below this a single character (18 letters after normalisation, or 4 bytes) may not fit."""
 
 _INK = re.compile(r"\S")
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n")
@@ -57,6 +60,14 @@ def split_text(
         body = text[start:end]
         chunks.append(Chunk(chunk_id(body), body, token_ids, {**(metadata or {}), "start": start, "end": end}))
     return chunks
+
+
+def check_sizes(max_tokens: int, overlap: int) -> None:
+    """Refuse sizes of chunks that are out of range; raises InputError."""
+    if max_tokens < MIN_CHUNK_TOKENS:
+        raise InputError(f"max_tokens is {max_tokens}; a chunk needs at least {MIN_CHUNK_TOKENS}.")
+    if not 0 <= overlap <= max_tokens // 2:
+        raise InputError(f"overlap is {overlap}; give 0 to half of max_tokens ({max_tokens // 2}).")
 
 
 class _Splitter:

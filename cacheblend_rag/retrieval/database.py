@@ -1,4 +1,4 @@
-"""Keeps an index's documents, chunks and vectors in tables, their single source of truth; see ``index.py``."""
+"""Keeps an index's documents, chunks and vectors, and how it was made, in tables: their single source of truth."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import os
 import sqlite3
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
-from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, VECTOR_TABLES, Vectors, VectorTable
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, row_chunk
 from cacheblend_rag.store.files import file_mode, make_root
+from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 FILE_NAME = "index.sqlite3"
 
@@ -50,6 +51,91 @@ _METADATA_OF_CHUNK = (
     "(SELECT o.metadata FROM occurrences o JOIN documents d ON d.id = o.document WHERE o.chunk = c.id "
     "ORDER BY d.path, o.ordinal LIMIT 1)"
 )
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """Says how an index was made; opening it with anything else is refused.
+
+    Attributes:
+        model: The LLM whose tokens the chunks are made of.
+        header_ids: Tokens in front of every chunk when its KV is computed.
+        chunk_tokens: Most tokens in a chunk.
+        overlap: Tokens repeated from one chunk to the next.
+        embedding: Name or path of the sentence-transformers model; None takes what the index has, or the default for a new one.
+        writer: The KV writer that has written the KV of all chunks; None for the model itself. It may change.
+    """
+
+    model: ModelFingerprint
+    header_ids: tuple[int, ...] = ()
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    overlap: int = 0
+    embedding: str | None = None
+    writer: WrittenBy | None = None
+
+    def to_json(self) -> str:
+        """Return the stored form."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> IndexConfig:
+        """Read the stored form."""
+        fields = json.loads(text)
+        model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
+        writer = fields.pop("writer", None)
+        return cls(model=model, header_ids=header, writer=writer and WrittenBy(**writer), **fields)
+
+    def unused_by(self, writer: WrittenBy | None) -> str | None:
+        """Return what to do where the KV that this index's writer has written is not that of ``writer``; None where it is."""
+        if self.writer is None or writer == self.writer:
+            return None
+        anew = "chunks behind a prompt's first are computed anew"
+        if writer is not None and writer.directory == self.writer.directory:
+            return f"The KV writer in {writer.directory} has changed since it wrote these documents: {anew}. Index them again."
+        instead, other = "the model's own is, which takes more recomputation", ""
+        if writer is not None:
+            instead, other = anew, f", or index them again with the one in {writer.directory}"
+        return (
+            f"The KV of these documents was written by the KV writer in {self.writer.directory}. Without it that is not used: "
+            f"{instead}. Give --writer {self.writer.directory}{other}."
+        )
+
+    def check(self, wanted: IndexConfig, directory: Path) -> None:
+        """Refuse to be used as ``wanted``.
+
+        Raises:
+            StoreMismatchError: They differ; the message names both sides and what to do.
+        """
+        wrong: list[str] = []
+        if wanted.model != self.model and wanted.model.name == self.model.name:
+            wrong.append(
+                f"it was made for {self.model.name} with other weights, or in another dtype ({self.model.digest[:8]}, now "
+                f"{wanted.model.digest[:8]}): use those"
+            )
+        elif wanted.model != self.model:
+            wrong.append(
+                f"it was made for the model {self.model.name} ({self.model.digest[:8]}), not for {wanted.model.name} "
+                f"({wanted.model.digest[:8]}): use --model {self.model.name}"
+            )
+        elif wanted.header_ids != self.header_ids:
+            wrong.append(
+                f"its chunks stand behind another prompt header ({len(self.header_ids)} tokens, now "
+                f"{len(wanted.header_ids)}): use the chat template and instruction it was made with"
+            )
+        mine, theirs = (self.chunk_tokens, self.overlap), (wanted.chunk_tokens, wanted.overlap)
+        if mine != theirs:
+            wrong.append(
+                f"it is cut into chunks of {mine[0]} tokens (overlap {mine[1]}), not {theirs[0]} (overlap {theirs[1]}): "
+                "use the same settings"
+            )
+        if wanted.embedding not in (None, self.embedding):
+            wrong.append(
+                f"its embedding model is {self.embedding}, not {wanted.embedding}: use that one, or rebuild the index"
+            )
+        if wrong:
+            raise StoreMismatchError(
+                f"The index in {directory} does not fit: {'; '.join(wrong)}. Or index into another directory."
+            )
 
 
 class IndexDatabase(SQLiteFile):

@@ -13,8 +13,7 @@ from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.prompts.registry import ChunkSource
-from cacheblend_rag.retrieval.config import IndexConfig
-from cacheblend_rag.retrieval.database import IndexDatabase
+from cacheblend_rag.retrieval.database import IndexConfig, IndexDatabase
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors, VectorSearch
 from cacheblend_rag.spans import span
 from cacheblend_rag.store.kv import WrittenBy

@@ -286,6 +286,11 @@ def plain(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
+def can_page_lock(device: torch.device) -> bool:
+    """Say whether ``device`` copies from page-locked memory by itself, which takes streams."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
+
+
 def flat(layer: LayerKV) -> torch.Tensor | None:
     """Return a layer as one tensor ``[elements]``, keys then values, without a copy; None where it is not one block."""
     k, v = layer

@@ -26,18 +26,13 @@ from cacheblend_rag.store.base import (
     TierOptions,
     VerifyReport,
 )
-from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, flat, nbytes_of, packed
+from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, can_page_lock, flat, nbytes_of, packed
 
 _log = logging.getLogger(__name__)
 
 # Page-locking takes about as long as writing to the memory, so it is done in large slabs; PyTorch rounds them to powers of two.
 SLAB = 1 << 29
 _ALIGNMENT = 512
-
-
-def can_page_lock(device: torch.device) -> bool:
-    """Say whether ``device`` copies from page-locked memory by itself, which takes streams."""
-    return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
 
 
 class PageLockedMemory:

@@ -57,7 +57,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
 
     monkeypatch.setattr(
         "cacheblend_rag.console.engines.open_any_engine",
-        lambda chosen, store, budgets: Mine(open_store(store, *budgets.nbytes())),
+        lambda chosen, store, budgets, ram_budget: Mine(open_store(store, *budgets.nbytes())),
     )
     monkeypatch.setattr(Embedder, "load", staticmethod(index_workers.load))
     return Mine
@@ -192,7 +192,7 @@ def test_the_lock_is_held_from_the_loading_of_the_model_to_the_end(index, store,
 
     seen: list[bool] = []
 
-    def opened(chosen: Any, directory: Path, budgets: Any) -> Engine:
+    def opened(chosen: Any, directory: Path, *_: Any) -> Engine:
         seen.append(held())
         return engine(open_store(directory))
 

@@ -16,7 +16,7 @@ from cacheblend_rag.console import engines
 from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.retrieval.documents import file_digest
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy

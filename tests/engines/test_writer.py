@@ -18,7 +18,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.writer import KVWriter, Writing, describe
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.retrieval.config import IndexConfig
+from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 from tests.blending.families import BLENDED, NOT_BLENDED, make_model

@@ -14,8 +14,7 @@ from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.lab.samples import EvalCase, Sample
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import header_ids, rag_header, rag_prompt, tokenize
-from cacheblend_rag.retrieval.chunking import split_text
-from cacheblend_rag.retrieval.config import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_text
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
 
 MAX_TOKENS: Final = {"qa": 32, "dialogue": 96, "summary": 256}
