@@ -1,4 +1,7 @@
-"""Tuning from end to end, by a reader that knows whether a chunk states an answer, with the packaged embedding model or part."""
+"""Tuning from end to end, by a reader that knows whether a chunk states an answer, with two layers of the embedding model.
+
+The whole model and the bundled reader: LangChain's tuning notebook (integrations/langchain-cacheblend/tests/test_examples.py).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from cacheblend_rag.lab.tuning.candidates import EMBEDDED, LearnedCandidates, St
 from cacheblend_rag.lab.tuning.judging import Gain, gain
 from cacheblend_rag.lab.tuning.out_of_domain import DocstringTask
 from cacheblend_rag.lab.tuning.questions import TuningQuestion, split_questions
-from cacheblend_rag.lab.tuning.students import STUDENTS
+from cacheblend_rag.lab.tuning.students import STUDENTS, Both
 from cacheblend_rag.lab.tuning.teacher import Teacher
 from cacheblend_rag.lab.tuning.training import TrainSettings
 from cacheblend_rag.lab.tuning.tune import TuneSettings, tune, verdict
@@ -38,7 +41,8 @@ from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.slow
 
-FAST = TuneSettings(TrainSettings(part="adapter", epochs=12), candidates=12, answers=4, elsewhere=40)
+# Small steps, and many: what two layers find can be bettered surely, and they embed in a third of the time of six.
+FAST = TuneSettings(TrainSettings(part="adapter", epochs=40, batch=8), candidates=12, answers=4, elsewhere=40)
 
 
 class Reader(FakeEngine):
@@ -59,7 +63,7 @@ class Reader(FakeEngine):
 
 @pytest.fixture(scope="module")
 def embedding(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The first two of the packaged embedding model's six layers: they find chunks, and learn, in a third of the time."""
+    """The first two of the packaged embedding model's six layers."""
     model = load_sentence_transformer(DEFAULT_EMBEDDING, "cpu")
     bert = model[0].auto_model
     bert.encoder.layer, bert.config.num_hidden_layers = bert.encoder.layer[:2], 2
@@ -68,33 +72,18 @@ def embedding(tmp_path_factory: pytest.TempPathFactory) -> str:
     return directory
 
 
-def world_in(directory: Path, embedding: str | None = None) -> Path:
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, embedding: str) -> Path:
+    directory = tmp_path_factory.mktemp("world")
     with RagPipeline(Reader(), directory, embedding=embedding) as pipeline:
         for name, chunks in paraphrased_world(pipeline.engine.tokenizer, (7,), 40).documents.items():
             pipeline.chunks.add(name, digest_of(chunks), chunks)
     return directory
 
 
-@pytest.fixture(scope="module")
-def whole_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return world_in(tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture(scope="module")
-def light_directory(tmp_path_factory: pytest.TempPathFactory, embedding: str) -> Path:
-    return world_in(tmp_path_factory.mktemp("light"), embedding)
-
-
 @pytest.fixture
-def whole(whole_directory: Path) -> Iterator[RagPipeline]:
-    """The packaged embedding model, for tests of what tuning gains: two layers find too little to gain surely."""
-    with RagPipeline(Reader(), whole_directory) as opened:
-        yield opened
-
-
-@pytest.fixture
-def pipeline(light_directory: Path) -> Iterator[RagPipeline]:
-    with RagPipeline(Reader(), light_directory) as opened:
+def pipeline(directory: Path) -> Iterator[RagPipeline]:
+    with RagPipeline(Reader(), directory) as opened:
         yield opened
 
 
@@ -103,16 +92,22 @@ def questions() -> list[TuningQuestion]:
     return paraphrased_world(tokenizer_named("byte_level"), (7,), 40).questions
 
 
-def test_a_retriever_tuned_by_its_reader_finds_more_and_is_an_ordinary_model(whole, questions, tmp_path) -> None:
+def test_a_retriever_tuned_by_its_reader_finds_more_and_is_an_ordinary_model(
+    pipeline, questions, embedding, tmp_path
+) -> None:
     said: list[str] = []
-    generation = whole.chunks.generation
-    result = tune(whole, questions, tmp_path / "out", FAST, say=said.append)
+    generation = pipeline.chunks.generation
+    result = tune(pipeline, questions, tmp_path / "out", FAST, say=said.append)
     found = result.held_out["recall_at_5"]
     assert found.sure and found.after > found.before + 0.05, result.why
     assert result.saved == tmp_path / "out"
     assert "questions to judge" in said[0]
-    assert result.reader["right_chunk_among_candidates"] > 0.8 and result.reader["prefers_it"] > 0.8
-    assert whole.chunks.generation == generation
+    split = split_questions(questions, FAST.seed)
+    asked = pipeline.chunks.load_embedder().questions([q.text for q in split.train])
+    near = [{name for name, _ in pipeline.chunks.nearest(vector, FAST.candidates)} for vector in asked]
+    among = np.mean([bool(names & q.relevant) for names, q in zip(near, split.train, strict=True)])
+    assert result.reader["right_chunk_among_candidates"] == among > 0.4 and result.reader["prefers_it"] > 0.8
+    assert pipeline.chunks.generation == generation
     assert [point.step for point in result.curve] == sorted(point.step for point in result.curve)
     for values in zip(*((c["prior"], c["posterior"], c["after"]) for c in result.example["candidates"]), strict=True):
         assert sum(values) == pytest.approx(1, abs=1e-4)
@@ -120,42 +115,44 @@ def test_a_retriever_tuned_by_its_reader_finds_more_and_is_an_ordinary_model(who
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(result.saved), device="cpu")
-    held_out = split_questions(questions, FAST.seed).held_out
-    with ChunkIndex.open(whole.chunks.directory, query_encoder=result.saved) as index:
+    held_out = split.held_out
+    with ChunkIndex.open(pipeline.chunks.directory, query_encoder=result.saved) as index:
         hits = [{hit.chunk.id for hit in index.search(q.text, 5)} for q in held_out]
         assert np.mean([bool(ids & q.relevant) for ids, q in zip(hits, held_out, strict=True)]) == found.after
         vector = index.load_embedder().question(held_out[0].text)
     assert np.allclose(model.encode_query(held_out[0].text, normalize_embeddings=True), vector, atol=1e-5)
     report = json.loads((result.saved / RETRIEVER_FILE).read_text())
-    assert report["embedding"] == DEFAULT_EMBEDDING and report["recall_at_5"]["after"] == found.after
+    assert report["embedding"] == embedding and report["recall_at_5"]["after"] == found.after
     assert "recall@5" in (result.saved / "README.md").read_text()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "out.scores.jsonl"]
     with pytest.raises(InputError, match="there already"):
-        tune(whole, questions, result.saved, FAST)
+        tune(pipeline, questions, result.saved, FAST)
 
 
 def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_again(
-    whole, questions, whole_directory, tmp_path, monkeypatch
+    pipeline, questions, directory, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(
         "cacheblend_rag.lab.tuning.tune.MOST_LOST", 0.5
     )  # one of forty passages is two points and a half
     monkeypatch.setattr("cacheblend_rag.lab.tuning.candidates.EMBEDDED", 2)  # a step takes half as long
+    monkeypatch.setattr("cacheblend_rag.lab.tuning.rehearsal.NEAREST", 8)
+    monkeypatch.setattr(Both, "rate", lambda student, done: 5e-4)  # so that one round is enough
     settings = replace(FAST, training=TrainSettings(part="both", epochs=1), candidates=3)
-    generation = whole.chunks.generation
-    result = tune(whole, questions, tmp_path / "out", settings)
+    generation = pipeline.chunks.generation
+    result = tune(pipeline, questions, tmp_path / "out", settings)
     found = result.held_out["recall_at_5"]
     assert found.sure and result.documents and result.saved == tmp_path / "out", result.why
     assert 0 < result.settings["kept"] <= 1 and result.settings["training"]["epochs"] == 1
     assert TrainSettings(part="both").rounds == 2, "as many as suit the part"
-    assert whole.chunks.generation == generation, "only a copy is embedded anew"
+    assert pipeline.chunks.generation == generation, "only a copy is embedded anew"
     assert "store reembed" in (result.saved / "README.md").read_text()
     with (
-        ChunkIndex.open(whole_directory, query_encoder=result.saved) as index,
+        ChunkIndex.open(directory, query_encoder=result.saved) as index,
         pytest.raises(StoreMismatchError, match="store reembed"),
     ):
         index.load_embedder()
-    other = shutil.copytree(whole_directory, tmp_path / "store")
+    other = shutil.copytree(directory, tmp_path / "store")
     with ChunkIndex.open(other) as index:
         before = [chunk.id for chunk in index.chunks()]
         index.rebuild(str(result.saved))
@@ -215,11 +212,11 @@ def test_what_guards_the_tuning_is_not_what_judges_it(pipeline) -> None:
     assert len(guards.questions) == 40 and not set(judges.questions) & set(guards.questions)
 
 
-def test_with_shuffled_answers_nothing_is_saved(whole, questions, tmp_path) -> None:
+def test_with_shuffled_answers_nothing_is_saved(pipeline, questions, tmp_path) -> None:
     answers = [question.answers for question in questions]
     Random(1).shuffle(answers)
     shuffled = [replace(question, answers=other) for question, other in zip(questions, answers, strict=True)]
-    result = tune(whole, shuffled, tmp_path / "out", replace(FAST, answers=0))
+    result = tune(pipeline, shuffled, tmp_path / "out", replace(FAST, answers=0))
     assert result.saved is None and "not better, not saved" in result.why
     assert [each.name for each in tmp_path.iterdir()] == ["out.scores.jsonl"]
 
@@ -254,7 +251,8 @@ def test_an_interrupted_run_has_lost_one_question_at_the_most(pipeline, question
 def test_questions_whose_chunks_are_known_need_no_answer(pipeline, questions, tmp_path) -> None:
     known = [replace(question, answers=()) for question in questions]
     pipeline.engine.supports_scoring = False
-    result = tune(pipeline, known, tmp_path / "out", FAST)
+    settings = replace(FAST, training=TrainSettings(epochs=12))
+    result = tune(pipeline, known, tmp_path / "out", settings)
     assert result.held_out["recall_at_5"].difference > 0
     assert "em" not in result.held_out and pipeline.engine.scored == 0
     with pytest.raises(InputError, match="cannot score"):
@@ -263,9 +261,10 @@ def test_questions_whose_chunks_are_known_need_no_answer(pipeline, questions, tm
 
 @pytest.mark.parametrize("part", ["adapter", "tower", "both"])
 @pytest.mark.parametrize("loss", ["marginal", "kl", "infonce"])
-def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, loss) -> None:
+def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, loss, monkeypatch) -> None:
     from cacheblend_rag.lab.tuning.training import train
 
+    monkeypatch.setattr("cacheblend_rag.lab.tuning.rehearsal.NEAREST", 8)
     few = questions[:30]
     embedder = pipeline.chunks.load_embedder()
     before = embedder.questions([q.text for q in few])
@@ -273,7 +272,7 @@ def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, l
         judged = teacher.judge(few, before, lambda done, total, at: None)
     student = STUDENTS[part](embedder.model)
     assert np.allclose(student.vectors([q.text for q in few]), before, atol=1e-5)
-    settings = TrainSettings(loss, part, epochs={"adapter": 15, "tower": 4, "both": 2}[part], patience=20, batch=10)
+    settings = TrainSettings(loss, part, epochs={"adapter": 4, "tower": 2, "both": 1}[part], patience=20, batch=10)
     curve = train(student, judged, few, pipeline.chunks, embedder, settings, lambda done, total, at: None)
     assert max(point.mrr for point in curve) > curve[0].mrr + 0.03
     assert np.allclose(embedder.questions([q.text for q in few]), before, atol=1e-6), (
